@@ -42,8 +42,8 @@ enum Command {
     Demo(commands::demo::Demo),
     Doctor(commands::doctor::Doctor),
     Faults(commands::faults::Faults),
-    Launch(commands::launch::Launch),
-    Program(commands::program::Program),
+    Launch(commands::launch::LaunchCommand),
+    Program(commands::program::ProgramCommand),
     Topo(commands::topo::Topo),
     Tune(commands::tune::Tune),
     #[command(name = commands::doctor::TRIAL_COMMAND, hide = true)]

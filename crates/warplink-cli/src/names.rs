@@ -2,7 +2,6 @@
 
 use clap::builder::{PossibleValue, TypedValueParser};
 use clap::{Arg, Command, ValueEnum};
-use serde::Serializer;
 use std::ffi::OsStr;
 use std::str::FromStr;
 use warplink::named::{self, Named};
@@ -17,11 +16,6 @@ pub(crate) fn name_of<T: ValueEnum>(value: &T) -> String {
 pub(crate) fn names_of<T: ValueEnum>(values: &[T]) -> String {
     let names: Vec<String> = values.iter().map(name_of).collect();
     named::listed(names.iter().map(String::as_str))
-}
-
-/// Serializes a value by its command-line name.
-pub(crate) fn as_name<T: ValueEnum, S: Serializer>(value: &T, to: S) -> Result<S::Ok, S::Error> {
-    to.serialize_str(&name_of(value))
 }
 
 /// Parses one of these values of a library enum by its name; help lists the names.

@@ -1,11 +1,12 @@
 //! `warplink demo`: all-gather + matmul with and without overlap, checked and timed.
 
 use super::bench::case::by_device;
-use super::bench::clock::{Clock, Submission, Times};
-use super::bench::peers::optional;
+use super::bench::clock::{BenchClock, Submission, Times, WorkRef};
+use super::bench::peers::{allocate, optional};
 use super::ranks;
-use crate::gemm::sequential::Sequential;
-use crate::gemm::{Gemm, Op, Problem, check_lowerings, common_seed, gather_lowering_name};
+use crate::gemm::{
+    DistributedGemm, Op, Problem, check_lowerings, common_seed, gather_lowering_name,
+};
 use crate::names::OneOf;
 use crate::options::Options;
 use crate::report;
@@ -15,7 +16,7 @@ use anyhow::{Context, Result, ensure};
 use clap::Args;
 use serde::Serialize;
 use std::process::ExitCode;
-use warplink::device::{Priority, Stream};
+use warplink::device::Priority;
 use warplink::overlap::{self, Choice, Lowering};
 use warplink::{Communicator, DType, DeviceKind};
 
@@ -47,8 +48,8 @@ pub(crate) struct Demo {
     /// Store B transposed, N x K, as the weights of a linear layer: [out, in]
     #[arg(long)]
     transposed_b: bool,
-    /// Lowering to run: collective, in-order, push, ring-put, ring-get or FILE.wlp [default: what the
-    /// cost model finds fastest]
+    /// Lowering to run: collective, in-order, push, ring-put, ring-get or FILE.wlp [default: the fastest by the
+    /// cost model]
     #[arg(long, value_name = "NAME|FILE.wlp", value_parser = gather_lowering_name)]
     lowering: Option<String>,
     /// Seed of the inputs [default: random]
@@ -136,8 +137,8 @@ impl Demo {
         let samples = self.samples.map(usize::from);
         let samples = samples.unwrap_or(by_device(kind, [20, 5]));
         let seed = common_seed(comm, self.seed)?;
-        let mut gemm = Gemm::new(comm, self.problem(kind, comm.world()), seed)?;
-        let clock = Clock::new(comm, Priority::Normal)?;
+        let mut gemm = DistributedGemm::new(comm, self.problem(kind, comm.world()), seed)?;
+        let clock = BenchClock::new(comm, Priority::Normal)?;
 
         let op = gemm.problem.op;
         let lowering = self.lowering(op)?;
@@ -175,10 +176,18 @@ impl Demo {
                 })?
             }
             None => {
-                let plain = Sequential::new(&gemm)?;
-                let name = "own transfers (NCCL cannot be used), then one GEMM".to_owned();
+                let collectives = comm.collectives()?;
+                let gathered = allocate(comm, gemm.a.bytes() * comm.world())?;
+                let (a, b, c) = (gemm.a.clone(), gemm.b.clone(), gemm.c.clone());
+                let (compute, spec) = (
+                    comm.compute()?,
+                    gemm.problem.spec(gemm.problem.m, gemm.problem.k),
+                );
+                compute.prepare_matmul(&spec)?;
+                let name = "own all-gather (NCCL cannot be used), then one GEMM".to_owned();
                 time(&mut gemm, &clock, samples, name, &|stream| {
-                    plain.run(stream)
+                    collectives.all_gather(&gathered, &a, stream)?;
+                    Ok(compute.matmul(stream, &spec, &gathered, &b, &c, None)?)
                 })?
             }
         };
@@ -205,11 +214,11 @@ impl Demo {
 /// Checks a run of `work` over a poisoned result, times it, and checks the result of the last run. Returns
 /// the worse error.
 fn time(
-    gemm: &mut Gemm<'_>,
-    clock: &Clock<'_>,
+    gemm: &mut DistributedGemm<'_>,
+    clock: &BenchClock<'_>,
     samples: usize,
     name: String,
-    work: &dyn Fn(&Stream) -> Result<()>,
+    work: WorkRef<'_>,
 ) -> Result<Method> {
     let before = gemm.error_of(&clock.stream, work)?;
     let eager = clock.measure(samples, Submission::Eager, work)?;

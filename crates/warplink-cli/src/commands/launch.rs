@@ -1,6 +1,6 @@
 //! `warplink launch`: starts the ranks of any program.
 
-use crate::launch::{self, LaunchPlan, Outcome, Output, Variable};
+use crate::launch::{self, LaunchOutcome, LaunchPlan, Output, Variable};
 use crate::options::Options;
 use crate::report::{self, JsonError};
 use anyhow::Result;
@@ -38,7 +38,7 @@ const MAX_GRACE: Duration = Duration::from_secs(24 * 3600);
     warplink launch -n 8 --env CUDA_VISIBLE_DEVICES={local_rank} -- ./my-program\n  \
     warplink launch -n 8 --ranks-per-gpu 4 -- ./my-program\n  \
     warplink launch -n 2 --json -- ./my-program > outcome.json")]
-pub(crate) struct Launch {
+pub(crate) struct LaunchCommand {
     /// Set a variable for the ranks; {rank}, {local_rank} and {world} in V are substituted
     #[arg(long = "env", value_name = "K=V")]
     env: Vec<Variable>,
@@ -52,7 +52,7 @@ pub(crate) struct Launch {
     command: Vec<OsString>,
 }
 
-impl Launch {
+impl LaunchCommand {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         let mut command = self.command.into_iter();
         let program = command.next().unwrap_or_default();
@@ -111,7 +111,7 @@ struct LaunchedRank {
 }
 
 impl LaunchReport {
-    fn new(outcome: &Outcome) -> Self {
+    fn new(outcome: &LaunchOutcome) -> Self {
         let ranks = outcome
             .exits
             .iter()

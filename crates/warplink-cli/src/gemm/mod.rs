@@ -3,20 +3,20 @@
 pub(crate) mod inputs;
 mod problem;
 mod reference;
-pub(crate) mod sequential;
 
-use crate::commands::bench::peers::gather;
+use crate::commands::bench::clock::WorkRef;
+use crate::commands::bench::peers::{allocate, download, gather};
 use anyhow::{Context, Result, bail};
 use inputs::Matrix;
 pub(crate) use problem::{Op, Problem, check_lowerings, gather_lowering_name, lowering_name};
 use reference::Reference;
 use warplink::Communicator;
-use warplink::device::{AllocationKind, DeviceSlice, Stream};
+use warplink::device::{DeviceSlice, Stream};
 use warplink::overlap::{AllGatherMatmulBuffers, MatmulReduceScatterBuffers, Options, OverlapPlan};
 use warplink::program::Executor;
 
 /// A problem with its inputs on this rank's device.
-pub(crate) struct Gemm<'a> {
+pub(crate) struct DistributedGemm<'a> {
     pub(crate) comm: &'a Communicator,
     pub(crate) problem: Problem,
     pub(crate) a: DeviceSlice,
@@ -27,7 +27,7 @@ pub(crate) struct Gemm<'a> {
     seed: u64,
 }
 
-impl<'a> Gemm<'a> {
+impl<'a> DistributedGemm<'a> {
     /// Generates the inputs; `seed` must be equal on every rank.
     pub(crate) fn new(comm: &'a Communicator, problem: Problem, seed: u64) -> Result<Self> {
         let (rank, world) = (comm.rank(), comm.world());
@@ -53,10 +53,9 @@ impl<'a> Gemm<'a> {
         } else {
             b
         };
-        let device = comm.device();
         let place = |bytes: &[u8]| -> Result<DeviceSlice> {
-            let slice = device.allocate(bytes.len(), AllocationKind::Plain)?;
-            device.upload(&slice, bytes)?;
+            let slice = allocate(comm, bytes.len())?;
+            comm.device().upload(&slice, bytes)?;
             Ok(slice)
         };
         Ok(Self {
@@ -64,7 +63,7 @@ impl<'a> Gemm<'a> {
             problem,
             a: place(&a)?,
             b: place(&b)?,
-            c: device.allocate(result * n * dtype.size(), AllocationKind::Plain)?,
+            c: allocate(comm, result * n * dtype.size())?,
             executor: comm.executor(),
             reference: None,
             seed,
@@ -104,11 +103,7 @@ impl<'a> Gemm<'a> {
     /// Runs `work` once over a poisoned result, and returns the relative error over all ranks: norm of the
     /// difference to a double-precision GEMM, relative to the latter's norm, over all rows of a small problem
     /// and some of a large one. Collective.
-    pub(crate) fn error_of(
-        &mut self,
-        stream: &Stream,
-        work: &dyn Fn(&Stream) -> Result<()>,
-    ) -> Result<f64> {
+    pub(crate) fn error_of(&mut self, stream: &Stream, work: WorkRef<'_>) -> Result<f64> {
         // All bytes 0xff are NaN in every element type.
         stream.fill(&self.c, 0xff)?;
         self.comm.synchronize(stream)?;
@@ -125,7 +120,7 @@ impl<'a> Gemm<'a> {
                 Op::AllGatherMatmul => 0,
                 Op::MatmulReduceScatter => self.comm.rank() * (self.problem.m / world),
             };
-            let count = self.c.bytes() / (self.problem.n * self.problem.dtype.size());
+            let count = self.c.bytes() / self.row_bytes();
             let (a, b) = matrices(&self.problem, self.seed);
             self.reference = Some(Reference::new(
                 &a,
@@ -138,13 +133,9 @@ impl<'a> Gemm<'a> {
         let Some(reference) = &self.reference else {
             bail!("the reference is missing");
         };
-        let row_bytes = self.problem.n * self.problem.dtype.size();
-        let mut row = vec![0; row_bytes];
         let (mut difference, mut norm) = (0.0, 0.0);
         for (at, expected) in reference.rows() {
-            let part = self.c.slice(at * row_bytes..(at + 1) * row_bytes)?;
-            self.comm.device().download(&part, &mut row)?;
-            for (got, expected) in self.problem.dtype.decode(&row).zip(expected) {
+            for (got, expected) in self.row(at)?.into_iter().zip(expected) {
                 difference += (got - expected).powi(2);
                 norm += expected.powi(2);
             }
@@ -158,17 +149,21 @@ impl<'a> Gemm<'a> {
     /// Some rows of the current result, always the same ones.
     pub(crate) fn some_rows(&self) -> Result<Vec<f64>> {
         const MAX_ROWS: usize = 128;
-        let row_bytes = self.problem.n * self.problem.dtype.size();
-        let rows = self.c.bytes() / row_bytes;
-        let mut row = vec![0; row_bytes];
-        let mut values = Vec::new();
-        for index in 0..rows.min(MAX_ROWS) {
-            let at = index * rows / rows.min(MAX_ROWS);
-            let part = self.c.slice(at * row_bytes..(at + 1) * row_bytes)?;
-            self.comm.device().download(&part, &mut row)?;
-            values.extend(self.problem.dtype.decode(&row));
-        }
-        Ok(values)
+        let rows = self.c.bytes() / self.row_bytes();
+        let count = rows.min(MAX_ROWS);
+        let rows = (0..count).map(|index| self.row(index * rows / count));
+        Ok(rows.collect::<Result<Vec<_>>>()?.concat())
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.problem.n * self.problem.dtype.size()
+    }
+
+    /// A row of the current result.
+    fn row(&self, at: usize) -> Result<Vec<f64>> {
+        let bytes = self.row_bytes();
+        let row = download(self.comm, &self.c.slice(at * bytes..(at + 1) * bytes)?)?;
+        Ok(self.problem.dtype.decode(&row).collect())
     }
 
     /// Number of checked rows of this rank's result.

@@ -91,8 +91,8 @@ impl GpuAssignment {
         })
     }
 
-    /// Sets the GPU visible to `rank`, and if GPUs are shared, its number of queues beside those of `jobs`
-    /// concurrent jobs.
+    /// Sets the GPU visible to `rank`, and if GPUs are shared, its number of queues, for `jobs` concurrent jobs
+    /// on the same GPUs.
     pub(crate) fn apply(&self, rank: usize, jobs: usize, command: &mut Command) {
         if let Some(gpu) = self.names.get(rank / self.ranks_per_gpu.unwrap_or(1)) {
             command.env(VISIBLE, gpu);

@@ -19,7 +19,7 @@ mod supervise;
 pub(crate) use environment::Variable;
 pub(crate) use gpu_service::GpuAssignment;
 pub(crate) use guard::{ending_signals, follow, guard, is_guarded};
-pub(crate) use outcome::Outcome;
+pub(crate) use outcome::LaunchOutcome;
 pub(crate) use rank::{RANK_COMMAND, RankArgs, become_rank};
 pub(crate) use service_control::ServiceControl;
 
@@ -67,7 +67,7 @@ pub(crate) enum Output {
     /// Rank 0 writes directly to the launcher's streams; only standard error of the others is forwarded,
     /// prefixed.
     Rank0Only,
-    /// The same, but standard output of ranks is captured in the [`Outcome`].
+    /// The same, but standard output of ranks is captured in the [`LaunchOutcome`].
     Kept,
 }
 
@@ -76,14 +76,14 @@ pub(crate) enum Output {
 /// Call it from a thread that outlives the call: the kernel kills the ranks when their parent thread exits.
 ///
 /// # Errors
-/// Errors of starting processes. Failures of ranks are in the [`Outcome`].
-pub(crate) fn run(plan: &LaunchPlan) -> Result<Outcome> {
+/// Errors of starting processes. Failures of ranks are in the [`LaunchOutcome`].
+pub(crate) fn run(plan: &LaunchPlan) -> Result<LaunchOutcome> {
     let search = std::env::var_os("PATH").unwrap_or_default();
     let program = match environment::find_program(&plan.program, &search) {
         Ok(program) => program,
         Err(missing) => {
             report::print_message(&format!("error: {missing}"));
-            return Ok(Outcome::not_started(
+            return Ok(LaunchOutcome::not_started(
                 missing.exit_code(),
                 missing.to_string(),
             ));

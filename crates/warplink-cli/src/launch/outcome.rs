@@ -10,7 +10,7 @@ const FIRST_CAUSES: [i32; 5] = [SIGKILL, SIGSEGV, SIGBUS, SIGILL, SIGFPE];
 
 /// How the ranks exited.
 #[derive(Debug)]
-pub(crate) struct Outcome {
+pub(crate) struct LaunchOutcome {
     /// By rank.
     pub(crate) exits: Vec<RankExit>,
     /// The rank whose failure is the root cause.
@@ -25,7 +25,7 @@ pub(crate) struct Outcome {
     pub(crate) error: Option<String>,
 }
 
-impl Outcome {
+impl LaunchOutcome {
     /// The outcome if nothing was started.
     pub(super) fn not_started(code: u8, error: String) -> Self {
         Self {
@@ -139,13 +139,16 @@ pub(super) fn name(signal: i32) -> &'static str {
 mod tests {
     use super::*;
 
-    fn outcome(exits: &[(Option<i32>, Option<i32>)], first_failure: Option<usize>) -> Outcome {
+    fn outcome(
+        exits: &[(Option<i32>, Option<i32>)],
+        first_failure: Option<usize>,
+    ) -> LaunchOutcome {
         let exit = |&(code, signal)| RankExit {
             code,
             signal,
             ..RankExit::default()
         };
-        Outcome {
+        LaunchOutcome {
             exits: exits.iter().map(exit).collect(),
             first_failure,
             signalled: None,
@@ -166,7 +169,7 @@ mod tests {
             outcome(&[(None, Some(9)), (Some(3), None)], Some(0)).code(),
             137
         );
-        assert_eq!(Outcome::not_started(127, String::new()).code(), 127);
+        assert_eq!(LaunchOutcome::not_started(127, String::new()).code(), 127);
     }
 
     #[test]
@@ -191,7 +194,7 @@ mod tests {
 
     #[test]
     fn a_job_without_a_result_names_its_cause() {
-        let text = |outcome: &Outcome| serde_json::to_string(&outcome.failure()).unwrap();
+        let text = |outcome: &LaunchOutcome| serde_json::to_string(&outcome.failure()).unwrap();
         let mut killed = outcome(&[(None, Some(15)), (None, Some(9))], Some(1));
         assert_eq!(
             text(&killed),

@@ -2,7 +2,7 @@
 
 use super::exits::Exits;
 use super::guard;
-use super::outcome::{self, Outcome, RankExit};
+use super::outcome::{self, LaunchOutcome, RankExit};
 use super::output::{self, Printer, Target};
 use super::rank::{self, Ranks};
 use crate::report;
@@ -100,7 +100,7 @@ impl Supervisor {
         })
     }
 
-    /// Captures a rank's output for the [`Outcome`].
+    /// Captures a rank's output for the [`LaunchOutcome`].
     pub(super) fn keep(&self, rank: usize, mut stream: impl Read + Send + 'static) -> Result<()> {
         let (kept, open) = (Arc::clone(&self.kept), self.pumping.clone());
         let length = lock(&kept).len().max(rank + 1);
@@ -138,9 +138,9 @@ impl Supervisor {
 
     /// Waits for all ranks, terminates them when one fails, forwards signals to them, and kills their
     /// leftover processes.
-    pub(super) fn see_through(self, ranks: Ranks, grace: Duration) -> Result<Outcome> {
+    pub(super) fn see_through(self, ranks: Ranks, grace: Duration) -> Result<LaunchOutcome> {
         let mut watch = Watch {
-            outcome: Outcome {
+            outcome: LaunchOutcome {
                 exits: vec![RankExit::default(); ranks.len()],
                 first_failure: None,
                 signalled: None,
@@ -181,7 +181,7 @@ impl Supervisor {
             "all ranks have ended"
         );
         let kept = std::mem::take(&mut *lock(&self.kept));
-        Ok(Outcome {
+        Ok(LaunchOutcome {
             kept,
             ..watch.outcome
         })
@@ -203,7 +203,7 @@ impl Supervisor {
 /// State of the watch.
 #[derive(Debug)]
 struct Watch {
-    outcome: Outcome,
+    outcome: LaunchOutcome,
     running: usize,
     /// Ranks that failed before the launcher terminated any, in order.
     failed: Vec<usize>,

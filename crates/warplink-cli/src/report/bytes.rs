@@ -8,9 +8,9 @@ use std::str::FromStr;
 /// the largest binary unit that is exact.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(transparent)]
-pub(crate) struct Bytes(pub(crate) u64);
+pub(crate) struct ByteSize(pub(crate) u64);
 
-impl fmt::Display for Bytes {
+impl fmt::Display for ByteSize {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const BINARY: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
         let (mut value, mut unit) = (self.0, 0);
@@ -23,7 +23,7 @@ impl fmt::Display for Bytes {
     }
 }
 
-impl FromStr for Bytes {
+impl FromStr for ByteSize {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -100,7 +100,7 @@ mod tests {
             ("16383TiB", 16383 << 40),
             ("18446744073709551615", u64::MAX),
         ] {
-            assert_eq!(text.parse(), Ok(Bytes(bytes)), "{text}");
+            assert_eq!(text.parse(), Ok(ByteSize(bytes)), "{text}");
         }
     }
 
@@ -120,9 +120,13 @@ mod tests {
             "20000000TiB",
             "0.1KiB",
         ] {
-            assert!(text.parse::<Bytes>().is_err(), "{text}");
+            assert!(text.parse::<ByteSize>().is_err(), "{text}");
         }
-        assert!(format!("1.{}K", "0".repeat(60)).parse::<Bytes>().is_err());
+        assert!(
+            format!("1.{}K", "0".repeat(60))
+                .parse::<ByteSize>()
+                .is_err()
+        );
     }
 
     #[test]
@@ -140,10 +144,10 @@ mod tests {
             3 << 40,
             u64::MAX,
         ] {
-            assert_eq!(Bytes(bytes).to_string().parse(), Ok(Bytes(bytes)));
+            assert_eq!(ByteSize(bytes).to_string().parse(), Ok(ByteSize(bytes)));
         }
-        assert_eq!(Bytes(4096).to_string(), "4 KiB");
-        assert_eq!(Bytes(1 << 50).to_string(), "1024 TiB");
-        assert_eq!(format!("{:>8}|", Bytes(1 << 30)), "   1 GiB|");
+        assert_eq!(ByteSize(4096).to_string(), "4 KiB");
+        assert_eq!(ByteSize(1 << 50).to_string(), "1024 TiB");
+        assert_eq!(format!("{:>8}|", ByteSize(1 << 30)), "   1 GiB|");
     }
 }

@@ -5,15 +5,16 @@
 
 use super::clock::Submission;
 use super::plot;
-use super::report::{BenchReport, Figures};
+use super::report::{Figures, Object};
 use crate::commands::ranks;
 use crate::names::OneOrBoth;
 use crate::options::{Options, step};
-use crate::report::bytes::Bytes;
+use crate::report::bytes::ByteSize;
 use crate::report::progress::Progress;
 use crate::report::{check_output, exit_code, print_result, write_file};
 use anyhow::{Context, Result, ensure};
 use clap::{ArgMatches, Args, Command, FromArgMatches};
+use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use warplink::{Communicator, DeviceKind};
@@ -25,15 +26,13 @@ pub(crate) trait Case: Args {
     /// Samples of a figure by default: on cuda, and on host.
     const SAMPLES: [u16; 2] = [9, 9];
     /// The sizes by default, of a benchmark that has some.
-    const SIZES: Option<Range> = None;
+    const SIZES: Option<SizeRange> = None;
     /// Whether `--submission` selects how work is submitted.
     const SUBMISSIONS: bool = false;
     /// Whether rows are printed while it measures; then no table follows.
     const LIVE: bool = false;
 
-    type Figures: Figures;
-
-    /// Opens files, before any rank starts. An exit code ends the command: there is nothing to measure.
+    /// Opens files, before any rank starts. An exit code ends the command without a measurement.
     fn prepare(&mut self, _options: &Options) -> Result<Option<ExitCode>> {
         Ok(None)
     }
@@ -42,12 +41,12 @@ pub(crate) trait Case: Args {
     fn check(&self, setup: &Setup) -> Result<()>;
 
     /// Measures, on every rank.
-    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Self::Figures>;
+    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures>;
 }
 
 /// Sizes from one to another by a factor.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Range {
+pub(crate) struct SizeRange {
     /// Of a size, for the help.
     pub(crate) noun: &'static str,
     /// Whether sizes are bytes.
@@ -58,7 +57,7 @@ pub(crate) struct Range {
     pub(crate) step: u64,
 }
 
-impl Range {
+impl SizeRange {
     /// Sizes in bytes.
     pub(crate) const fn of_bytes(from: u64, to: [u64; 2], step: u64) -> Self {
         Self {
@@ -72,7 +71,7 @@ impl Range {
 
     fn show(&self, size: u64) -> String {
         if self.bytes {
-            Bytes(size).to_string()
+            ByteSize(size).to_string()
         } else {
             size.to_string()
         }
@@ -104,7 +103,7 @@ impl Setup {
             size >= least,
             "{} is {}; expected at least {least} bytes, {unit}",
             self.smallest,
-            Bytes(size as u64)
+            ByteSize(size as u64)
         );
         Ok(())
     }
@@ -148,14 +147,14 @@ struct Common {
 #[derive(Debug, Args)]
 struct Sizes {
     #[arg(long, display_order = 1)]
-    from: Option<Bytes>,
+    from: Option<ByteSize>,
     #[arg(long, display_order = 2)]
-    to: Option<Bytes>,
+    to: Option<ByteSize>,
     #[arg(long, value_name = "N", display_order = 3, value_parser = step::<u64>)]
     step: Option<u64>,
     /// These sizes instead, separated by commas
     #[arg(long, value_delimiter = ',', display_order = 4, conflicts_with_all = ["from", "to", "step"])]
-    sizes: Vec<Bytes>,
+    sizes: Vec<ByteSize>,
 }
 
 #[derive(Debug, Args)]
@@ -262,27 +261,33 @@ impl<C: Case> Bench<C> {
             // Again: ranks that another launcher started have not been checked.
             let setup = setup(comm.device().kind(), comm.world())?;
             let figures = self.case.measure(comm, &setup)?;
-            let is_right = figures.is_right();
             if comm.rank() == 0 {
-                self.report(BenchReport::new(C::NAME, comm, figures), options.json)?;
+                self.report(comm, &figures, options.json)?;
             }
-            Ok(exit_code(is_right))
+            Ok(exit_code(figures.is_right))
         })
     }
 
-    /// Prints the figures first: a file that cannot be written does not lose them.
-    fn report(&self, report: BenchReport<C::Figures>, json: bool) -> Result<()> {
+    /// Prints the figures first, so that a file that cannot be written does not lose them.
+    fn report(&self, comm: &Communicator, figures: &Figures, json: bool) -> Result<()> {
+        let report = BenchReport {
+            head: Object::default()
+                .key("benchmark", C::NAME)
+                .key("device", comm.device().name())
+                .key("ranks", comm.world()),
+            figures: &figures.object,
+        };
         if json || !C::LIVE {
-            print_result(json, &report, || report.text())?;
+            let text = || format!("{}\n\n{}", figures.title, figures.tables);
+            print_result(json, &report, text)?;
         }
         if let Some(path) = &self.common.output {
             let text = serde_json::to_vec_pretty(&report).context("write the figures as JSON")?;
             write_file(path, &text)?;
         }
         if let Some(path) = &self.common.plot {
-            let drawing = plot::draw(&report.title(), &report.figures.drawing())
-                .context("draw the figures")?;
-            write_file(path, drawing.as_bytes())?;
+            let drawing = plot::draw(&figures.title, &figures.drawing);
+            write_file(path, drawing.context("draw the figures")?.as_bytes())?;
         }
         Ok(())
     }
@@ -316,9 +321,18 @@ impl<C: Case> Bench<C> {
     }
 }
 
+/// Output of `--json`.
+#[derive(Serialize)]
+struct BenchReport<'a> {
+    #[serde(flatten)]
+    head: Object,
+    #[serde(flatten)]
+    figures: &'a Object,
+}
+
 impl Sizes {
     /// All sizes: by the factor, and the largest in any case.
-    fn list(&self, range: Range, kind: DeviceKind) -> Result<Vec<usize>> {
+    fn list(&self, range: SizeRange, kind: DeviceKind) -> Result<Vec<usize>> {
         let from = self.from.map_or(range.from, |from| from.0);
         let largest = by_device(kind, range.to).max(from);
         let to = self.to.map_or(largest, |to| to.0);
@@ -349,7 +363,7 @@ mod tests {
 
     #[test]
     fn sizes_go_up_to_the_largest() {
-        let range = Range::of_bytes(4, [64, 16], 2);
+        let range = SizeRange::of_bytes(4, [64, 16], 2);
         for (given, kind, expected) in [
             (
                 (None, None, None, &[][..]),
@@ -370,10 +384,10 @@ mod tests {
         ] {
             let (from, to, step, sizes) = given;
             let options = Sizes {
-                from: from.map(Bytes),
-                to: to.map(Bytes),
+                from: from.map(ByteSize),
+                to: to.map(ByteSize),
                 step,
-                sizes: sizes.iter().copied().map(Bytes).collect(),
+                sizes: sizes.iter().copied().map(ByteSize).collect(),
             };
             let listed = options.list(range, kind).unwrap_or_default();
             assert_eq!(listed, expected, "{given:?}");

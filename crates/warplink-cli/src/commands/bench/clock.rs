@@ -11,8 +11,10 @@ use warplink::device::{Event, Graph, Priority, Stream};
 use warplink::p2p::{Path, StreamBarrier};
 use warplink::{Communicator, Deadline};
 
-/// A way to submit stream work to the device.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, serde::Deserialize, serde::Serialize)]
+/// How stream work is submitted to the device.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum, serde::Deserialize, serde::Serialize,
+)]
 #[serde(rename_all = "lowercase")]
 pub(crate) enum Submission {
     /// Operation by operation
@@ -40,7 +42,7 @@ impl Times {
     }
 }
 
-/// Time that work took.
+/// Measured times of work.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Taken {
     /// From its beginning to its end in the stream.
@@ -49,11 +51,14 @@ pub(crate) struct Taken {
     pub(crate) host: Times,
 }
 
-/// Stream work that enqueues the same on every call.
-pub(crate) type Work<'a> = &'a dyn Fn(&Stream) -> Result<()>;
+/// Stream work that enqueues the same operations on every call.
+pub(crate) type Work<'a> = Box<dyn Fn(&Stream) -> Result<()> + 'a>;
+
+/// A borrowed [`Work`].
+pub(crate) type WorkRef<'a> = &'a dyn Fn(&Stream) -> Result<()>;
 
 /// Measures on one stream of every rank.
-pub(crate) struct Clock<'a> {
+pub(crate) struct BenchClock<'a> {
     pub(crate) comm: &'a Communicator,
     pub(crate) stream: Stream,
     begin: Event,
@@ -61,7 +66,7 @@ pub(crate) struct Clock<'a> {
     barrier: StreamBarrier,
 }
 
-impl<'a> Clock<'a> {
+impl<'a> BenchClock<'a> {
     /// Every rank makes one at the same time.
     pub(crate) fn new(comm: &'a Communicator, priority: Priority) -> Result<Self> {
         let stream = comm.create_stream(priority)?;
@@ -80,7 +85,7 @@ impl<'a> Clock<'a> {
 
     /// Repeats `work`, which waits for no other rank, for `time`: a device that was idle while inputs were
     /// drawn is slow at first.
-    pub(crate) fn warm_up(&self, time: Duration, work: Work<'_>) -> Result<()> {
+    pub(crate) fn warm_up(&self, time: Duration, work: WorkRef<'_>) -> Result<()> {
         let start = Instant::now();
         while start.elapsed() < time {
             work(&self.stream)?;
@@ -90,14 +95,14 @@ impl<'a> Clock<'a> {
     }
 
     /// A graph of `work`.
-    pub(crate) fn capture(&self, work: Work<'_>) -> Result<Graph> {
+    pub(crate) fn capture(&self, work: WorkRef<'_>) -> Result<Graph> {
         self.stream.begin_capture()?;
         work(&self.stream).context("while a graph was captured")?;
         Ok(self.stream.end_capture()?)
     }
 
     /// Runs `work` once to its end.
-    pub(crate) fn run(&self, submission: Submission, work: Work<'_>) -> Result<()> {
+    pub(crate) fn run(&self, submission: Submission, work: WorkRef<'_>) -> Result<()> {
         match submission {
             Submission::Eager => work(&self.stream)?,
             Submission::Captured => self.capture(work)?.launch(&self.stream)?,
@@ -105,16 +110,26 @@ impl<'a> Clock<'a> {
         Ok(self.comm.synchronize(&self.stream)?)
     }
 
-    /// Times `work`, which enqueues the same on every call, `samples` times after warming up.
+    /// Times `work`, `samples` times after warming up.
     pub(crate) fn measure(
         &self,
         samples: usize,
         submission: Submission,
-        work: Work<'_>,
+        work: WorkRef<'_>,
     ) -> Result<Times> {
-        let times = self.measure_in_turn(samples, submission, 1, &[work])?;
-        let first = times.first().context("nothing was timed")?;
-        Ok(first.stream)
+        self.measure_repeated(samples, submission, 1, work)
+    }
+
+    /// As [`measure`](Self::measure); a sample is `repeat` runs in a row, and its time that of one.
+    pub(crate) fn measure_repeated(
+        &self,
+        samples: usize,
+        submission: Submission,
+        repeat: usize,
+        work: WorkRef<'_>,
+    ) -> Result<Times> {
+        let times = self.measure_in_turn(samples, submission, repeat, &[Box::new(work)])?;
+        Ok(times.first().context("nothing was timed")?.stream)
     }
 
     /// As [`measure_in_turn`](Self::measure_in_turn), one operation after another, for `limit` at most.
@@ -129,9 +144,8 @@ impl<'a> Clock<'a> {
         Ok(all.into_iter().map(|taken| taken.stream).collect())
     }
 
-    /// As [`measure`](Self::measure) for several works that take turns, a sample of each after the
-    /// other: they see the same clock rates and temperatures, so their times can be compared closely. A sample is
-    /// `repeat` runs in a row, and its time that of one.
+    /// As [`measure_repeated`](Self::measure_repeated) for several works whose samples alternate, so that they see
+    /// the same clock rates and temperatures.
     pub(crate) fn measure_in_turn(
         &self,
         samples: usize,
@@ -152,8 +166,9 @@ impl<'a> Clock<'a> {
     ) -> Result<Vec<Taken>> {
         let stream = &self.stream;
         let mut turns = Vec::with_capacity(works.len());
-        let repeated = |work: Work<'_>, stream: &Stream| (0..repeat).try_for_each(|_| work(stream));
-        for &work in works {
+        let repeated =
+            |work: &Work<'_>, stream: &Stream| (0..repeat).try_for_each(|_| work(stream));
+        for work in works {
             let graph = match submission {
                 Submission::Eager => None,
                 Submission::Captured => Some(self.capture(&|stream| repeated(work, stream))?),

@@ -1,10 +1,10 @@
-//! Communication that measurements need beside their own: the vendor's library, counts over all ranks, and a
-//! second stream.
+//! What measurements share: the vendor's library, sums over all ranks, memory of the neighbours, a second stream.
 
 use crate::report::print_message;
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use warplink::collective::{CollectiveOptions, CollectivePath, Collectives};
-use warplink::device::{Event, Priority, Stream};
+use warplink::device::{AllocationKind, DeviceSlice, Event, Priority, Stream, Word};
+use warplink::memory::{Region, RemoteRegion};
 use warplink::{Communicator, DType, ErrorKind};
 
 /// Collectives by the vendor's library, and its name.
@@ -72,6 +72,71 @@ pub(crate) fn total(comm: &Communicator, own: u64) -> Result<u64> {
 /// The rank before and the one after, in a ring.
 pub(crate) fn neighbours(rank: usize, world: usize) -> [usize; 2] {
     [(rank + world - 1) % world, (rank + 1) % world]
+}
+
+/// Allocates device memory.
+pub(crate) fn allocate(comm: &Communicator, bytes: usize) -> warplink::Result<DeviceSlice> {
+    comm.device().allocate(bytes, AllocationKind::Plain)
+}
+
+/// The bytes of device memory.
+pub(crate) fn download(comm: &Communicator, slice: &DeviceSlice) -> warplink::Result<Vec<u8>> {
+    let mut bytes = vec![0; slice.bytes()];
+    comm.device().download(slice, &mut bytes)?;
+    Ok(bytes)
+}
+
+/// Two buffers and two words of every rank that all others can access.
+pub(crate) struct SharedMemory {
+    pub(crate) own: Region,
+    pub(crate) into: Region,
+    pub(crate) words: [Word; 2],
+    remote_own: Vec<Option<RemoteRegion>>,
+    remote_into: Vec<Option<RemoteRegion>>,
+    remote_words: Vec<Option<RemoteRegion>>,
+    _words: Region,
+}
+
+impl SharedMemory {
+    /// Buffers of `bytes` bytes. Collective.
+    pub(crate) fn new(comm: &Communicator, bytes: usize) -> Result<Self> {
+        let (own, into) = (comm.alloc(bytes)?, comm.alloc(bytes)?);
+        let words = comm.register(&comm.device().allocate_signals(4096)?)?;
+        Ok(Self {
+            remote_own: comm.share(&own)?,
+            remote_into: comm.share(&into)?,
+            remote_words: comm.share(&words)?,
+            own,
+            into,
+            words: word_pair(words.memory())?,
+            _words: words,
+        })
+    }
+
+    /// The buffer `own` of another rank.
+    pub(crate) fn own_of(&self, rank: usize) -> Result<&RemoteRegion> {
+        of_rank(&self.remote_own, rank)
+    }
+
+    /// The buffer `into` of another rank.
+    pub(crate) fn into_of(&self, rank: usize) -> Result<&RemoteRegion> {
+        of_rank(&self.remote_into, rank)
+    }
+
+    /// The words of another rank.
+    pub(crate) fn words_of(&self, rank: usize) -> Result<[Word; 2]> {
+        word_pair(of_rank(&self.remote_words, rank)?.memory())
+    }
+}
+
+fn of_rank(all: &[Option<RemoteRegion>], rank: usize) -> Result<&RemoteRegion> {
+    let region = all.get(rank).and_then(Option::as_ref);
+    region.with_context(|| format!("rank {rank} is not another rank with shared memory"))
+}
+
+/// Two words on different cache lines.
+fn word_pair(slice: &DeviceSlice) -> Result<[Word; 2]> {
+    Ok([slice.word(0)?, slice.word(64)?])
 }
 
 /// A second stream that runs every other transfer: starting one takes a few microseconds in which its

@@ -67,14 +67,14 @@ pub(crate) struct Bar {
     pub(crate) colour: RGBColor,
 }
 
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
 /// The drawing, as SVG.
 pub(crate) fn draw(title: &str, drawing: &Drawing) -> Result<String> {
     let mut text = String::new();
     match drawing {
         Drawing::Lines(points) => {
-            let panels = distinct(points, |point| &point.panel);
+            let panels = distinct(points.iter().map(|point| &point.panel));
             ensure!(!panels.is_empty(), "nothing was measured");
             let rows = panels.len().div_ceil(2);
             let area = canvas(&mut text, title, PANEL * rows as i32)?;
@@ -99,7 +99,7 @@ pub(crate) fn draw(title: &str, drawing: &Drawing) -> Result<String> {
     Ok(text)
 }
 
-fn canvas<'a>(text: &'a mut String, title: &str, height: i32) -> Result<Area<'a>> {
+fn canvas<'a>(text: &'a mut String, title: &str, height: i32) -> Result<Canvas<'a>> {
     let size = (WIDTH as u32, (HEADING + height) as u32);
     let area = SVGBackend::with_string(text, size).into_drawing_area();
     area.fill(&WHITE).map_err(failed)?;
@@ -108,30 +108,23 @@ fn canvas<'a>(text: &'a mut String, title: &str, height: i32) -> Result<Area<'a>
     Ok(area)
 }
 
-/// The values of `name`, each once, in the order of the points.
-fn distinct<'p>(points: &'p [Point], name: impl Fn(&'p Point) -> &'p String) -> Vec<&'p str> {
+/// Each name once, in order of appearance.
+fn distinct<'p>(all: impl Iterator<Item = &'p String>) -> Vec<&'p str> {
     let mut names: Vec<&str> = Vec::new();
-    for point in points {
-        if !names.contains(&name(point).as_str()) {
-            names.push(name(point));
+    for name in all {
+        if !names.contains(&name.as_str()) {
+            names.push(name);
         }
     }
     names
 }
 
-fn lines(area: &Area<'_>, title: &str, points: &[&Point]) -> Result<()> {
+fn lines(area: &Canvas<'_>, title: &str, points: &[&Point]) -> Result<()> {
     let logarithmic = points.first().is_some_and(|point| point.logarithmic);
-    let mut sizes: Vec<&str> = Vec::new();
-    let mut named: Vec<&str> = Vec::new();
-    for point in points {
-        if !sizes.contains(&point.size.as_str()) {
-            sizes.push(&point.size);
-        }
-        if !named.contains(&point.line.as_str()) {
-            named.push(&point.line);
-        }
-    }
-    let values = points.iter().map(|point| point.value);
+    let points = || points.iter().copied();
+    let sizes = distinct(points().map(|point| &point.size));
+    let named = distinct(points().map(|point| &point.line));
+    let values = points().map(|point| point.value);
     let (least, most) = values.fold((f64::MAX, f64::MIN_POSITIVE), |(least, most), value| {
         (least.min(value), most.max(value))
     });
@@ -170,7 +163,7 @@ fn lines(area: &Area<'_>, title: &str, points: &[&Point]) -> Result<()> {
         .draw()
         .map_err(failed)?;
     for (number, name) in named.iter().enumerate() {
-        let of_line = points.iter().filter(|point| point.line == *name);
+        let of_line = points().filter(|point| point.line == *name);
         let of_line: Vec<(f64, f64)> = of_line
             .filter_map(|point| {
                 let at = sizes.iter().position(|size| *size == point.size)?;
@@ -199,7 +192,7 @@ fn lines(area: &Area<'_>, title: &str, points: &[&Point]) -> Result<()> {
 }
 
 /// The bars of one panel, from `top` down.
-fn bars(area: &Area<'_>, panel: &Bars, top: i32) -> Result<()> {
+fn bars(area: &Canvas<'_>, panel: &Bars, top: i32) -> Result<()> {
     let limit = panel.limit.map(|(limit, _)| limit);
     let most = panel
         .bars

@@ -1,118 +1,272 @@
-//! Figures of a benchmark as a table and as JSON.
+//! Figures of a benchmark. Table, drawing and JSON come from the same rows.
 
-use super::plot::Drawing;
-use crate::report::counted;
-use crate::report::print_text;
+use super::plot::{Bar, Bars, Drawing, OWN, Point};
 use crate::report::table::{Align, Table, line};
+use crate::report::{counted, print_text};
 use anyhow::Result;
-use serde::Serialize;
+use serde::{Serialize, Serializer};
+use serde_json::Value;
 use warplink::Communicator;
 
-/// The figures of one benchmark. Its fields are keys of the JSON.
-pub(crate) trait Figures: Serialize {
-    /// The first line of the table: what was measured on `job`, the ranks and their device.
-    fn title(&self, job: &str) -> String;
+/// The result of a benchmark.
+pub(crate) struct Figures {
+    /// First line of the text.
+    pub(crate) title: String,
+    /// Keys of the JSON after `benchmark`, `device` and `ranks`.
+    pub(crate) object: Object,
+    pub(crate) tables: String,
+    pub(crate) drawing: Drawing,
+    /// Whether all results are right; otherwise the exit status is 1.
+    pub(crate) is_right: bool,
+}
 
-    /// The tables below it.
-    fn tables(&self) -> String;
-
-    /// The figures as a drawing.
-    fn drawing(&self) -> Drawing;
-
-    /// Whether all results were right; the exit status is 1 otherwise.
-    fn is_right(&self) -> bool {
-        true
+impl Figures {
+    /// Figures of `rows`, which become the key `rows` after those of `object`.
+    pub(crate) fn of_rows(title: String, object: Object, rows: Vec<Row>) -> Self {
+        let is_right = rows.iter().all(|row| row.is_right);
+        let tables = table(&rows).to_string();
+        let (mut points, mut panels, mut objects) = (Vec::new(), Vec::<Bars>::new(), Vec::new());
+        for row in rows {
+            points.extend(row.points);
+            for (title, unit, bar) in row.bars {
+                match panels.iter_mut().find(|panel| panel.title == title) {
+                    Some(panel) => panel.bars.push(bar),
+                    None => panels.push(Bars {
+                        title,
+                        unit,
+                        bars: vec![bar],
+                        limit: None,
+                    }),
+                }
+            }
+            objects.push(row.object);
+        }
+        Self {
+            title,
+            object: object.key("rows", objects),
+            tables,
+            drawing: if panels.is_empty() {
+                Drawing::Lines(points)
+            } else {
+                Drawing::Bars(panels)
+            },
+            is_right,
+        }
     }
 }
 
-#[derive(Debug, Serialize)]
-pub(crate) struct BenchReport<F> {
-    benchmark: &'static str,
-    device: String,
-    ranks: usize,
-    #[serde(flatten)]
-    pub(crate) figures: F,
+/// A JSON object whose keys keep their order.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Object(Vec<(&'static str, Value)>);
+
+impl Object {
+    pub(crate) fn key(mut self, key: &'static str, value: impl Serialize) -> Self {
+        // Serializing numbers, texts and structs of them cannot fail.
+        let value = serde_json::to_value(value).unwrap_or_default();
+        self.0.push((key, value));
+        self
+    }
+
+    /// A key that is absent without a value.
+    pub(crate) fn optional(self, key: &'static str, value: Option<impl Serialize>) -> Self {
+        match value {
+            Some(value) => self.key(key, value),
+            None => self,
+        }
+    }
 }
 
-impl<F: Figures> BenchReport<F> {
-    pub(crate) fn new(benchmark: &'static str, comm: &Communicator, figures: F) -> Self {
+impl Serialize for Object {
+    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        to.collect_map(self.0.iter().map(|(key, value)| (key, value)))
+    }
+}
+
+struct Cell {
+    /// Identifies the column in all rows.
+    column: String,
+    heading: String,
+    align: Align,
+    text: String,
+}
+
+/// Figures of one size, method or the like.
+#[derive(Default)]
+pub(crate) struct Row {
+    object: Object,
+    cells: Vec<Cell>,
+    /// Position of its points on the horizontal axis.
+    size: String,
+    points: Vec<Point>,
+    /// Bars with the title and unit of their panel.
+    bars: Vec<(String, &'static str, Bar)>,
+    is_right: bool,
+}
+
+impl Row {
+    /// A row of figures for a size.
+    pub(crate) fn of(size: impl Into<String>) -> Self {
         Self {
-            benchmark,
-            device: comm.device().name(),
-            ranks: comm.world(),
-            figures,
+            size: size.into(),
+            is_right: true,
+            ..Self::default()
         }
     }
 
-    pub(crate) fn title(&self) -> String {
-        let ranks = counted(self.ranks, "rank");
-        self.figures.title(&format!("{ranks} on {}", self.device))
+    /// A key of the JSON.
+    pub(crate) fn key(mut self, key: &'static str, value: impl Serialize) -> Self {
+        self.object = self.object.key(key, value);
+        self
     }
 
-    pub(crate) fn text(&self) -> String {
-        format!("{}\n\n{}", self.title(), self.figures.tables())
-    }
-}
-
-/// The columns of a table of rows `R`.
-pub(crate) struct Columns<'a, R>(Vec<Column<'a, R>>);
-
-struct Column<'a, R> {
-    heading: String,
-    align: Align,
-    cell: Box<dyn Fn(&R) -> String + 'a>,
-}
-
-impl<'a, R> Columns<'a, R> {
-    pub(crate) const fn new() -> Self {
-        Self(Vec::new())
+    /// A key of the JSON that is absent without a value.
+    pub(crate) fn optional(mut self, key: &'static str, value: Option<impl Serialize>) -> Self {
+        self.object = self.object.optional(key, value);
+        self
     }
 
-    /// Adds a column of words.
-    pub(crate) fn words(
-        self,
-        heading: impl Into<String>,
-        cell: impl Fn(&R) -> String + 'a,
-    ) -> Self {
-        self.column(heading.into(), Align::Left, Box::new(cell))
-    }
-
-    /// Adds a column of numbers.
-    pub(crate) fn number(
-        self,
-        heading: impl Into<String>,
-        cell: impl Fn(&R) -> String + 'a,
-    ) -> Self {
-        self.column(heading.into(), Align::Right, Box::new(cell))
-    }
-
-    fn column(
-        mut self,
-        heading: String,
-        align: Align,
-        cell: Box<dyn Fn(&R) -> String + 'a>,
-    ) -> Self {
-        self.0.push(Column {
-            heading,
+    fn cell(mut self, column: String, align: Align, text: String) -> Self {
+        self.cells.push(Cell {
+            heading: column.clone(),
+            column,
             align,
-            cell,
+            text,
         });
         self
     }
 
-    /// The table of `rows`.
-    pub(crate) fn table<'r>(&self, rows: impl IntoIterator<Item = &'r R>) -> String
-    where
-        R: 'r,
-    {
-        let headings = self.0.iter();
-        let headings = headings.map(|column| (column.heading.as_str(), column.align));
-        let mut table = Table::new(headings);
-        for row in rows {
-            table.row(self.0.iter().map(|column| (column.cell)(row)));
-        }
-        table.to_string()
+    /// A cell of text.
+    pub(crate) fn words(self, heading: impl Into<String>, text: impl Into<String>) -> Self {
+        self.cell(heading.into(), Align::Left, text.into())
     }
+
+    /// A cell with a number.
+    pub(crate) fn number(self, heading: impl Into<String>, text: impl ToString) -> Self {
+        self.cell(heading.into(), Align::Right, text.to_string())
+    }
+
+    /// Changes the heading of the last cell, for columns with equal headings.
+    pub(crate) fn headed(mut self, heading: &str) -> Self {
+        if let Some(cell) = self.cells.last_mut() {
+            cell.heading = heading.to_owned();
+        }
+        self
+    }
+
+    /// A cell with a number, empty without a value.
+    pub(crate) fn number_or_empty<T>(
+        self,
+        heading: impl Into<String>,
+        value: Option<T>,
+        text: impl FnOnce(T) -> String,
+    ) -> Self {
+        self.number(heading, or_empty(value, text))
+    }
+
+    /// A key with a name, and a cell with the same.
+    pub(crate) fn name(self, key: &'static str, name: impl Into<String>) -> Self {
+        let name = name.into();
+        self.key(key, &name).words(key, name)
+    }
+
+    /// A key with a count, and a cell with the same.
+    pub(crate) fn count(self, key: &'static str, count: u64) -> Self {
+        self.key(key, count).number(key, count)
+    }
+
+    /// The number of wrong elements.
+    pub(crate) fn wrong(self, wrong: u64) -> Self {
+        self.right(wrong == 0).count("wrong", wrong)
+    }
+
+    /// The fastest peer's time divided by Warplink's, which is the first of `times`; no cell without a peer.
+    pub(crate) fn speedup(self, times: &[f64]) -> Self {
+        let Some((own, peers)) = times.split_first() else {
+            return self;
+        };
+        match peers.iter().copied().reduce(f64::min) {
+            Some(fastest) => self.number("speedup", format!("{:.2}", fastest / own)),
+            None => self,
+        }
+    }
+
+    /// Whether the results of this row are right.
+    pub(crate) fn right(mut self, is_right: bool) -> Self {
+        self.is_right &= is_right;
+        self
+    }
+
+    /// A point of a line in a panel of the drawing.
+    pub(crate) fn point(
+        mut self,
+        panel: impl Into<String>,
+        line: impl Into<String>,
+        value: f64,
+        logarithmic: bool,
+    ) -> Self {
+        self.points.push(Point {
+            panel: panel.into(),
+            line: line.into(),
+            size: self.size.clone(),
+            value,
+            logarithmic,
+        });
+        self
+    }
+
+    /// A bar in a panel of the drawing.
+    pub(crate) fn bar(
+        mut self,
+        panel: impl Into<String>,
+        unit: &'static str,
+        label: impl Into<String>,
+        value: f64,
+    ) -> Self {
+        let bar = Bar {
+            label: label.into(),
+            value,
+            colour: OWN,
+        };
+        self.bars.push((panel.into(), unit, bar));
+        self
+    }
+}
+
+/// The table of rows, which need not all have the same cells.
+fn table(rows: &[Row]) -> Table {
+    let mut columns: Vec<&Cell> = Vec::new();
+    for row in rows {
+        // A column that earlier rows lack is inserted after its predecessor in this row.
+        let mut next = 0;
+        for cell in &row.cells {
+            match columns.iter().position(|known| known.column == cell.column) {
+                Some(found) => next = found + 1,
+                None => {
+                    columns.insert(next, cell);
+                    next += 1;
+                }
+            }
+        }
+    }
+    let headings = columns.iter();
+    let mut table = Table::new(headings.map(|cell| (cell.heading.as_str(), cell.align)));
+    for row in rows {
+        table.row(columns.iter().map(|column| {
+            let mut cells = row.cells.iter();
+            let cell = cells.find(|cell| cell.column == column.column);
+            cell.map_or("", |cell| &cell.text)
+        }));
+    }
+    table
+}
+
+/// `2 ranks on host`, for titles.
+pub(crate) fn job(comm: &Communicator) -> String {
+    format!(
+        "{} on {}",
+        counted(comm.world(), "rank"),
+        comm.device().name()
+    )
 }
 
 /// Seconds as microseconds with two digits.
@@ -120,9 +274,9 @@ pub(crate) fn micros(seconds: f64) -> String {
     format!("{:.2}", seconds * 1e6)
 }
 
-/// The cell of a value that a row may lack.
-pub(crate) fn or_empty<T>(value: Option<T>, cell: impl FnOnce(T) -> String) -> String {
-    value.map_or_else(String::new, cell)
+/// The text of a value, empty without one.
+pub(crate) fn or_empty<T>(value: Option<T>, text: impl FnOnce(T) -> String) -> String {
+    value.map_or_else(String::new, text)
 }
 
 /// `, compared with A and B`; empty without peers.
@@ -133,76 +287,92 @@ pub(crate) fn compared(peers: &[String]) -> String {
     }
 }
 
-/// Rows that are printed as soon as they are measured, in columns of given widths.
-pub(crate) struct Live<R: 'static> {
-    columns: Columns<'static, R>,
+/// Rows printed by rank 0 as soon as they are measured, in columns of given widths: on standard output, or on
+/// standard error if the result is JSON.
+pub(crate) struct Live {
+    title: String,
     widths: &'static [usize],
-    sink: Sink,
-    pub(crate) rows: Vec<R>,
+    is_shown: bool,
+    json: bool,
+    pub(crate) rows: Vec<Row>,
 }
 
-/// The destination of live rows.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Sink {
-    /// On standard output, as the table.
-    Table,
-    /// On standard error, as progress: the result is one object for machines.
-    Progress,
-    /// Nowhere: another rank prints.
-    Nowhere,
-}
-
-impl<R> Live<R> {
-    /// No rows yet. Rank 0 prints the title and the headings.
-    pub(crate) fn new(
-        columns: Columns<'static, R>,
-        widths: &'static [usize],
-        title: &str,
-        rank: usize,
-        json: bool,
-    ) -> Result<Self> {
-        let sink = match (rank, json) {
-            (0, false) => Sink::Table,
-            (0, true) => Sink::Progress,
-            _ => Sink::Nowhere,
-        };
-        let live = Self {
-            columns,
+impl Live {
+    pub(crate) fn new(comm: &Communicator, widths: &'static [usize], json: bool) -> Self {
+        Self {
+            title: comm.device().name(),
             widths,
-            sink,
+            is_shown: comm.rank() == 0,
+            json,
             rows: Vec::new(),
-        };
-        live.print(&format!("{title}\n\n{}", live.heading()))?;
-        Ok(live)
+        }
     }
 
-    pub(crate) fn add(&mut self, row: R) -> Result<()> {
-        self.print(&self.line(&row))?;
+    pub(crate) fn add(&mut self, row: Row) -> Result<()> {
+        if self.is_shown {
+            if self.rows.is_empty() {
+                let heading = cells_in(self.widths, &row, |cell| &cell.heading);
+                self.print(&format!("{}\n\n{heading}\n", self.title))?;
+            }
+            let cells = cells_in(self.widths, &row, |cell| &cell.text);
+            self.print(&format!("{cells}\n"))?;
+        }
         self.rows.push(row);
         Ok(())
     }
 
-    pub(crate) fn heading(&self) -> String {
-        self.cells(|column| column.heading.clone())
-    }
-
-    pub(crate) fn line(&self, row: &R) -> String {
-        self.cells(|column| (column.cell)(row))
-    }
-
-    fn cells(&self, cell: impl Fn(&Column<'static, R>) -> String) -> String {
-        let columns = self.columns.0.iter().zip(self.widths);
-        line(columns.map(|(column, width)| (cell(column), column.align, *width)))
-    }
-
     fn print(&self, text: &str) -> Result<()> {
-        match self.sink {
-            Sink::Table => print_text(&format!("{text}\n")),
-            Sink::Progress => {
-                eprintln!("{text}");
-                Ok(())
-            }
-            Sink::Nowhere => Ok(()),
+        if self.json {
+            eprint!("{text}");
+            return Ok(());
         }
+        print_text(text)
+    }
+}
+
+/// A part of every cell, in columns of these widths.
+fn cells_in(widths: &[usize], row: &Row, part: impl Fn(&Cell) -> &String) -> String {
+    let cells = row.cells.iter().zip(widths);
+    line(cells.map(|(cell, width)| (part(cell), cell.align, *width)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_need_not_have_the_same_cells() {
+        let rows = [
+            Row::of("").number("bytes", 1).number("wrong", 0),
+            Row::of("")
+                .number("bytes", 64)
+                .words("peer", "a")
+                .number("wrong", 7)
+                .number("peer wrong", 8)
+                .headed("wrong"),
+        ];
+        let lines = [
+            "bytes  peer  wrong  wrong",
+            "    1            0",
+            "   64  a         7      8",
+        ];
+        assert_eq!(
+            table(&rows).to_string(),
+            lines.map(|line| format!("{line}\n")).concat()
+        );
+    }
+
+    #[test]
+    fn cells_are_below_their_headings() {
+        let row = Row::of("").words("what", "puts").number("us", "1.500");
+        let widths = [8, 6];
+        assert_eq!(
+            cells_in(&widths, &row, |cell| &cell.heading),
+            "what          us"
+        );
+        assert_eq!(
+            cells_in(&widths, &row, |cell| &cell.text),
+            "puts       1.500"
+        );
     }
 }

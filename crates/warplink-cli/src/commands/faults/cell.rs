@@ -1,4 +1,4 @@
-//! The rows and columns of the table, and what ranks say of themselves.
+//! Rows and columns of the table, and messages of the ranks.
 
 use crate::names::name_of;
 use clap::ValueEnum;
@@ -12,7 +12,7 @@ use warplink::{Error, ErrorKind};
 pub(super) enum Fault {
     /// SIGKILL.
     Kill,
-    /// SIGSTOP, and SIGCONT when the others have given it up.
+    /// SIGSTOP, then SIGCONT once the others have declared it lost.
     Stop,
     /// It exits without closing its communicator.
     Exit,
@@ -60,19 +60,19 @@ pub(super) struct Cell {
 }
 
 impl Fault {
-    /// Whether the victim may go on as if nothing had happened.
+    /// Whether the victim may continue unaffected.
     pub(super) fn is_of_resources(self) -> bool {
         matches!(self, Self::DiskFull | Self::Descriptors)
     }
 
-    /// Whether the victim lives on, and must learn that it was given up.
+    /// Whether the victim keeps running, and must get an error that it was declared lost.
     pub(super) fn leaves_victim(self) -> bool {
         matches!(self, Self::Stop | Self::Abort | Self::Cut)
     }
 }
 
 impl Cell {
-    /// Whether nothing of the phase needs what the fault takes away.
+    /// Whether the phase does not need the resource that the fault takes away.
     pub(super) fn is_unaffected(self) -> bool {
         let enqueued = [
             Phase::Transfer,
@@ -84,7 +84,7 @@ impl Cell {
         self.fault.is_of_resources() && enqueued.contains(&self.phase)
     }
 
-    /// Whether the others have a communicator to go on from.
+    /// Whether the others have a communicator to continue with.
     pub(super) fn can_go_on(self) -> bool {
         !self.fault.is_of_resources() && !matches!(self.phase, Phase::Join | Phase::Close)
     }
@@ -96,26 +96,26 @@ impl fmt::Display for Cell {
     }
 }
 
-/// A line that a rank prints.
+/// A line printed by a rank.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) enum Said {
+pub(super) enum RankMessage {
     /// The victim is about to fail, at this time.
     Fault(f64),
-    /// All that the rank has to tell.
+    /// The rank's observations, before it exits.
     Report(RankReport),
 }
 
 /// Observations of a rank. Times are of the machine's monotonic clock, in seconds.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct RankReport {
-    /// The error that it got, and when.
+    /// Its error, and the time of it.
     pub(super) error: Option<ReportedError>,
     pub(super) error_at: Option<f64>,
-    /// When it had moved right data without the victim.
+    /// Time at which it had moved right data without the victim.
     pub(super) went_on_at: Option<f64>,
-    /// Data that was not sent, and what else must not be.
+    /// Wrong data, and other violations.
     pub(super) wrong: Vec<String>,
-    /// Threads, descriptors and mappings that are left.
+    /// Leaked threads, descriptors and mappings.
     pub(super) left: Vec<String>,
 }
 
@@ -123,7 +123,7 @@ pub(super) struct RankReport {
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct ReportedError {
     pub(super) kind: String,
-    /// The rank of the job that it names.
+    /// The lost rank, as a rank of the job.
     pub(super) peer: Option<usize>,
     pub(super) message: String,
 }

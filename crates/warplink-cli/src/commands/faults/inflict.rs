@@ -1,6 +1,6 @@
 //! Faults that the victim inflicts on itself.
 
-use super::cell::{Fault, Said, now};
+use super::cell::{Fault, RankMessage, now};
 use rustix::process::{Resource, Rlimit, Signal, getpid, getrlimit, kill_process, setrlimit};
 use signal_hook::consts::SIGXFSZ;
 use std::fs::File;
@@ -11,22 +11,22 @@ use std::thread;
 use std::time::Duration;
 use warplink::{Error, ErrorKind, Result};
 
-/// The most descriptors of a victim that uses them up.
+/// Limit on the descriptors of a victim that uses them up.
 const DESCRIPTORS: u64 = 512;
 
-/// How long the others take to be inside of what the victim leaves.
+/// Time for the others to enter the operation that the victim does not complete.
 const LEAD: Duration = Duration::from_millis(200);
 
-/// How long a thread runs on at most when its process is to stop.
+/// Maximum time that a thread keeps running after SIGSTOP was sent to its process.
 const STOP: Duration = Duration::from_millis(100);
 
-/// How long a victim whose connection is cut by another process waits for that.
+/// Time for another process to cut the victim's connection.
 const CUT: Duration = Duration::from_millis(300);
 
 /// Resources that a victim holds while its fault lasts.
 #[derive(Debug, Default)]
 pub(super) struct Inflicted {
-    /// All descriptors that there were.
+    /// All remaining descriptors.
     files: Vec<File>,
 }
 
@@ -37,18 +37,18 @@ impl Inflicted {
     }
 }
 
-/// Fails in the way `fault`. Returns where this process lives on: with an error where the victim is to
-/// return it. `abort` is how it aborts.
+/// Inflicts `fault`. Returns if the process survives it, with an error if the victim must return one. `abort`
+/// aborts the victim's communicator.
 pub(super) fn inflict(fault: Fault, abort: impl FnOnce(&str)) -> Result<Inflicted> {
     thread::sleep(LEAD);
-    say(&Said::Fault(now()));
+    send(&RankMessage::Fault(now()));
     let mut inflicted = Inflicted::default();
     match fault {
         Fault::Kill => send_self(Signal::KILL),
-        // The process that started this one continues it.
+        // The parent process resumes it.
         Fault::Stop => {
             send_self(Signal::STOP);
-            // Another thread may get the signal, so that this one runs on for a moment.
+            // Another thread may receive the signal, and this one continues for a moment.
             thread::sleep(STOP);
         }
         Fault::Exit => std::process::exit(0),
@@ -56,7 +56,7 @@ pub(super) fn inflict(fault: Fault, abort: impl FnOnce(&str)) -> Result<Inflicte
         Fault::Panic => panic!("a fault that was asked for"),
         Fault::Error => return Err(Error::invalid("a fault that was asked for")),
         Fault::Abort => abort("a fault that was asked for"),
-        // The process that started this one cuts it.
+        // The parent process cuts the connection.
         Fault::Cut => thread::sleep(CUT),
         Fault::DiskFull => fill_disk()?,
         Fault::Descriptors => inflicted.files = use_up_descriptors()?,
@@ -64,12 +64,12 @@ pub(super) fn inflict(fault: Fault, abort: impl FnOnce(&str)) -> Result<Inflicte
     Ok(inflicted)
 }
 
-/// Prints a line for the process that started this one.
-pub(super) fn say(said: &Said) {
-    if let Ok(mut line) = serde_json::to_vec(said) {
+/// Prints a message for the parent process.
+pub(super) fn send(message: &RankMessage) {
+    if let Ok(mut line) = serde_json::to_vec(message) {
         line.push(b'\n');
         let mut out = std::io::stdout().lock();
-        // Nobody is left to tell where it fails.
+        // If it fails, the parent has exited.
         let _ = out.write_all(&line).and_then(|()| out.flush());
     }
 }
@@ -78,9 +78,9 @@ fn send_self(signal: Signal) {
     let _ = kill_process(getpid(), signal);
 }
 
-/// No file grows any more, in memory or on a disk.
+/// Prevents files from growing, in memory or on a disk.
 fn fill_disk() -> Result<()> {
-    // A write then fails, where the signal would end the process.
+    // With a handler, a write fails instead of killing the process.
     signal_hook::flag::register(SIGXFSZ, Arc::new(AtomicBool::new(false)))
         .map_err(|error| Error::io("handle SIGXFSZ", &error))?;
     let limit = Rlimit {

@@ -1,6 +1,6 @@
 //! The ranks of one cell: started, watched and ended.
 
-use super::cell::{Cell, Fault, RankReport, Said};
+use super::cell::{Cell, Fault, RankMessage, RankReport};
 use super::rank::FAULT_RANK_COMMAND;
 use super::relay::Relay;
 use crate::launch::GpuAssignment;
@@ -123,7 +123,7 @@ impl Drop for Running {
 }
 
 enum RankEvent {
-    Said(usize, Said),
+    Message(usize, RankMessage),
     /// Its standard output ended.
     Ended(usize),
 }
@@ -229,7 +229,7 @@ fn follow(
         let next = resume.map_or(until, |at| at.min(until));
         let left = next.saturating_duration_since(Instant::now());
         match events.recv_timeout(left.min(ENDING_INTERVAL)) {
-            Ok(RankEvent::Said(_, Said::Fault(at))) => {
+            Ok(RankEvent::Message(_, RankMessage::Fault(at))) => {
                 outcome.fault_at = Some(at);
                 match cell.fault {
                     Fault::Stop => resume = Some(Instant::now() + STOPPED),
@@ -237,7 +237,7 @@ fn follow(
                     _ => {}
                 }
             }
-            Ok(RankEvent::Said(rank, Said::Report(report))) => {
+            Ok(RankEvent::Message(rank, RankMessage::Report(report))) => {
                 if let Some(rank) = outcome.ranks.get_mut(rank) {
                     rank.report = Some(report);
                 }
@@ -306,9 +306,9 @@ fn start(
     let report = move || {
         let lines = out.into_iter().flat_map(|out| BufReader::new(out).lines());
         for line in lines.map_while(Result::ok) {
-            if let Ok(said) = serde_json::from_str(&line) {
+            if let Ok(message) = serde_json::from_str(&line) {
                 // The receiver is gone after the time limit.
-                let _ = events.send(RankEvent::Said(rank, said));
+                let _ = events.send(RankEvent::Message(rank, message));
             }
         }
         let _ = events.send(RankEvent::Ended(rank));

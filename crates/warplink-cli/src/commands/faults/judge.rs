@@ -1,22 +1,22 @@
-//! Whether a cell went as it must.
+//! Checks the observations of a cell.
 
 use super::cell::{Cell, Fault, RankReport, ReportedError};
 use super::job::{JobOutcome, JobSettings, RankOutcome};
 use serde::Serialize;
 use warplink::ErrorKind;
 
-/// The longest that a rank waits for one that is gone, in seconds.
-const LONGEST: f64 = 5.0;
+/// Maximum delay of an error after the fault, in seconds.
+const MAX_DELAY: f64 = 5.0;
 
-/// The longest that the survivors take from there to right data, in seconds.
-const GOING_ON: f64 = 5.0;
+/// Maximum time of the survivors from their error to right data, in seconds.
+const MAX_RECOVERY: f64 = 5.0;
 
-/// How a cell went, and what was wrong with it.
+/// Result of a cell, with its problems.
 #[derive(Debug, Serialize)]
 pub(super) struct Judged {
     #[serde(flatten)]
     pub(super) cell: Cell,
-    /// In a word or two.
+    /// Kinds of errors.
     pub(super) summary: String,
     /// The longest time from the fault to a survivor's error.
     pub(super) seconds: Option<f64>,
@@ -30,7 +30,7 @@ pub(super) struct Judged {
 #[derive(Debug, Serialize)]
 pub(super) struct Survivor {
     rank: usize,
-    /// The kind of its error; none where it was not affected.
+    /// The kind of its error; none if it was not affected.
     error: Option<String>,
     /// The rank that the error names.
     names: Option<usize>,
@@ -41,12 +41,12 @@ pub(super) struct Survivor {
     message: Option<String>,
 }
 
-/// Judges how `cell` went.
+/// Checks the observations of `cell`.
 pub(super) fn judge(cell: Cell, settings: &JobSettings, outcome: JobOutcome) -> Judged {
     let mut problems = outcome.problems.clone();
     let Some(fault_at) = outcome.fault_at else {
-        problems.push("the victim did not come to its fault".to_owned());
-        problems.extend(outcome.ranks.iter().enumerate().map(tell));
+        problems.push("the victim did not reach its fault".to_owned());
+        problems.extend(outcome.ranks.iter().enumerate().map(describe));
         return Judged {
             cell,
             summary: "not run".to_owned(),
@@ -67,10 +67,7 @@ pub(super) fn judge(cell: Cell, settings: &JobSettings, outcome: JobOutcome) -> 
         }
         if let Some(report) = &result.report {
             let wrong = report.wrong.iter().map(|wrong| format!("has {wrong}"));
-            let left = report
-                .left
-                .iter()
-                .map(|left| format!("is left with {left}"));
+            let left = report.left.iter().map(|left| format!("leaked {left}"));
             problems.extend(wrong.chain(left).map(of_rank));
         }
         if rank == settings.victim {
@@ -79,7 +76,7 @@ pub(super) fn judge(cell: Cell, settings: &JobSettings, outcome: JobOutcome) -> 
         }
         let Some(report) = &result.report else {
             if !result.hung {
-                problems.push(tell((rank, result)));
+                problems.push(describe((rank, result)));
             }
             continue;
         };
@@ -142,13 +139,13 @@ impl Check<'_> {
         }
         let victim = self.settings.victim;
         let seconds = survivor.seconds.unwrap_or(f64::INFINITY);
-        if seconds > LONGEST {
+        if seconds > MAX_DELAY {
             problems.push(format!(
                 "got its error after {seconds:.2} s: {}",
                 error.message
             ));
         }
-        // Where the victim goes on, what it cannot do may look like a failure of its neighbour.
+        // If the victim continues, its failing operations may look like a failure of its neighbour.
         let named = match error.peer {
             Some(peer) if fault.is_of_resources() => peer == victim || self.failed.contains(&peer),
             peer => peer == Some(victim),
@@ -161,15 +158,15 @@ impl Check<'_> {
         }
         if !fault.is_of_resources() && !error.is(ErrorKind::PeerLost) {
             problems.push(format!(
-                "got another error than of a loss: {}",
+                "got an error that does not report a loss: {}",
                 error.message
             ));
         }
         if self.cell.can_go_on() {
             match survivor.went_on {
-                Some(at) if at - seconds <= GOING_ON => {}
-                Some(at) => problems.push(format!("went on only after {at:.2} s")),
-                None => problems.push("did not go on".to_owned()),
+                Some(at) if at - seconds <= MAX_RECOVERY => {}
+                Some(at) => problems.push(format!("continued only after {at:.2} s")),
+                None => problems.push("did not continue".to_owned()),
             }
         }
     }
@@ -181,11 +178,11 @@ fn check_victim(cell: Cell, result: &RankOutcome) -> Option<String> {
         .as_ref()
         .and_then(|report| report.error.as_ref());
     match cell.fault {
-        Fault::Kill if result.code.is_some() => Some("outlived SIGKILL".to_owned()),
+        Fault::Kill if result.code.is_some() => Some("survived SIGKILL".to_owned()),
         Fault::Exit if result.code != Some(0) => Some(format!("exited with {:?}", result.code)),
         Fault::Panic if result.code != Some(101) => Some(format!("exited with {:?}", result.code)),
         fault if fault.leaves_victim() && error.is_none() && !result.hung => Some(format!(
-            "did not learn that it was given up: {}",
+            "got no error that it was declared lost: {}",
             result.output
         )),
         _ if cell.is_unaffected() => error.map(|error| format!("was affected: {}", error.message)),
@@ -198,7 +195,7 @@ fn report_of(outcome: &JobOutcome, rank: usize) -> Option<&RankReport> {
 }
 
 /// Description of a rank that wrote no report.
-fn tell((rank, result): (usize, &RankOutcome)) -> String {
+fn describe((rank, result): (usize, &RankOutcome)) -> String {
     let error = result
         .report
         .as_ref()
@@ -281,7 +278,7 @@ mod tests {
             ),
             (
                 |all| report(all, |one| one.went_on_at = None),
-                "did not go on",
+                "did not continue",
             ),
             (
                 |all| report(all, |one| one.went_on_at = Some(16.0)),
@@ -293,7 +290,7 @@ mod tests {
             ),
             (
                 |all| report(all, |one| one.left.push("1 × thread".into())),
-                "left with 1 × thread",
+                "leaked 1 × thread",
             ),
             (
                 |all| report(all, |one| one.error.as_mut().unwrap().peer = Some(0)),
@@ -305,20 +302,20 @@ mod tests {
                         one.error.as_mut().unwrap().kind = "Timeout".into()
                     })
                 },
-                "another error than of a loss",
+                "does not report a loss",
             ),
             (|all| all.ranks[0].hung = true, "rank 0 did not end"),
-            (|all| all.ranks[1].code = Some(0), "outlived SIGKILL"),
+            (|all| all.ranks[1].code = Some(0), "survived SIGKILL"),
         ];
         for (change, expected) in cases {
             let found = problems(Fault::Kill, Phase::Exchange, change);
             assert!(
                 found.contains(expected),
-                "'{found}' does not say '{expected}'"
+                "'{found}' does not contain '{expected}'"
             );
         }
         let found = problems(Fault::Kill, Phase::Exchange, |all| all.fault_at = None);
-        assert!(found.contains("did not come to its fault"), "{found}");
+        assert!(found.contains("did not reach its fault"), "{found}");
     }
 
     #[test]
@@ -330,10 +327,10 @@ mod tests {
             all.ranks[1].report = Some(RankReport::default());
         };
         assert_eq!(problems(Fault::DiskFull, Phase::Graph, unaffected), "");
-        // A victim that is given up must learn it.
+        // A victim that is declared lost must get an error.
         let found = problems(Fault::Stop, Phase::Graph, |_| {});
         assert!(
-            found.contains("did not learn that it was given up"),
+            found.contains("got no error that it was declared lost"),
             "{found}"
         );
     }

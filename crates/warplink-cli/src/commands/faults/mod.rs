@@ -41,32 +41,32 @@ use warplink::{DeviceKind, device};
 /// Variable with the [`InnerOptions`], set in the process that starts the ranks.
 const INNER: &str = "WARPLINK_FAULTS";
 
-/// Cells that run at the same time on the host device.
+/// Concurrent cells on the host device.
 const JOBS: usize = 3;
 
-/// Make a rank fail in each way and in each phase, and report what the other ranks get
+/// Make a rank fail in each way and in each phase, and check how the other ranks react
 ///
-/// A cell of the table is a job of its own. Its ranks are in one phase (joining, exchanging, posted
-/// transfers, a running graph, collectives, binding a program, splitting, closing) when one of them, the
-/// victim, fails in one way. The others must get an error that names it within 5 seconds, have right data only, and go
-/// on without it; nothing may be left behind. What cannot touch a phase must leave it unaffected.
+/// Each cell of the table is a separate job. Its ranks are in one phase (joining, exchanging, posted transfers,
+/// a running graph, collectives, binding a program, splitting, closing) when one of them, the victim, fails in one
+/// way. The others must get an error that names the victim within 5 seconds, never see wrong data, continue without
+/// it, and leak no resources. A fault that cannot affect a phase must leave it unaffected.
 ///
-/// Where ranks share GPUs, a killed one may break the multi-process service for all processes; it is then
-/// started again, and what it spoiled runs once more. Each finished cell is reported on standard error; on
-/// SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGQUIT, the table of finished cells is printed.
+/// If ranks share GPUs, killing one may break CUDA's multi-process service for all processes; it is then
+/// restarted, and affected cells are repeated. Each finished cell is reported on standard error; on SIGINT
+/// (Ctrl-C), SIGTERM, SIGHUP or SIGQUIT, the table of finished cells is printed.
 ///
-/// The exit code is 1 where a cell is wrong, and else 128 plus the number of the signal, such as 130 after SIGINT.
+/// The exit code is 1 if a cell is wrong, else 128 plus the number of the signal, such as 130 after SIGINT.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink faults -n 4 --device host\n  \
     warplink faults -n 8 --ranks-per-gpu 4\n  \
     warplink faults -n 2 --fault kill,stop --phase exchange,graph")]
 pub(crate) struct Faults {
-    /// How the victim fails [default: every way]
+    /// Fault of the victim [default: every fault]
     #[arg(long, value_name = "FAULT", value_delimiter = ',')]
     fault: Vec<Fault>,
 
-    /// When it fails [default: in every phase]
+    /// Phase in which it fails [default: every phase]
     #[arg(long, value_name = "PHASE", value_delimiter = ',')]
     phase: Vec<Phase>,
 
@@ -74,7 +74,7 @@ pub(crate) struct Faults {
     #[arg(long, value_name = "RANK")]
     victim: Option<usize>,
 
-    /// Cells that run at the same time [default: 3 on the host device, 1 on GPUs]
+    /// Number of concurrent cells [default: 3 on the host device, 1 on GPUs]
     #[arg(long, value_name = "N")]
     jobs: Option<usize>,
 }
@@ -115,7 +115,7 @@ impl Faults {
         });
         let faults = chosen(&self.fault);
         let phases = chosen(&self.phase);
-        // The slowest first, so that none is left alone at the end.
+        // The slowest first, so that none runs alone at the end.
         let mut cells: Vec<Cell> = faults
             .iter()
             .flat_map(|&fault| phases.iter().map(move |&phase| Cell { fault, phase }))

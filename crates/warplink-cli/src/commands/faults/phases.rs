@@ -16,7 +16,7 @@ const BYTES: usize = 256 << 10;
 const ROUNDS: usize = 6;
 const FAULTY: usize = 3;
 
-/// Launches of a graph in one round, so that waits lie behind waits.
+/// Launches of a graph in one round, so that several are queued.
 const LAUNCHES: usize = 8;
 
 /// Each rank sends to the next.
@@ -31,12 +31,12 @@ const RING: &str = "program ring(n) {
     wait give, take
 }";
 
-/// One rank in one phase.
+/// Runs one rank in one phase.
 pub(super) struct Player<'a> {
     pub(super) comm: Communicator,
-    /// Fails here, on the victim; nothing elsewhere.
+    /// Inflicts the fault on the victim; does nothing on other ranks.
     pub(super) fail: &'a mut dyn FnMut(&Communicator) -> Result<()>,
-    /// Data that was not sent.
+    /// Findings of wrong data.
     pub(super) wrong: &'a mut Vec<String>,
 }
 
@@ -100,10 +100,10 @@ impl Ring {
 }
 
 impl Player<'_> {
-    /// Plays `phase` to its end, or to the first error. Closes the communicator where that is the phase.
+    /// Runs `phase` until the first error. The phase of closing closes the communicator.
     pub(super) fn play(&mut self, phase: Phase) -> Result<()> {
         match phase {
-            // Where nothing failed, the ranks have joined.
+            // Only ranks that have joined get here.
             Phase::Join => self.transfer(),
             Phase::Exchange => self.exchange(),
             Phase::Transfer => self.transfer(),
@@ -118,7 +118,7 @@ impl Player<'_> {
         }
     }
 
-    /// Fails, on the victim, where all ranks are about to enter what one will not leave.
+    /// Inflicts the fault, just before an operation that needs all ranks.
     fn fail(&mut self) -> Result<()> {
         (self.fail)(&self.comm)
     }
@@ -213,7 +213,7 @@ impl Player<'_> {
     }
 }
 
-/// Moves data around `comm`, which has no victim.
+/// Moves data around `comm`, which does not contain the victim.
 pub(super) fn go_on(comm: &Communicator, wrong: &mut Vec<String>) -> Result<()> {
     let nothing = &mut |_: &Communicator| Ok(());
     Player {

@@ -1,7 +1,7 @@
 //! One rank of one cell, as a process.
 
-use super::cell::{Cell, Fault, Phase, RankReport, ReportedError, Said, now};
-use super::inflict::{Inflicted, inflict, say};
+use super::cell::{Cell, Fault, Phase, RankMessage, RankReport, ReportedError, now};
+use super::inflict::{Inflicted, inflict, send};
 use super::leftovers::HeldResources;
 use super::phases::{Player, go_on, is_loss};
 use anyhow::Result;
@@ -13,7 +13,7 @@ use warplink::{Communicator, Config, Deadline, DeviceKind, device};
 /// The hidden subcommand that is a rank of a cell.
 pub(crate) const FAULT_RANK_COMMAND: &str = "__fault-rank";
 
-/// The descriptors that connecting to the store takes, and at most those that serving a rank does.
+/// Descriptors for connecting to the store, and the maximum for serving one rank.
 const SPARE: usize = 2;
 const SERVED: usize = 4;
 
@@ -42,12 +42,12 @@ impl FaultRank {
         };
         let (mut report, inflicted) = rank.play();
         drop(inflicted);
-        // A GPU's driver keeps threads and descriptors of its own for as long as the process lives.
+        // A GPU's driver keeps threads and descriptors until the process exits.
         if rank.config.device.kind == DeviceKind::Host {
             report.left = before.wait_for_rest();
         }
         let code = u8::from(report.error.is_some());
-        say(&Said::Report(report));
+        send(&RankMessage::Report(report));
         Ok(ExitCode::from(code))
     }
 }
@@ -59,7 +59,7 @@ struct Rank {
 }
 
 impl Rank {
-    /// The rank's report, and the resources that a victim still holds.
+    /// The rank's report, and the resources that a victim holds.
     fn play(&self) -> (RankReport, Inflicted) {
         let mut report = RankReport::default();
         let mut inflicted = Inflicted::default();
@@ -80,10 +80,10 @@ impl Rank {
             if !fault.is_of_resources() {
                 return self.fail_in_join();
             }
-            // A rank that cannot even open its device is one that was not started.
+            // Without its device, the rank would count as not started.
             _device = Some(device::open(&self.config.device)?);
             *inflicted = inflict(fault, |_| {})?;
-            // A rank that cannot connect is one that was not started: nobody hears of it.
+            // Without a connection, the rank would count as not started, and no other would notice.
             let mut spare = SPARE;
             if self.config.join.rank == 0 {
                 spare += SERVED * self.config.join.world;
@@ -106,13 +106,13 @@ impl Rank {
             wrong: &mut report.wrong,
         }
         .play(phase);
-        // Who has nothing to do with the victim in this phase meets it here.
+        // Ranks that do not depend on the victim in this phase notice its loss here.
         let played = match phase {
             Phase::Close => played,
             _ => played.and_then(|()| comm.barrier()),
         };
         if played.is_err() {
-            // Before anything is let go of, which may take a GPU's driver a while.
+            // Before resources are released, which may take a GPU's driver a while.
             report.error_at = Some(now());
         }
         match played {
@@ -131,16 +131,16 @@ impl Rank {
             }
         }
         .inspect_err(|error| {
-            // What fails after the first error is an error in its own right.
+            // A failure after the first error is a separate problem.
             if report.error.is_some() {
                 report
                     .wrong
-                    .push(format!("the survivors could not go on: {error}"));
+                    .push(format!("the survivors could not continue: {error}"));
             }
         })
     }
 
-    /// Fails when the store knows this rank, and the others wait for the rest of it.
+    /// Fails after the store knows this rank, while the others wait for it to finish joining.
     fn fail_in_join(&self) -> warplink::Result<()> {
         let bootstrap = Bootstrap::join(&self.config.join)?;
         inflict(self.cell.fault, |reason| bootstrap.abort(reason))?;

@@ -1,4 +1,4 @@
-//! A connection that can be cut: bytes between a rank and the store go through this process.
+//! A TCP relay between a rank and the store, whose connections can be cut.
 
 use std::io;
 use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -6,10 +6,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// Between two attempts to reach the store, which may not serve yet.
+/// Interval between attempts to connect to the store, which may not be listening yet.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// Passes on the bytes of every connection to its address.
+/// Forwards every connection.
 #[derive(Debug)]
 pub(super) struct Relay {
     address: SocketAddr,
@@ -19,12 +19,12 @@ pub(super) struct Relay {
 #[derive(Debug, Default)]
 struct RelayShared {
     cut: bool,
-    /// To the rank, and to the store.
+    /// Sockets to the rank and to the store.
     ends: Vec<TcpStream>,
 }
 
 impl Relay {
-    /// A relay to `store`, in threads of its own.
+    /// Starts a relay to `store`.
     pub(super) fn start(store: SocketAddr) -> io::Result<Self> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         let address = listener.local_addr()?;
@@ -44,18 +44,18 @@ impl Relay {
         self.address
     }
 
-    /// Ends every connection, and takes no more.
+    /// Closes every connection, and accepts no more.
     pub(super) fn cut(&self) {
         let mut shared = lock(&self.shared);
         shared.cut = true;
         for stream in shared.ends.drain(..) {
-            // One that has ended needs nothing.
+            // Fails for a closed connection.
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
 }
 
-/// Ends the threads: the listener's by one more connection.
+/// Ends the threads; a last connection wakes the listener's.
 impl Drop for Relay {
     fn drop(&mut self) {
         self.cut();
@@ -63,7 +63,7 @@ impl Drop for Relay {
     }
 }
 
-/// Starts to pass on what comes over `rank`; whether there may be more.
+/// Forwards a connection in both directions; returns whether to accept another.
 fn pass_on(rank: TcpStream, store: SocketAddr, shared: &Arc<Mutex<RelayShared>>) -> bool {
     let store = loop {
         if lock(shared).cut {

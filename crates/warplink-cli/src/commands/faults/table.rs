@@ -1,11 +1,11 @@
-//! The table, for people.
+//! The table as text.
 
 use super::Report;
 use super::cell::{Cell, Fault, Phase};
 use crate::names::name_of;
 use crate::report::table::{Align, Table};
 
-/// The table of `faults` by `phases`, and under it what was wrong.
+/// The table of `faults` by `phases`, followed by the problems.
 pub(super) fn text(report: &Report, faults: &[Fault], phases: &[Phase]) -> String {
     let columns: Vec<String> = phases.iter().map(name_of).collect();
     let heading = [("fault", Align::Left)].into_iter();
@@ -18,7 +18,7 @@ pub(super) fn text(report: &Report, faults: &[Fault], phases: &[Phase]) -> Strin
         table.row([name_of(&fault)].into_iter().chain(cells));
     }
     let mut text = format!(
-        "what the other ranks get when rank {} of {} fails ({}, in {:.0} s), and after how long\n\n{table}",
+        "errors of the other ranks when rank {} of {} fails ({}, in {:.0} s), and their delays\n\n{table}",
         report.victim, report.ranks, report.device, report.seconds
     );
     for judged in &report.cells {
@@ -29,7 +29,7 @@ pub(super) fn text(report: &Report, faults: &[Fault], phases: &[Phase]) -> Strin
     for judged in &report.cells {
         if let [first, ..] = &judged.spoiled[..] {
             text.push_str(&format!(
-                "\n{}: ran again, since the multi-process service had failed ({first})",
+                "\n{}: repeated, since the multi-process service had failed ({first})",
                 judged.cell
             ));
         }

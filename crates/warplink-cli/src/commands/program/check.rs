@@ -22,7 +22,7 @@ pub(super) struct Check {
     rank: usize,
     evaluator: Evaluator,
     inputs: Inputs,
-    /// Outputs whose sums depend on the rank, in words.
+    /// Warnings about outputs whose sums depend on the rank.
     reordered: RefCell<Vec<String>>,
 }
 
@@ -31,12 +31,12 @@ pub(super) struct Check {
 pub(super) struct Compared {
     tensor: String,
     rank: usize,
-    /// Absent if it is no number.
+    /// Absent if it is not finite.
     largest_error: Option<f64>,
     allowed_error: f64,
-    /// Elements that are further off than roundings allow.
+    /// Elements with a larger error than rounding allows.
     wrong: usize,
-    /// In words.
+    /// Description of the error.
     #[serde(skip_serializing_if = "Option::is_none")]
     what: Option<String>,
 }
@@ -45,7 +45,7 @@ impl Check {
     /// Prepares to evaluate the program.
     ///
     /// # Errors
-    /// Why the values cannot be checked, in words.
+    /// Why the values cannot be checked.
     pub(super) fn new(
         comm: &Communicator,
         source: &ProgramSource,
@@ -82,7 +82,7 @@ impl Check {
             for (id, tensor, slice) in self.tensors(plan)? {
                 let bytes = match tensor.role {
                     Role::Input => inputs.of(self.rank, id, tensor),
-                    // What no run leaves there.
+                    // A pattern that no run produces.
                     _ => vec![0xff; tensor.bytes],
                 };
                 comm.device().upload(slice, &bytes)?;
@@ -106,7 +106,7 @@ impl Check {
         Ok(all)
     }
 
-    /// Doubtful results of the last runs that are not wrong.
+    /// Warnings about results of the last runs that are not wrong.
     pub(super) fn warnings(&self) -> Vec<String> {
         self.reordered.borrow().clone()
     }
@@ -188,7 +188,7 @@ impl fmt::Display for Compared {
 }
 
 /// # Errors
-/// Why `runs` runs of a program cannot be evaluated, in words.
+/// Why `runs` runs of a program cannot be evaluated.
 pub(super) fn computable(evaluator: &Evaluator, runs: usize) -> Result<(), String> {
     if evaluator.keeps() {
         return Err("they depend on what earlier runs left in scratch that persists".to_owned());
@@ -204,14 +204,13 @@ pub(super) fn computable(evaluator: &Evaluator, runs: usize) -> Result<(), Strin
     Ok(())
 }
 
-/// The findings of all ranks: for each tensor the rank and run with the largest error. Every rank calls this at
-/// the same time.
+/// For each tensor the rank and run with the largest error. Collective.
 pub(super) fn gather(comm: &Communicator, own: &[Compared]) -> Result<Vec<Compared>> {
     let mut worst: Vec<Compared> = Vec::new();
     for bytes in comm.all_gather_bytes(&serde_json::to_vec(own)?)? {
         let theirs: Vec<Compared> = serde_json::from_slice(&bytes)?;
         for next in theirs {
-            // No number is worse than any.
+            // A missing number counts as the largest error.
             let error = |c: &Compared| c.largest_error.unwrap_or(f64::INFINITY);
             match worst.iter_mut().find(|before| before.tensor == next.tensor) {
                 Some(before) if (before.wrong, error(before)) < (next.wrong, error(&next)) => {

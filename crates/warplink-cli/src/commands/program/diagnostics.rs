@@ -8,15 +8,15 @@ use warplink::program::text::{ParseError, window};
 use warplink::program::{Diagnostic, Site};
 use warplink::{Error, ErrorKind};
 
-/// Most places that are named beside one line.
+/// Maximum number of places named for one line.
 const MAX_PLACES: usize = 4;
 
-/// A diagnostic with every statement that takes part, and which ranks and iterations do.
+/// A diagnostic with every involved statement, and its ranks and iterations.
 pub(super) fn explain(diagnostic: &Diagnostic, file: &Path, text: &str) -> String {
     format!("{diagnostic}\n{}", excerpts(diagnostic, file, text))
 }
 
-/// The statements that take part in a diagnostic, and which ranks and iterations do.
+/// The statements involved in a diagnostic, and their ranks and iterations.
 pub(super) fn excerpts(diagnostic: &Diagnostic, file: &Path, text: &str) -> String {
     let mut out = String::new();
     let mut starts: Vec<(u32, u32)> = Vec::new();
@@ -174,7 +174,7 @@ const fn is_first(column: &u32) -> bool {
     *column == 0
 }
 
-/// The error of a file whose text is no program.
+/// The error of a file that does not parse.
 pub(super) fn not_a_program(file: &Path, error: &ParseError) -> RefusedProgram {
     let diagnostic = json!({
         "kind": "parse",

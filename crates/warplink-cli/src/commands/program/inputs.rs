@@ -12,12 +12,12 @@ pub(super) struct Inputs {
 }
 
 impl Inputs {
-    /// Those of a seed.
+    /// The inputs of a seed.
     pub(super) fn new(seed: u64) -> Self {
         Self { seed }
     }
 
-    /// Those of a run that follows.
+    /// The inputs of a later run.
     pub(super) fn of_run(self, run: u64) -> Self {
         Self {
             seed: self.seed.wrapping_add(run),
@@ -26,7 +26,7 @@ impl Inputs {
 
     /// The bytes of an input of a rank.
     pub(super) fn of(self, rank: usize, index: TensorId, tensor: &TensorInstance) -> Vec<u8> {
-        // They differ from rank to rank, so that what comes from a wrong one shows.
+        // Different for every rank, so that data from a wrong rank is detected.
         let rank = rank as u64 + 1;
         random(tensor, self.seed, (index as u64) << 32 | rank)
     }
@@ -46,7 +46,7 @@ fn random(tensor: &TensorInstance, seed: u64, which: u64) -> Vec<u8> {
     if let Some(most) = tensor.value_bound {
         let random = values(DType::F32);
         let values = DType::F32.decode(&random);
-        // Each number from 0 on, and the greatest one as often.
+        // All integers from 0 to the bound are equally likely.
         let in_range = values.map(|value| (value.abs() * 4096.0).floor() % (most as f64 + 1.0));
         return tensor.dtype.encode(in_range);
     }

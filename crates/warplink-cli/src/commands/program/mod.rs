@@ -28,45 +28,45 @@ use warplink::program::{self, Diagnostic, Parameters, Report, Value};
 /// streams. Examples are in examples/programs.
 #[derive(Debug, Args)]
 #[command(arg_required_else_help = true)]
-pub(crate) struct Program {
+pub(crate) struct ProgramCommand {
     #[command(subcommand)]
-    what: What,
+    action: Action,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum Action {
     Show(show::Show),
     Verify(verify::Verify),
     Cost(cost::Cost),
-    Run(run::Run),
+    Run(run::RunCommand),
 }
 
-impl Program {
+impl ProgramCommand {
     /// Whether it starts ranks.
     pub(crate) fn starts_ranks(&self) -> bool {
-        matches!(self.what, What::Run(_))
+        matches!(self.action, Action::Run(_))
     }
 
     /// Options that it does not use.
     pub(crate) fn unused(&self) -> &'static [Unused] {
-        match self.what {
-            What::Show(_) | What::Verify(_) => &show::UNUSED,
-            What::Cost(_) => &cost::UNUSED,
-            What::Run(_) => &[],
+        match self.action {
+            Action::Show(_) | Action::Verify(_) => &show::UNUSED,
+            Action::Cost(_) => &cost::UNUSED,
+            Action::Run(_) => &[],
         }
     }
 
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
-        match self.what {
-            What::Show(command) => command.run(options),
-            What::Verify(command) => command.run(options),
-            What::Cost(command) => command.run(options),
-            What::Run(command) => command.run(options),
+        match self.action {
+            Action::Show(command) => command.run(options),
+            Action::Verify(command) => command.run(options),
+            Action::Cost(command) => command.run(options),
+            Action::Run(command) => command.run(options),
         }
     }
 }
 
-/// A program and the values that it is looked at with.
+/// A program file and the values of its parameters.
 #[derive(Debug, Args)]
 pub(crate) struct ProgramSource {
     /// File with the program
@@ -92,7 +92,7 @@ pub(crate) struct Text {
 }
 
 impl Text {
-    /// The options that give values to the parameters which need one and have none, but for those `known`.
+    /// Options for the parameters that need a value and have none, except those in `known`.
     pub(crate) fn missing_options(&self, known: &[&str]) -> Vec<String> {
         let missing = self.parameters.missing(&self.program.parameters);
         missing
@@ -104,7 +104,7 @@ impl Text {
             .collect()
     }
 
-    /// The help where parameters have no values.
+    /// The help if parameters have no values.
     fn help(&self) -> Option<String> {
         let options = self.missing_options(&[]);
         let what = if options.len() == 1 {
@@ -115,7 +115,7 @@ impl Text {
         (!options.is_empty()).then(|| format!("give {what} with {}", options.join(" ")))
     }
 
-    /// The error of refusing the program for `diagnostics`, with that help.
+    /// The error of a program refused for `diagnostics`, with that help.
     fn refused(&self, diagnostics: &[Diagnostic]) -> RefusedProgram {
         let error = program::refused(&self.program.name, diagnostics);
         let json = |diagnostic| serde_json::to_value(diagnostics::Json::from(diagnostic));
@@ -124,7 +124,7 @@ impl Text {
                 Some(help) => error.with_help(help),
                 None => error,
             },
-            // What is made of texts and numbers can be written.
+            // Serializing texts and numbers cannot fail.
             diagnostics: diagnostics
                 .iter()
                 .filter_map(|one| json(one).ok())
@@ -147,7 +147,7 @@ impl ProgramSource {
 
     /// The same for a command whose ranks read it again.
     pub(crate) fn read_for_ranks(&self) -> Result<Text> {
-        // There, a rank finds its own standard input and descriptors.
+        // In these directories, paths refer to the descriptors of each process.
         ensure!(
             !["/dev", "/proc"]
                 .iter()

@@ -3,7 +3,7 @@
 use super::check::{self, Check, Compared};
 use super::inputs::Inputs;
 use super::{ProgramSource, Text};
-use crate::commands::bench::clock::{Clock, Submission, Times};
+use crate::commands::bench::clock::{BenchClock, Submission, Times};
 use crate::commands::ranks;
 use crate::gemm::common_seed;
 use crate::memory;
@@ -28,7 +28,7 @@ use warplink::program::{Bindings, Executor, Plan, PrepareOptions, Trace};
 #[derive(Debug, Args)]
 #[command(after_help = "Example:\n  \
     warplink program run examples/programs/ring_pass.wlp -n 2 --param n=1024 --trace trace.json")]
-pub(super) struct Run {
+pub(super) struct RunCommand {
     #[command(flatten)]
     source: ProgramSource,
     /// Write a trace of one run to this file
@@ -40,7 +40,7 @@ pub(super) struct Run {
     /// Seed of the inputs [default: random]
     #[arg(long, value_name = "SEED")]
     seed: Option<u64>,
-    /// Announced tensor that kernels are to take for out of reach, on the host device; may be repeated
+    /// Announced tensor that kernels treat as unreachable, on the host device; may be repeated
     #[arg(long, value_name = "TENSOR")]
     unreachable: Vec<String>,
     /// Maximum multiprocessors of kernels that wait for other ranks; a program with more lanes is refused
@@ -49,7 +49,7 @@ pub(super) struct Run {
     /// Run even if the verifier finds violations; the program may hang until the timeout
     #[arg(long)]
     unverified: bool,
-    /// Do not compare the outputs with what the program means; large programs are not compared anyway
+    /// Do not compare the outputs with computed values; large programs are never compared
     #[arg(long)]
     no_check: bool,
 }
@@ -59,22 +59,22 @@ struct RunOutcome {
     program: String,
     device: String,
     ranks: usize,
-    /// That rank 0 enqueues for a run.
+    /// Enqueued by rank 0 for a run.
     operations: usize,
     eager: Times,
-    /// Absent where the program runs eagerly only.
+    /// Absent if the program runs eagerly only.
     #[serde(skip_serializing_if = "Option::is_none")]
     captured: Option<Times>,
-    /// Why it does.
+    /// Why the program runs eagerly only.
     #[serde(skip_serializing_if = "Option::is_none")]
     eager_only: Option<String>,
     seed: u64,
-    /// For each output, the rank and run with the largest error; empty where nothing was compared.
+    /// For each output, the rank and run with the largest error; empty if nothing was compared.
     values: Vec<Compared>,
     /// Doubtful results that are not wrong.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     warnings: Vec<String>,
-    /// Why nothing was.
+    /// Why nothing was compared.
     #[serde(skip_serializing_if = "Option::is_none")]
     not_checked: Option<String>,
 }
@@ -107,7 +107,7 @@ impl RunOutcome {
     }
 }
 
-impl Run {
+impl RunCommand {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
         // Before any rank starts, so that an error is printed once.
         let text = self.source.read_for_ranks()?;
@@ -125,7 +125,7 @@ impl Run {
             if comm.rank() == 0 {
                 print_result(options.json, &outcome, || outcome.text())?;
             }
-            // After the result, which is not lost where the trace cannot be written.
+            // After the result, so that a failed write of the trace does not lose it.
             if let (Some(path), Some(trace)) = (&self.trace, trace?) {
                 write_trace(path, &trace)?;
             }
@@ -133,7 +133,7 @@ impl Run {
         })
     }
 
-    /// The measured outcome, and the trace where one is wanted; that of rank 0 has all ranks.
+    /// The measured outcome, and the requested trace; that of rank 0 covers all ranks.
     fn outcome(
         &self,
         comm: &Communicator,
@@ -143,7 +143,7 @@ impl Run {
         let executor = comm.executor();
         let plan = self.plan(comm, &executor, text, Inputs::new(seed))?;
         let check = if self.no_check {
-            Err("as --no-check says".to_owned())
+            Err("--no-check is set".to_owned())
         } else {
             Check::new(
                 comm,
@@ -153,7 +153,7 @@ impl Run {
                 &self.unreachable,
             )
         };
-        let clock = Clock::new(comm, Priority::Normal)?;
+        let clock = BenchClock::new(comm, Priority::Normal)?;
         let stream = &clock.stream;
         let work = |stream: &Stream| Ok(plan.run(stream)?);
         let measure = |submission| clock.measure(self.samples.into(), submission, &work);

@@ -85,7 +85,7 @@ impl Show {
         let streams = self.source.streams.into();
         let rank_program = match unroll(program, rank, world, streams, parameters) {
             Ok(rank_program) => rank_program,
-            // As every command says it: the verifier finds at least this.
+            // The verifier finds at least this error, and reports it as in every command.
             Err(error) => {
                 read.verify(world, streams)?;
                 return Err(error.into());
@@ -264,12 +264,12 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
     }
 }
 
-/// A product of `a` and `b`, in the words of program text.
 fn sizes(spec: &MatmulSpec) -> String {
     let MatmulSpec { m, n, k, .. } = spec;
     format!("{m} x {k} by {k} x {n}")
 }
 
+/// A product of `a` and `b`, in the words of program text.
 fn product(spec: &MatmulSpec, [a, b]: [String; 2], bias: Option<String>) -> String {
     let a = if spec.transposed_a {
         format!("transpose({a})")
@@ -314,12 +314,12 @@ fn group(rank_program: &RankProgram, ids: &[TransferId]) -> String {
         .iter()
         .filter_map(|id| rank_program.transfers.get(*id))
         .map(|transfer| {
-            let way = match transfer.direction {
+            let direction = match transfer.direction {
                 warplink::program::Direction::Send => "to",
                 warplink::program::Direction::Receive => "from",
             };
             format!(
-                "{}({} {way} {} tag {} via {})",
+                "{}({} {direction} {} tag {} via {})",
                 transfer.name,
                 part(rank_program, &transfer.range),
                 transfer.peer,

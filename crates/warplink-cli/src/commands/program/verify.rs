@@ -1,4 +1,4 @@
-//! `warplink program verify`: a program's violations, and whether it gives what it expects.
+//! `warplink program verify`: a program's violations, and whether its `expect` statements hold.
 
 use super::inputs::Inputs;
 use super::{ProgramSource, Text, check, diagnostics, show};
@@ -15,10 +15,10 @@ use warplink::program::{self, Diagnostic, Report};
 
 /// Check a program for deadlocks, races, lost signals and uninitialized bytes
 ///
-/// Analyses the program of every rank without running it. Then computes what it gives for random inputs on this
-/// host, and compares that with its `expect` statements, whatever its kernels reach. Prints each violation with the
-/// lines involved; the exit status is 1 if there are any. What would take longer than a few seconds to compute is
-/// not, which is said.
+/// Analyses the program of every rank without running it. Then computes its outputs for random inputs on this
+/// host and compares them with its `expect` statements, for every set of tensors that kernels may not reach. Prints
+/// each violation with the lines involved; the exit status is 1 if there are any. If the computation would take
+/// longer than a few seconds, it is skipped, and the output gives the reason.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Example:\n  \
@@ -59,14 +59,14 @@ struct Counts {
     eager_only: Option<diagnostics::Json>,
 }
 
-/// Results of a program's `expect` statements, none of which an evaluation found unmet.
+/// Results of a program's `expect` statements, all of which held.
 #[derive(Default, Serialize)]
 struct Expectations {
     /// Those of all ranks, with loops unrolled.
     stated: usize,
     /// How many times they were evaluated, each with other announced tensors out of reach.
     evaluations: usize,
-    /// Why they were not.
+    /// Why they were not evaluated.
     #[serde(skip_serializing_if = "Option::is_none")]
     not_evaluated: Option<String>,
 }
@@ -149,7 +149,7 @@ impl Verify {
 }
 
 impl Expectations {
-    /// Evaluates a program that the verifier accepts, and returns what is not as expected.
+    /// Evaluates a program that the verifier accepts, and returns the violated expectations.
     fn evaluate(&mut self, text: &Text, world: usize, streams: usize) -> Result<Vec<Diagnostic>> {
         if !text.program.expects() {
             return Ok(Vec::new());

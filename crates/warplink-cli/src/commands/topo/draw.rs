@@ -178,7 +178,7 @@ impl Drawing<'_> {
                 // Straight down to a bar, and slanting to a box in the middle of a ring.
                 let above = (corner.0..=opposite.0).contains(&from.0);
                 let to = if above { (from.0, middle.1) } else { middle };
-                // To the edges, so that the count stands in the middle of what is seen.
+                // From edge to edge, so that the count is in the middle of the visible line.
                 let (from, to) = clipped(from, to, (opposite.1 - corner.1) / 2);
                 let is_card = self.topology.places()[rank].address.is_some();
                 lines.push(DrawnLine {

@@ -80,8 +80,8 @@ fn limits(
             count: bytes / dtype.size(),
             root: kind.has_root().then_some(0),
         };
-        let input = machine.own.memory().slice(0..input_rows * bytes)?;
-        let output = machine.into.memory().slice(0..output_rows * bytes)?;
+        let input = machine.memory.own.memory().slice(0..input_rows * bytes)?;
+        let output = machine.memory.into.memory().slice(0..output_rows * bytes)?;
         let mut best: Option<(f64, Algorithm)> = None;
         for (algorithm, collectives) in by {
             // Unsupported, or exceeds the workspace, on some rank.

@@ -47,8 +47,8 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
         Ok(CollectiveRequest::Collective {
             collective,
             dtype: DType::F32,
-            target: machine.into.memory().slice(0..target)?,
-            source: machine.own.memory().slice(0..source)?,
+            target: machine.memory.into.memory().slice(0..target)?,
+            source: machine.memory.own.memory().slice(0..source)?,
         })
     };
     let add = ReduceOp::Sum;
@@ -73,8 +73,14 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
         })?,
         times(EXCHANGE, &|bytes| {
             Ok(CollectiveRequest::Exchange {
-                sends: vec![(machine.right(), machine.own.memory().slice(0..bytes)?)],
-                receives: vec![(machine.left(), machine.into.memory().slice(0..bytes)?)],
+                sends: vec![(
+                    machine.right(),
+                    machine.memory.own.memory().slice(0..bytes)?,
+                )],
+                receives: vec![(
+                    machine.left(),
+                    machine.memory.into.memory().slice(0..bytes)?,
+                )],
             })
         })?,
     ]);

@@ -4,7 +4,7 @@ use super::gemm::filled;
 use super::link::ends;
 use super::machine::TunedMachine;
 use crate::commands::bench::clock::median;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use std::sync::Arc;
 use warplink::DType;
 use warplink::device::{DeviceSlice, MatmulSpec, PreparedLaunch, Priority, Stream};
@@ -20,7 +20,7 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
         return Ok(());
     }
     let other = machine.comm.create_stream(Priority::High)?;
-    let matmul = Matmul::new(machine)?;
+    let matmul = matmul(machine)?;
     let bytes = machine.largest.min(64 << 20);
     let beside = &mut model.interference;
     for (protocol, matmul_beside) in [
@@ -29,7 +29,7 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
     ] {
         let (target, source) = ends(machine, protocol, 1, bytes)?;
         let copy = |stream: &Stream| Ok(stream.copy(&target, &source)?);
-        let multiply = |stream: &Stream| Ok(matmul.launch.enqueue(stream)?);
+        let multiply = |stream: &Stream| Ok(matmul.enqueue(stream)?);
         let (slower_matmul, slower_copy) = both(machine, &other, &multiply, &copy)?;
         *matmul_beside = slower_matmul;
         if protocol == Protocol::Put {
@@ -79,20 +79,13 @@ fn both(
 }
 
 /// A matmul that fills the device.
-struct Matmul {
-    launch: Arc<dyn PreparedLaunch>,
-}
-
-impl Matmul {
-    fn new(machine: &TunedMachine<'_>) -> Result<Self> {
-        let (m, k, n) = (4096, 4096, 4096);
-        let operand = |elements: usize| filled(machine, 2 * elements, DType::BF16);
-        let (a, b, c) = (operand(m * k)?, operand(k * n)?, operand(m * n)?);
-        let spec = MatmulSpec::new(m, n, k, DType::BF16);
-        let compute = machine.comm.compute()?;
-        let launch = compute.prepare_matmuls(&spec, &[(a, c)], &b, None)?;
-        Ok(Self { launch })
-    }
+fn matmul(machine: &TunedMachine<'_>) -> Result<Arc<dyn PreparedLaunch>> {
+    let (m, k, n) = (4096, 4096, 4096);
+    let operand = |elements: usize| filled(machine, 2 * elements, DType::BF16);
+    let (a, b, c) = (operand(m * k)?, operand(k * n)?, operand(m * n)?);
+    let spec = MatmulSpec::new(m, n, k, DType::BF16);
+    let compute = machine.comm.compute()?;
+    Ok(compute.prepare_matmuls(&spec, &[(a, c)], &b, None)?)
 }
 
 /// Matmuls whose results are stored at all peers: two depths separate the link's rate from the share that the
@@ -108,10 +101,9 @@ fn stored(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     }
     let targets = (1..world)
         .map(|distance| {
-            let peer = machine.remote_into[(rank + distance) % world].as_ref();
-            let peer = peer.context("a peer is missing")?.memory();
+            let peer = machine.memory.into_of((rank + distance) % world)?;
             // Every rank has its own range there.
-            Ok(peer.slice(rank * each..(rank + 1) * each)?)
+            Ok(peer.memory().slice(rank * each..(rank + 1) * each)?)
         })
         .collect::<Result<Vec<DeviceSlice>>>()?;
     let others = world - 1;

@@ -3,7 +3,7 @@
 //! Each figure is the difference between two launches of a small program (`lanes/`) that differ in the
 //! repetitions or bytes of a step.
 
-use super::machine::TunedMachine;
+use super::machine::{TunedMachine, first_within};
 use crate::commands::bench::clock::Submission;
 use crate::commands::bench::peers::optional;
 use anyhow::Result;
@@ -47,9 +47,9 @@ const ALL_LANES: usize = 64 << 20;
 /// Number of lanes for aggregate rates.
 const LANES: usize = 64;
 
-/// Shape of a launch: lanes and threads, bytes, and repetitions.
+/// A launch: lanes and threads, bytes, and repetitions.
 #[derive(Clone, Copy)]
-struct Shape {
+struct LaneLaunch {
     lanes: usize,
     threads: usize,
     bytes: usize,
@@ -73,7 +73,7 @@ fn measured(machine: &TunedMachine<'_>) -> Result<Lanes> {
     let mut threads = THREADS[0];
     // Seconds for each byte that `lanes` lanes move.
     let each = |text: &str, lanes: usize, threads: usize, most: usize| -> Result<f64> {
-        let [less, more] = halves(most.min(machine.largest)).map(|bytes| Shape {
+        let [less, more] = halves(most.min(machine.largest)).map(|bytes| LaneLaunch {
             lanes,
             threads,
             bytes,
@@ -94,20 +94,14 @@ fn measured(machine: &TunedMachine<'_>) -> Result<Lanes> {
         for threads in THREADS {
             tried.push((threads, one(COPY, threads)?));
         }
-        let least = tried
-            .iter()
-            .map(|(_, each)| *each)
-            .fold(f64::INFINITY, f64::min);
-        // All ranks use the slowest rank's times, so they decide alike.
-        let good = tried.iter().find(|(_, each)| *each <= AS_GOOD * least);
-        (block_threads, _) = good.copied().unwrap_or((THREADS[0], least));
+        block_threads = first_within(AS_GOOD, &tried).unwrap_or(THREADS[0]);
         threads = block_threads;
     }
     let (copy, put, get) = (one(COPY, threads)?, one(PUT, threads)?, one(GET, threads)?);
     // A copy accesses memory twice, a put or get once.
     let remote = |each: f64| 1.0 / (each - copy / 2.0).max(each / 10.0);
     let latency = |text: &str| -> Result<f64> {
-        let shape = |times| Shape {
+        let shape = |times| LaneLaunch {
             lanes: 1,
             threads,
             bytes: SHORT,
@@ -120,7 +114,7 @@ fn measured(machine: &TunedMachine<'_>) -> Result<Lanes> {
     let (signal, load) = (latency(SIGNAL)?, latency(COPY)?);
     let lanes = LANES.min((properties.multiprocessors / 2).max(1));
     let all = |text: &str| Ok::<_, anyhow::Error>(1.0 / each(text, lanes, threads, ALL_LANES)?);
-    let empty = Shape {
+    let empty = LaneLaunch {
         lanes: 1,
         threads,
         bytes: SHORT,
@@ -147,7 +141,7 @@ fn measured(machine: &TunedMachine<'_>) -> Result<Lanes> {
 fn packet_round(machine: &TunedMachine<'_>, shared: bool) -> Result<f64> {
     let at_once = if shared { 1 } else { PACKET_THREADS };
     let bytes = ROUNDS.map(|rounds| rounds * PACKET_THREADS * PACKET);
-    let [few, many] = bytes.map(|bytes| Shape {
+    let [few, many] = bytes.map(|bytes| LaneLaunch {
         lanes: 1,
         threads: PACKET_THREADS,
         bytes,
@@ -168,7 +162,7 @@ fn halves(bytes: usize) -> [usize; 2] {
 
 impl TunedMachine<'_> {
     /// Seconds of a program's launch on all ranks concurrently, one of many in a graph.
-    fn launch(&self, text: &str, shape: Shape) -> Result<f64> {
+    fn launch(&self, text: &str, shape: LaneLaunch) -> Result<f64> {
         let program = Program::parse(text)?;
         let mut parameters = Parameters::new();
         for (name, value) in [

@@ -4,7 +4,8 @@ use super::machine::TunedMachine;
 use crate::commands::bench::clock::Submission;
 use anyhow::{Context, Result};
 use std::cell::Cell;
-use warplink::device::{Elementwise, ElementwiseOp, MatmulSpec, MemoryOp, Stream};
+use std::sync::Arc;
+use warplink::device::{Elementwise, ElementwiseOp, MatmulSpec, MemoryOp, PreparedLaunch, Stream};
 use warplink::p2p::{Batch, Path, Protocol, Transfer, TransferRequest, post_all, wait_all};
 use warplink::program::cost::HardwareModel;
 use warplink::{Communicator, DType};
@@ -81,7 +82,7 @@ pub(super) fn single_run(machine: &TunedMachine<'_>, model: &HardwareModel) -> R
 fn own_words(machine: &TunedMachine<'_>, count: usize) -> Result<f64> {
     // No other rank waits for the second word.
     let write = MemoryOp::Write {
-        word: &machine.words[1],
+        word: &machine.memory.words[1],
         value: 1,
     };
     machine.each(16, Submission::Eager, &|stream| {
@@ -93,7 +94,7 @@ fn own_words(machine: &TunedMachine<'_>, count: usize) -> Result<f64> {
 fn words_round_trip(machine: &TunedMachine<'_>) -> Result<f64> {
     // Ranks in between forward it around the ring.
     let world = machine.comm.world();
-    let remote = machine.remote_words.as_ref().context("there is no peer")?;
+    let remote = machine.memory.words_of(machine.right())?;
     let count = Cell::new(0_u64);
     let seconds = machine.each(ROUND_TRIPS, Submission::Eager, &|stream| {
         count.set(count.get() + 1);
@@ -103,7 +104,7 @@ fn words_round_trip(machine: &TunedMachine<'_>) -> Result<f64> {
             value,
         };
         let wait = MemoryOp::Wait {
-            word: &machine.words[0],
+            word: &machine.memory.words[0],
             value,
         };
         let order = if machine.comm.rank() == 0 {
@@ -151,7 +152,10 @@ fn pair_by(
     protocol: Protocol,
     path: Path,
 ) -> Result<[Transfer; 2]> {
-    let (own, into) = (machine.own.slice(0..bytes)?, machine.into.slice(0..bytes)?);
+    let (own, into) = (
+        machine.memory.own.slice(0..bytes)?,
+        machine.memory.into.slice(0..bytes)?,
+    );
     let requests = [
         TransferRequest::send(&own, machine.right(), bytes as u64),
         TransferRequest::receive(&into, machine.left(), bytes as u64),
@@ -173,7 +177,7 @@ fn events(machine: &TunedMachine<'_>) -> Result<f64> {
 fn launches(machine: &TunedMachine<'_>, word: f64) -> Result<f64> {
     let launch = small_sum(machine)?;
     let write = MemoryOp::Write {
-        word: &machine.words[1],
+        word: &machine.memory.words[1],
         value: 1,
     };
     let both = machine.each(16, Submission::Eager, &|stream| {
@@ -183,12 +187,10 @@ fn launches(machine: &TunedMachine<'_>, word: f64) -> Result<f64> {
     Ok((both - word).max(0.0))
 }
 
-type Launch = std::sync::Arc<dyn warplink::device::PreparedLaunch>;
-
-fn small_sum(machine: &TunedMachine<'_>) -> Result<Launch> {
-    let own = machine.own.memory();
+fn small_sum(machine: &TunedMachine<'_>) -> Result<Arc<dyn PreparedLaunch>> {
+    let own = machine.memory.own.memory();
     let sources = [own.slice(0..SMALL)?, own.slice(SMALL..2 * SMALL)?];
-    let target = machine.into.memory().slice(0..SMALL)?;
+    let target = machine.memory.into.memory().slice(0..SMALL)?;
     let compute = machine.comm.compute()?;
     Ok(compute.prepare_elementwise(&Elementwise::new(
         ElementwiseOp::Sum,
@@ -198,7 +200,10 @@ fn small_sum(machine: &TunedMachine<'_>) -> Result<Launch> {
     ))?)
 }
 
-fn small_matmul(comm: &Communicator, machine: &TunedMachine<'_>) -> Result<Launch> {
+fn small_matmul(
+    comm: &Communicator,
+    machine: &TunedMachine<'_>,
+) -> Result<Arc<dyn PreparedLaunch>> {
     let spec = MatmulSpec::new(16, 16, 16, DType::F32);
     let slice = || machine.allocate(SMALL);
     let (a, b, c) = (slice()?, slice()?, slice()?);
@@ -211,8 +216,11 @@ fn host(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     let stream: &Stream = &machine.clock.stream;
     let (sum, matmul) = (small_sum(machine)?, small_matmul(machine.comm, machine)?);
     let event = machine.comm.device().create_event(false)?;
-    let own = machine.own.memory();
-    let (target, source) = (machine.into.memory().slice(0..SMALL)?, own.slice(0..SMALL)?);
+    let own = machine.memory.own.memory();
+    let (target, source) = (
+        machine.memory.into.memory().slice(0..SMALL)?,
+        own.slice(0..SMALL)?,
+    );
     let mut times = [
         machine.host(&mut || Ok(matmul.enqueue(stream)?))?,
         machine.host(&mut || Ok(sum.enqueue(stream)?))?,

@@ -1,22 +1,14 @@
 //! Transfers between ranks: one pair, and all at once.
 
-use super::machine::{self, TunedMachine};
+use super::machine::TunedMachine;
 use crate::commands::bench::clock::Submission;
-use anyhow::{Context, Result};
-use warplink::device::{DeviceSlice, KernelCopy, Stream, StreamOp};
+use anyhow::Result;
+use warplink::device::{DeviceSlice, Stream};
 use warplink::p2p::Protocol;
 use warplink::program::cost::HardwareModel;
-use warplink::program::cost::curve::Curve;
 
 /// Up to this size a one-block kernel may be worthwhile.
 const ONE_BLOCK_LIMIT: usize = 256 << 10;
-
-/// Ranks that copy: only the first, or all at once.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Copying {
-    First,
-    All,
-}
 
 pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     if machine.comm.world() == 1 {
@@ -30,14 +22,10 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
         0
     };
     model.link.kernel_limit = limit as u64;
-    let curve = |protocol, in_kernel: bool| -> Result<Curve> {
-        let fits = |bytes: &usize| !in_kernel || *bytes <= limit;
-        let mut points = Vec::new();
-        for bytes in machine.sizes().into_iter().filter(fits) {
-            let seconds = copies(machine, protocol, bytes, in_kernel)?;
-            points.push((bytes as u64, seconds));
-        }
-        Ok(machine::curve(points))
+    let curve = |protocol, in_kernel: bool| {
+        let mut sizes = machine.sizes();
+        sizes.retain(|bytes| !in_kernel || *bytes <= limit);
+        machine.curve(sizes, |bytes| copies(machine, protocol, bytes, in_kernel))
     };
     model.link.put = curve(Protocol::Put, false)?;
     model.link.get = curve(Protocol::Get, false)?;
@@ -61,25 +49,18 @@ pub(super) fn ends(
     bytes: usize,
 ) -> Result<(DeviceSlice, DeviceSlice)> {
     let (rank, world) = (machine.comm.rank(), machine.comm.world());
-    let missing = || format!("rank {rank} has no peer at distance {distance}");
-    Ok(match protocol {
+    let memory = &machine.memory;
+    let (target, source) = match protocol {
         Protocol::Put => {
-            let remote = machine.remote_into[(rank + distance) % world].as_ref();
-            let target = remote.with_context(missing)?.memory();
-            (
-                target.slice(0..bytes)?,
-                machine.own.memory().slice(0..bytes)?,
-            )
+            let remote = memory.into_of((rank + distance) % world)?;
+            (remote.memory(), memory.own.memory())
         }
         Protocol::Get => {
-            let remote = machine.remote_own[(rank + world - distance) % world].as_ref();
-            let source = remote.with_context(missing)?.memory();
-            (
-                machine.into.memory().slice(0..bytes)?,
-                source.slice(0..bytes)?,
-            )
+            let remote = memory.own_of((rank + world - distance) % world)?;
+            (memory.into.memory(), remote.memory())
         }
-    })
+    };
+    Ok((target.slice(0..bytes)?, source.slice(0..bytes)?))
 }
 
 /// Seconds of one of many consecutive copies between two ranks.
@@ -91,17 +72,11 @@ fn copies(
 ) -> Result<f64> {
     let (target, source) = ends(machine, protocol, 1, bytes)?;
     let repeat = ((256 << 20) / bytes).clamp(4, 32);
-    let counter = machine.comm.device().allocate_signals(64)?.word(0)?;
-    repeated(machine, Copying::First, repeat, &|stream| {
-        if in_kernel {
-            stream.sequence(&[StreamOp::KernelCopy(KernelCopy {
-                target: &target,
-                source: &source,
-                blocks: 1,
-                arrivals: [None; 2],
-                counter: &counter,
-            })])?;
-        } else {
+    let is_first = machine.comm.rank() == 0;
+    machine.each(repeat, Submission::Eager, &|stream| {
+        if is_first && in_kernel {
+            machine.kernel_copy(stream, (&target, &source), 1)?;
+        } else if is_first {
             stream.copy(&target, &source)?;
         }
         Ok(())
@@ -120,24 +95,9 @@ fn peers(
         .map(|distance| ends(machine, protocol, distance, bytes))
         .collect::<Result<_>>()?;
     let repeat = 8_usize.div_ceil(distances);
-    let seconds = repeated(machine, Copying::All, repeat, &|stream| {
+    let seconds = machine.each(repeat, Submission::Eager, &|stream: &Stream| {
         let mut turns = turns.iter();
         turns.try_for_each(|(target, source)| Ok(stream.copy(target, source)?))
     })?;
     Ok((bytes * distances) as f64 / seconds)
-}
-
-fn repeated(
-    machine: &TunedMachine<'_>,
-    copying: Copying,
-    repeat: usize,
-    work: &dyn Fn(&Stream) -> Result<()>,
-) -> Result<f64> {
-    let first = machine.comm.rank() == 0;
-    machine.each(repeat, Submission::Eager, &|stream| {
-        if copying == Copying::All || first {
-            work(stream)?;
-        }
-        Ok(())
-    })
 }

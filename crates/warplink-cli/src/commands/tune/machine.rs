@@ -1,12 +1,13 @@
 //! Shared state of measurements: memory of all ranks, streams, and clocks.
 
-use crate::commands::bench::clock::{Clock, Submission, median};
-use crate::commands::bench::peers::{SecondStream, gather, neighbours};
+use crate::commands::bench::clock::{BenchClock, Submission, median};
+use crate::commands::bench::peers::{SecondStream, SharedMemory, gather, neighbours};
 use crate::memory;
-use anyhow::{Context, Result};
+use anyhow::Result;
 use std::time::{Duration, Instant};
-use warplink::device::{AllocationKind, DeviceSlice, Event, Priority, Stream, Word};
-use warplink::memory::{Region, RemoteRegion};
+use warplink::device::{
+    AllocationKind, DeviceSlice, Event, KernelCopy, Priority, Stream, StreamOp, Word,
+};
 use warplink::program::cost::curve::Curve;
 use warplink::{Communicator, DType};
 
@@ -32,23 +33,16 @@ pub(super) struct Selection {
 
 pub(super) struct TunedMachine<'a> {
     pub(super) comm: &'a Communicator,
-    pub(super) clock: Clock<'a>,
+    pub(super) clock: BenchClock<'a>,
     pub(super) second: SecondStream,
     pub(super) selection: Selection,
     pub(super) samples: usize,
     /// Largest transfer.
     pub(super) largest: usize,
     /// Memory that peers read and write.
-    pub(super) own: Region,
-    pub(super) into: Region,
-    /// The peers' memory; none for this rank.
-    pub(super) remote_own: Vec<Option<RemoteRegion>>,
-    pub(super) remote_into: Vec<Option<RemoteRegion>>,
-    /// Words that the left neighbour writes, and the right neighbour's.
-    pub(super) words: [Word; 2],
-    pub(super) remote_words: Option<[Word; 2]>,
-    _words: Region,
-    _remote_words: Vec<Option<RemoteRegion>>,
+    pub(super) memory: SharedMemory,
+    /// For copies by kernels.
+    counter: Word,
     begin: Event,
     end: Event,
 }
@@ -59,36 +53,22 @@ impl<'a> TunedMachine<'a> {
         let largest = selection.largest_transfer;
         let bytes = largest as u128;
         memory::check(comm.device().kind(), comm.world(), 0, 2 * bytes)?;
-        let (own, into) = (comm.alloc(largest)?, comm.alloc(largest)?);
-        let words = comm.register(&comm.device().allocate_signals(4096)?)?;
-        let remote_words = comm.share(&words)?;
-        let pair =
-            |slice: &DeviceSlice| -> Result<[Word; 2]> { Ok([slice.word(0)?, slice.word(64)?]) };
-        let right = (comm.rank() + 1) % comm.world();
         let machine = Self {
-            clock: Clock::new(comm, Priority::Normal)?,
+            clock: BenchClock::new(comm, Priority::Normal)?,
             second: SecondStream::new(comm)?,
             samples: selection.samples,
             largest,
             selection,
-            remote_own: comm.share(&own)?,
-            remote_into: comm.share(&into)?,
-            own,
-            into,
-            words: pair(words.memory())?,
-            remote_words: remote_words[right]
-                .as_ref()
-                .map(|remote| pair(remote.memory()))
-                .transpose()?,
-            _words: words,
-            _remote_words: remote_words,
+            memory: SharedMemory::new(comm, largest)?,
+            counter: comm.device().allocate_signals(64)?.word(0)?,
             begin: comm.device().create_event(true)?,
             end: comm.device().create_event(true)?,
             comm,
         };
-        machine.clock.stream.fill(&machine.own, 0x3c)?;
-        machine.clock.stream.fill(&machine.into, 0)?;
-        comm.synchronize(&machine.clock.stream)?;
+        let stream = &machine.clock.stream;
+        stream.fill(&machine.memory.own, 0x3c)?;
+        stream.fill(&machine.memory.into, 0)?;
+        comm.synchronize(stream)?;
         Ok(machine)
     }
 
@@ -121,11 +101,38 @@ impl<'a> TunedMachine<'a> {
         submission: Submission,
         work: &dyn Fn(&Stream) -> Result<()>,
     ) -> Result<f64> {
-        let samples = self.samples;
-        let times = self
-            .clock
-            .measure_in_turn(samples, submission, repeat, &[work])?;
-        Ok(times.first().context("nothing was timed")?.stream.median)
+        let clock = &self.clock;
+        let times = clock.measure_repeated(self.samples, submission, repeat, work)?;
+        Ok(times.median)
+    }
+
+    /// A curve of the seconds for each size.
+    pub(super) fn curve(
+        &self,
+        sizes: impl IntoIterator<Item = usize>,
+        seconds: impl Fn(usize) -> Result<f64>,
+    ) -> Result<Curve> {
+        let points = sizes
+            .into_iter()
+            .map(|bytes| Ok((bytes as u64, seconds(bytes)?)));
+        Ok(monotonic(points.collect::<Result<_>>()?))
+    }
+
+    /// Enqueues a copy by a kernel of `blocks` blocks.
+    pub(super) fn kernel_copy(
+        &self,
+        stream: &Stream,
+        (target, source): (&DeviceSlice, &DeviceSlice),
+        blocks: u32,
+    ) -> Result<()> {
+        let copy = KernelCopy {
+            target,
+            source,
+            blocks,
+            arrivals: [None; 2],
+            counter: &self.counter,
+        };
+        Ok(stream.sequence(&[StreamOp::KernelCopy(copy)])?)
     }
 
     /// As [`each`](Self::each) for this rank alone.
@@ -182,12 +189,20 @@ impl<'a> TunedMachine<'a> {
     }
 }
 
-/// A curve of measured points, made monotonic: if more bytes seem faster, the smaller sample was disturbed.
-pub(super) fn curve(mut points: Vec<(u64, f64)>) -> Curve {
+/// Makes a curve monotonic: if more bytes seem faster, the smaller sample was disturbed.
+fn monotonic(mut points: Vec<(u64, f64)>) -> Curve {
     let mut least = f64::INFINITY;
     for (_, seconds) in points.iter_mut().rev() {
         least = least.min(*seconds);
         *seconds = least;
     }
     Curve(points)
+}
+
+/// The first choice that takes at most `factor` times as long as the fastest. Every rank knows the slowest rank's
+/// times, so all choose alike.
+pub(super) fn first_within<T: Copy>(factor: f64, tried: &[(T, f64)]) -> Option<T> {
+    let least = tried.iter().map(|(_, seconds)| *seconds).reduce(f64::min)?;
+    let good = tried.iter().find(|(_, seconds)| *seconds <= factor * least);
+    good.map(|(choice, _)| *choice)
 }

@@ -1,6 +1,6 @@
 //! Copies within device memory, and sums.
 
-use super::machine::{TunedMachine, curve};
+use super::machine::TunedMachine;
 use crate::commands::bench::clock::Submission;
 use anyhow::Result;
 use warplink::DType;
@@ -12,7 +12,7 @@ const MIN_BYTES: usize = 1024;
 
 pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     let compute = machine.comm.compute()?;
-    let (own, into) = (machine.own.memory(), machine.into.memory());
+    let (own, into) = (machine.memory.own.memory(), machine.memory.into.memory());
     let sum = |bytes: usize| -> Result<f64> {
         let half = bytes / 2;
         let sources = [own.slice(0..half)?, own.slice(half..2 * half)?];
@@ -28,15 +28,12 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
     model.memory.kernel = sum(MIN_BYTES)?;
     let seconds = sum(machine.largest)? - model.memory.kernel;
     model.memory.sum_rate = 1.5 * machine.largest as f64 / seconds.max(1e-9);
-    let mut points = Vec::new();
-    for bytes in machine.sizes() {
+    model.memory.copy = machine.curve(machine.sizes(), |bytes| {
         let (target, source) = (into.slice(0..bytes)?, own.slice(0..bytes)?);
-        let seconds = machine.each(16, Submission::Eager, &|stream| {
+        machine.each(16, Submission::Eager, &|stream| {
             Ok(stream.copy(&target, &source)?)
-        })?;
-        points.push((bytes as u64, seconds));
-    }
-    model.memory.copy = curve(points);
+        })
+    })?;
     // The better approximation of the memory bandwidth; a copy reads and writes.
     model.memory.rate = model.memory.sum_rate.max(2.0 * model.memory.copy.peak());
     let one = 1.0 / model.device.multiprocessors as f64;

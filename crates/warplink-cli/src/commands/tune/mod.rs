@@ -15,7 +15,7 @@ mod report;
 use crate::commands::ranks;
 use crate::names::OneOf;
 use crate::options::Options;
-use crate::report::bytes::Bytes;
+use crate::report::bytes::ByteSize;
 use crate::report::progress::Progress;
 use crate::report::{check_output, counted, print_result, write_file};
 use anyhow::{Context, Result, anyhow, ensure};
@@ -84,7 +84,7 @@ pub(crate) struct Tune {
     largest_shape: Option<usize>,
     /// Largest transfer [default: 256MiB on cuda, 1MiB on host]
     #[arg(long, value_name = "BYTES")]
-    largest_transfer: Option<Bytes>,
+    largest_transfer: Option<ByteSize>,
     /// Samples of each figure
     #[arg(long, value_name = "N", default_value = "5", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
@@ -134,7 +134,7 @@ impl Tune {
     /// Fails if the arguments leave nothing to measure.
     fn check(&self, kind: DeviceKind, world: usize) -> Result<()> {
         if let Some(transfer) = self.largest_transfer {
-            let least = Bytes(MIN_TRANSFER.max(MIN_TRANSFER_PER_RANK * world as u64));
+            let least = ByteSize(MIN_TRANSFER.max(MIN_TRANSFER_PER_RANK * world as u64));
             ensure!(
                 transfer >= least,
                 "--largest-transfer is {transfer}; expected at least {least} on {}",
@@ -286,25 +286,16 @@ fn today() -> String {
 
 /// The date `days` after 1970-01-01.
 fn date(days: u64) -> String {
-    let leap = |year: u64| {
-        year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
-    };
-    let (mut year, mut left) = (1970, days);
-    while left >= 365 + u64::from(leap(year)) {
-        left -= 365 + u64::from(leap(year));
-        year += 1;
-    }
-    let february = 28 + u64::from(leap(year));
-    let lengths = [31, february, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
-    let mut month = 1;
-    for length in lengths {
-        if left < length {
-            break;
-        }
-        left -= length;
-        month += 1;
-    }
-    format!("{year}-{month:02}-{:02}", left + 1)
+    // Days since 0000-03-01: with leap days at the end of years, month lengths repeat every five months.
+    let since = days + 719_468;
+    let (era, in_era) = (since / 146_097, since % 146_097);
+    let years = (in_era - in_era / 1460 + in_era / 36_524 - in_era / 146_096) / 365;
+    let in_year = in_era - (365 * years + years / 4 - years / 100);
+    let months = (5 * in_year + 2) / 153;
+    let day = in_year - (153 * months + 2) / 5 + 1;
+    let month = if months < 10 { months + 3 } else { months - 9 };
+    let year = 400 * era + years + u64::from(month <= 2);
+    format!("{year}-{month:02}-{day:02}")
 }
 
 #[cfg(test)]

@@ -1,6 +1,6 @@
 //! Summary of the measurements.
 
-use crate::report::bytes::Bytes;
+use crate::report::bytes::ByteSize;
 use crate::report::table::{Align, Table};
 use warplink::program::cost::HardwareModel;
 
@@ -75,11 +75,11 @@ fn series(model: &HardwareModel) -> Vec<(String, String)> {
     for measured in &model.algorithms {
         let limits = measured.limits.iter();
         let limits: Vec<String> = limits
-            .map(|(bytes, name)| format!("{name} to {}", Bytes(*bytes)))
+            .map(|(bytes, name)| format!("{name} to {}", ByteSize(*bytes)))
             .collect();
         let elements = match measured.element_bytes {
             None | Some(1) => String::new(),
-            Some(bytes) => format!(", elements of {}", Bytes(bytes as u64)),
+            Some(bytes) => format!(", elements of {}", ByteSize(bytes as u64)),
         };
         let name = format!("{}{elements}", measured.collective);
         rows.push((name, limits.join(", ")));
@@ -102,7 +102,7 @@ fn series(model: &HardwareModel) -> Vec<(String, String)> {
             .into_iter()
             .flatten()
         {
-            let name = format!("{} of {}", times.name, Bytes(*bytes));
+            let name = format!("{} of {}", times.name, ByteSize(*bytes));
             rows.push((name, micros(*seconds)));
         }
     }

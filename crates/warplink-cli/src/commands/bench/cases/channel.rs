@@ -3,19 +3,17 @@
 
 mod kernels;
 
-use crate::commands::bench::case::{Case, Range, Setup, by_device};
-use crate::commands::bench::clock::{Clock, Times, Work};
-use crate::commands::bench::plot::{Bar, Bars, Drawing, OWN};
-use crate::commands::bench::report::{Columns, Figures, Live, or_empty};
+use crate::commands::bench::case::{Case, Setup, SizeRange, by_device};
+use crate::commands::bench::clock::{BenchClock, Times, Work};
+use crate::commands::bench::report::{Figures, Live, Object, Row, job, or_empty};
 use crate::memory;
-use crate::report::bytes::Bytes;
+use crate::report::bytes::ByteSize;
 use anyhow::{Context, Result};
 use clap::Args;
 use kernels::{DATA, Kernels};
-use serde::Serialize;
 use std::time::Duration;
 use warplink::channel::{Connection, ConnectionRequest, Transport};
-use warplink::device::{Argument, Kernel, Launch, Priority, Stream};
+use warplink::device::{Argument, Launch, Priority};
 use warplink::{Communicator, DeviceKind};
 
 /// Measure channels between kernels of ranks 0 and 1
@@ -74,42 +72,37 @@ const SMALLEST: u64 = 4096;
 /// Both kinds of channels.
 const TRANSPORTS: [Transport; 2] = [Transport::Direct, Transport::Proxied];
 
-/// One figure.
-#[derive(Debug, Serialize)]
-struct ChannelRow {
-    what: &'static str,
-    transport: Option<Transport>,
-    bytes: u64,
-    blocks: u32,
-    /// One way, of one put, or of one trigger, in seconds.
-    time: Times,
-    /// Bytes in 10^9, or triggers in 10^6, a second.
-    rate: Option<f64>,
-    /// To the row that this one is compared with.
-    ratio: Option<f64>,
-}
+/// Messages back and forth: row, transport, bytes and threads.
+const LATENCIES: [(&str, Transport, u64, u32); 8] = [
+    ("signals", Transport::Proxied, 0, 1),
+    ("puts", Transport::Direct, 8, 256),
+    ("puts", Transport::Proxied, 8, 32),
+    ("puts", Transport::Direct, 4096, 256),
+    ("puts", Transport::Proxied, 4096, 32),
+    ("packets", Transport::Direct, 8, 32),
+    ("packets", Transport::Direct, 1024, 128),
+    ("packets", Transport::Direct, 4096, 512),
+];
 
-#[derive(Debug, Serialize)]
-pub(crate) struct Channels {
-    rows: Vec<ChannelRow>,
-}
+/// Widths of the columns.
+const WIDTHS: [usize; 7] = [16, 9, 8, 6, 10, 11, 6];
 
-/// Two connections between ranks 0 and 1, and the kernels for them; further ranks only keep the barriers.
+/// Two connections between ranks 0 and 1, and the kernels for them; further ranks only join the barriers.
 struct ChannelRunner<'a> {
-    clock: Clock<'a>,
+    clock: BenchClock<'a>,
     kernels: Kernels,
     connections: Vec<Connection>,
     samples: usize,
     limit: Duration,
-    rows: Live<ChannelRow>,
+    rows: Live,
 }
 
 impl Case for Channel {
     const NAME: &'static str = "channel";
     const SAMPLES: [u16; 2] = [15, 15];
-    const SIZES: Option<Range> = Some(Range::of_bytes(SMALLEST, [256 << 20, 1 << 20], 16384));
+    const SIZES: Option<SizeRange> =
+        Some(SizeRange::of_bytes(SMALLEST, [256 << 20, 1 << 20], 16384));
     const LIVE: bool = true;
-    type Figures = Channels;
 
     fn check(&self, setup: &Setup) -> Result<()> {
         setup.check_peers("connect to")?;
@@ -118,10 +111,18 @@ impl Case for Channel {
         memory::check(setup.kind, 2, bytes, 2 * bytes)
     }
 
-    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Channels> {
+    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
         let limit = Duration::from_secs(self.limit.into());
         let mut runner = ChannelRunner::new(comm, setup, limit)?;
-        self.latencies(&mut runner, by_device(setup.kind, [1000, 100]))?;
+        let rounds = by_device(setup.kind, [1000, 100]);
+        if self.wants(&["words", "signals"]) {
+            runner.signals(rounds)?;
+        }
+        for (what, transport, bytes, threads) in LATENCIES {
+            if self.wants(&[what]) || what == "signals" && self.wants(&["words"]) {
+                runner.back_and_forth(what, transport, bytes, threads, rounds)?;
+            }
+        }
         let blocks: &[u32] = match setup.kind {
             DeviceKind::Cuda => &[1, 4, 8, 16, 24, 32, 64],
             DeviceKind::Host => &[1, 4],
@@ -147,51 +148,29 @@ impl Case for Channel {
                 runner.triggers(blocks, by_device(setup.kind, [20_000, 2_000]))?;
             }
         }
-        Ok(Channels {
-            rows: runner.rows.rows,
-        })
+        let title = format!("channels, {}", job(comm));
+        Ok(Figures::of_rows(title, Object::default(), runner.rows.rows))
     }
 }
 
 impl Channel {
-    /// Whether one of these rows is wanted.
+    /// Whether one of these rows is requested.
     fn wants(&self, names: &[&str]) -> bool {
-        let mut asked = self.rows.iter();
-        self.rows.is_empty() || asked.any(|row| names.contains(&row.as_str()))
-    }
-
-    /// Rows of messages back and forth.
-    fn latencies(&self, runner: &mut ChannelRunner<'_>, rounds: u32) -> Result<()> {
-        let [direct, proxied] = TRANSPORTS;
-        if self.wants(&["words", "signals"]) {
-            runner.signals(rounds)?;
-            runner.back_and_forth("signals", proxied, 0, 1, rounds)?;
-        }
-        if self.wants(&["puts"]) {
-            for bytes in [8, 4096] {
-                runner.back_and_forth("puts", direct, bytes, 256, rounds)?;
-                runner.back_and_forth("puts", proxied, bytes, 32, rounds)?;
-            }
-        }
-        if self.wants(&["packets"]) {
-            for (bytes, threads) in [(8, 32), (1024, 128), (4096, 512)] {
-                runner.back_and_forth("packets", direct, bytes, threads, rounds)?;
-            }
-        }
-        Ok(())
+        let mut requested = self.rows.iter();
+        self.rows.is_empty() || requested.any(|row| names.contains(&row.as_str()))
     }
 }
 
-/// Bytes of a region with room for sent data, received data, and packets.
+/// Bytes of a region for sent data, received data, and packets.
 fn region_bytes(largest: u64) -> u128 {
     u128::from(DATA) + u128::from(largest.max(4 * SMALLEST))
 }
 
 impl<'a> ChannelRunner<'a> {
     fn new(comm: &'a Communicator, setup: &Setup, limit: Duration) -> Result<Self> {
-        let bytes = region_bytes(setup.largest() as u64);
+        let bytes = usize::try_from(region_bytes(setup.largest() as u64));
+        let bytes = bytes.context("sizes fit the memory")?;
         let kernels = Kernels::load(comm)?;
-        let bytes = usize::try_from(bytes).context("sizes fit the memory")?;
         let mut requests = Vec::new();
         if let Some(peer) = 1_usize.checked_sub(comm.rank()) {
             for (tag, transport) in TRANSPORTS.into_iter().enumerate() {
@@ -206,18 +185,12 @@ impl<'a> ChannelRunner<'a> {
             requests => comm.connect(requests)?.all().to_vec(),
         };
         Ok(Self {
-            clock: Clock::new(comm, Priority::Normal)?,
+            clock: BenchClock::new(comm, Priority::Normal)?,
             kernels,
             connections,
             samples: setup.samples,
             limit,
-            rows: Live::new(
-                columns(),
-                &WIDTHS,
-                &comm.device().name(),
-                comm.rank(),
-                setup.json,
-            )?,
+            rows: Live::new(comm, &WIDTHS, setup.json),
         })
     }
 
@@ -227,7 +200,7 @@ impl<'a> ChannelRunner<'a> {
         all.find(|connection| connection.transport() == transport)
     }
 
-    /// Times launches of `name`, by rank 0 alone where `alone`.
+    /// Times launches of the kernel `name`, by rank 0 alone if `alone`.
     fn time(
         &self,
         name: &str,
@@ -240,7 +213,7 @@ impl<'a> ChannelRunner<'a> {
         times.first().copied().context("nothing was timed")
     }
 
-    /// Times launches of each of `names`, which take turns: so they see the same clocks.
+    /// Times launches of each of `names` alternately, so that they see the same clock rates.
     fn time_in_turn(
         &self,
         names: &[&str],
@@ -250,8 +223,6 @@ impl<'a> ChannelRunner<'a> {
         alone: bool,
     ) -> Result<Vec<Times>> {
         let rank = self.clock.comm.rank();
-        let kernels = names.iter().map(|name| self.kernels.get(name));
-        let kernels: Vec<_> = kernels.collect::<Result<_>>()?;
         let arguments = self.connection(transport).map(|connection| {
             [
                 connection.channel(),
@@ -260,18 +231,18 @@ impl<'a> ChannelRunner<'a> {
                 Argument::U64(bytes),
             ]
         });
-        let arguments = arguments.filter(|_| rank == 0 || !alone);
-        let launch = |kernel: &Kernel, stream: &Stream| -> Result<()> {
-            if let Some(arguments) = &arguments {
-                kernel.launch(stream, &launch, arguments)?;
-            }
-            Ok(())
-        };
-        let works = kernels
-            .iter()
-            .map(|kernel| |stream: &Stream| launch(kernel, stream));
-        let works: Vec<_> = works.collect();
-        let works: Vec<Work<'_>> = works.iter().map(|work| work as Work<'_>).collect();
+        let arguments = arguments.as_ref().filter(|_| rank == 0 || !alone);
+        let works = names.iter().map(|name| -> Result<Work<'_>> {
+            let kernel = self.kernels.get(name)?;
+            Ok(Box::new(move |stream| {
+                match arguments {
+                    Some(arguments) => kernel.launch(stream, &launch, arguments)?,
+                    None => {}
+                }
+                Ok(())
+            }))
+        });
+        let works: Vec<Work<'_>> = works.collect::<Result<_>>()?;
         self.clock
             .measure_until(self.limit, self.samples, &works)
             .with_context(|| {
@@ -289,8 +260,8 @@ impl<'a> ChannelRunner<'a> {
             let time = all.divided(2.0 * f64::from(rounds));
             let ratio = plain.map(|plain| time.median / plain);
             plain = Some(time.median);
-            let row = ChannelRow::new(what, Some(direct), (0, 1), time);
-            self.rows.add(ChannelRow { ratio, ..row })?;
+            self.rows
+                .add(row(what, Some(direct), (0, 1), time, [None, ratio]))?;
         }
         Ok(())
     }
@@ -298,7 +269,7 @@ impl<'a> ChannelRunner<'a> {
     /// Adds the time of one way of many back and forth in one kernel of one block.
     fn back_and_forth(
         &mut self,
-        what: &'static str,
+        what: &str,
         transport: Transport,
         bytes: u64,
         threads: u32,
@@ -308,39 +279,26 @@ impl<'a> ChannelRunner<'a> {
         let all = self.time(what, transport, launch, (rounds, bytes), false)?;
         let time = all.divided(2.0 * f64::from(rounds));
         self.rows
-            .add(ChannelRow::new(what, Some(transport), (bytes, 1), time))
+            .add(row(what, Some(transport), (bytes, 1), time, [None; 2]))
     }
 
-    /// Adds the time of one put of rank 0 by several blocks, and its rate over the one given. Returns the rate.
-    fn once(
-        &mut self,
-        what: &'static str,
-        bytes: u64,
-        blocks: u32,
-        plain: Option<f64>,
-    ) -> Result<f64> {
+    /// Adds the time of one put of rank 0 by several blocks, and its rate, which it returns.
+    fn once(&mut self, what: &str, bytes: u64, blocks: u32, plain: Option<f64>) -> Result<f64> {
         let direct = Transport::Direct;
         let time = self.time(what, direct, Launch::new(blocks, 1024), (1, bytes), true)?;
-        self.moved(
-            ChannelRow::new(what, Some(direct), (bytes, blocks), time),
-            plain,
-        )
+        self.moved(what, Some(direct), (bytes, blocks), time, plain)
     }
 
-    /// Adds the time of `puts` proxied puts in a row until all are done, and their rate over `plain`.
-    fn flushed(&mut self, what: &'static str, bytes: u64, puts: u32, plain: f64) -> Result<f64> {
-        let launch = Launch::new(1, 1);
-        let proxied = Transport::Proxied;
+    /// Adds the time of `puts` consecutive proxied puts until all are done, and their rate.
+    fn flushed(&mut self, what: &str, bytes: u64, puts: u32, plain: f64) -> Result<f64> {
+        let (launch, proxied) = (Launch::new(1, 1), Transport::Proxied);
         let time = self.time("put_and_flush", proxied, launch, (puts, bytes), true)?;
         let time = time.divided(f64::from(puts));
-        self.moved(
-            ChannelRow::new(what, Some(proxied), (bytes, 1), time),
-            Some(plain),
-        )
+        self.moved(what, Some(proxied), (bytes, 1), time, Some(plain))
     }
 
-    /// Adds the time of `copies` copies of the copy engine in a row. Returns their rate.
-    fn engine(&mut self, what: &'static str, bytes: u64, copies: u32) -> Result<f64> {
+    /// Adds the time of `copies` consecutive copies of the copy engine, and their rate, which it returns.
+    fn engine(&mut self, what: &str, bytes: u64, copies: u32) -> Result<f64> {
         let connection = self.connection(Transport::Proxied);
         let connection = connection.filter(|_| self.clock.comm.rank() == 0);
         let copied = connection.map(|connection| -> Result<_> {
@@ -349,35 +307,40 @@ impl<'a> ChannelRunner<'a> {
             Ok((connection, source.slice(part)?))
         });
         let copied = copied.transpose()?;
-        let work = |stream: &Stream| -> Result<()> {
+        let work: Work<'_> = Box::new(|stream| {
             for _ in 0..copies {
                 if let Some((connection, source)) = &copied {
                     connection.write(stream, DATA, source)?;
                 }
             }
             Ok(())
-        };
+        });
         let time = self
             .clock
-            .measure_until(self.limit, self.samples, &[&work])
+            .measure_until(self.limit, self.samples, &[work])
             .with_context(|| format!("measure '{what}' of {bytes} bytes"))?;
         let time = time.first().context("nothing was timed")?;
         let time = time.divided(f64::from(copies));
-        self.moved(ChannelRow::new(what, None, (bytes, 0), time), None)
+        self.moved(what, None, (bytes, 0), time, None)
     }
 
-    /// Adds a row with its rate, and the ratio of that to `plain`. Returns the rate.
-    fn moved(&mut self, row: ChannelRow, plain: Option<f64>) -> Result<f64> {
-        let rate = row.bytes as f64 / row.time.median / 1e9;
-        self.rows.add(ChannelRow {
-            rate: Some(rate),
-            ratio: plain.map(|plain| rate / plain),
-            ..row
-        })?;
+    /// Adds a row with its rate, which it returns, and the ratio of that to `plain`.
+    fn moved(
+        &mut self,
+        what: &str,
+        transport: Option<Transport>,
+        (bytes, blocks): (u64, u32),
+        time: Times,
+        plain: Option<f64>,
+    ) -> Result<f64> {
+        let rate = bytes as f64 / time.median / 1e9;
+        let ratio = plain.map(|plain| rate / plain);
+        let row = row(what, transport, (bytes, blocks), time, [Some(rate), ratio]);
+        self.rows.add(row)?;
         Ok(rate)
     }
 
-    /// Adds the time of `all` triggers of rank 0, pushed by `blocks` blocks at once.
+    /// Adds the time of `all` triggers of rank 0, pushed by `blocks` blocks concurrently.
     fn triggers(&mut self, blocks: u32, all: u32) -> Result<()> {
         let each = (all / blocks).max(1);
         let (launch, proxied) = (Launch::new(blocks, 1), Transport::Proxied);
@@ -385,110 +348,47 @@ impl<'a> ChannelRunner<'a> {
             .time("triggers", proxied, launch, (each, 0), true)
             .with_context(|| format!("{blocks} blocks"))?;
         let time = time.divided(f64::from(each * blocks));
-        self.rows.add(ChannelRow {
-            rate: Some(1e-6 / time.median),
-            ..ChannelRow::new("triggers", Some(proxied), (0, blocks), time)
-        })
-    }
-}
-
-impl ChannelRow {
-    fn new(
-        what: &'static str,
-        transport: Option<Transport>,
-        (bytes, blocks): (u64, u32),
-        time: Times,
-    ) -> Self {
-        Self {
-            what,
-            transport,
-            bytes,
-            blocks,
+        let rate = Some(1e-6 / time.median);
+        self.rows.add(row(
+            "triggers",
+            Some(proxied),
+            (0, blocks),
             time,
-            rate: None,
-            ratio: None,
-        }
+            [rate, None],
+        ))
     }
 }
 
-const WIDTHS: [usize; 7] = [16, 9, 8, 6, 10, 11, 6];
-
-fn columns() -> Columns<'static, ChannelRow> {
-    let digits = |value: Option<f64>| or_empty(value, |value| format!("{value:.3}"));
-    Columns::<ChannelRow>::new()
-        .words("what", |row| row.what.to_owned())
-        .words("transport", |row| {
-            or_empty(row.transport, |transport| transport.to_string())
-        })
-        .number("bytes", |row| Bytes(row.bytes).to_string())
-        .number("blocks", |row| row.blocks.to_string())
-        .number("us", |row| format!("{:.3}", row.time.median * 1e6))
-        .number("GB/s or M/s", move |row| digits(row.rate))
-        .number("ratio", move |row| digits(row.ratio))
-}
-
-impl Figures for Channels {
-    fn title(&self, job: &str) -> String {
-        format!("channels, {job}")
-    }
-
-    fn tables(&self) -> String {
-        columns().table(&self.rows)
-    }
-
-    fn drawing(&self) -> Drawing {
-        let panel = |title: &str, unit, value: fn(&ChannelRow) -> Option<f64>| {
-            let bars = self.rows.iter().filter_map(|row| {
-                let transport = or_empty(row.transport, |by| format!("{by}, "));
-                let bytes = Bytes(row.bytes);
-                Some(Bar {
-                    label: format!("{}, {transport}{bytes}, {} blocks", row.what, row.blocks),
-                    value: value(row)?,
-                    colour: OWN,
-                })
-            });
-            Bars {
-                title: title.to_owned(),
-                unit,
-                bars: bars.collect(),
-                limit: None,
-            }
-        };
-        Drawing::Bars(vec![
-            panel("one way", "us", |row| match row.rate {
-                None => Some(row.time.median * 1e6),
-                Some(_) => None,
-            }),
-            panel("rate in GB/s, of triggers in M/s", "", |row| row.rate),
-        ])
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn cells_are_below_their_headings() {
-        let time = Times {
-            median: 1.5e-3,
-            least: 1e-3,
-            most: 2e-3,
-        };
-        let proxied = Some(Transport::Proxied);
-        let row = ChannelRow {
-            rate: Some(44.5),
-            ratio: Some(0.98),
-            ..ChannelRow::new("put_and_flush", proxied, (64 << 20, 132), time)
-        };
-        let rows = Live::new(columns(), &WIDTHS, "host", 1, false).unwrap();
-        assert_eq!(
-            rows.heading(),
-            "what              transport     bytes  blocks          us  GB/s or M/s   ratio"
-        );
-        assert_eq!(
-            rows.line(&row),
-            "put_and_flush     proxied      64 MiB     132    1500.000       44.500   0.980"
-        );
+/// `time` is that of one way, one put or one trigger. The rate is in 10^9 bytes or 10^6 triggers a second, and
+/// the ratio to the row that this one is compared with.
+fn row(
+    what: &str,
+    transport: Option<Transport>,
+    (bytes, blocks): (u64, u32),
+    time: Times,
+    [rate, ratio]: [Option<f64>; 2],
+) -> Row {
+    let by = or_empty(transport, |transport| transport.to_string());
+    let size = ByteSize(bytes);
+    let label = or_empty(transport, |transport| format!("{transport}, "));
+    let label = format!("{what}, {label}{size}, {blocks} blocks");
+    let digits = |value: f64| format!("{value:.3}");
+    let micros = time.median * 1e6;
+    let row = Row::of("")
+        .name("what", what)
+        .key("transport", transport)
+        .words("transport", by)
+        .key("bytes", bytes)
+        .number("bytes", size)
+        .count("blocks", blocks.into())
+        .key("time", time)
+        .number("us", digits(micros))
+        .key("rate", rate)
+        .number_or_empty("GB/s or M/s", rate, digits)
+        .key("ratio", ratio)
+        .number_or_empty("ratio", ratio, digits);
+    match rate {
+        None => row.bar("one way", "us", label, micros),
+        Some(rate) => row.bar("rate in GB/s, of triggers in M/s", "", label, rate),
     }
 }

@@ -5,14 +5,15 @@ mod figures;
 mod runner;
 mod template;
 
-use crate::commands::bench::case::{Case, Range, Setup};
+use crate::commands::bench::case::{Case, Setup, SizeRange};
+use crate::commands::bench::report::{Figures, Object, compared, job, or_empty};
 use crate::memory;
 use crate::names::{OneOf, OneOrBoth, name_of, names_of};
 use crate::options::Options;
-use crate::report::bytes::Bytes;
+use crate::report::bytes::ByteSize;
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};
-use figures::{CollectiveFigures, CollectiveRow, External};
+use figures::External;
 use runner::CollectiveRunner;
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
@@ -42,7 +43,7 @@ const MAX_FIGURES_BYTES: usize = 16 << 20;
     warplink bench collective all-reduce -n 2\n  \
     warplink bench collective all-gather -n 2 --from 1MiB --step 2 --place both --submission captured\n  \
     warplink bench collective all-reduce --device host -n 4 --to 64KiB --dtype i32 --op max --json")]
-pub(crate) struct Collective {
+pub(crate) struct CollectiveBench {
     #[arg(value_parser = template::kind, help = format!(
         "Which collective: {}; with the last one, each rank sends to the next one and receives from the one before",
         template::names()
@@ -57,7 +58,7 @@ pub(crate) struct Collective {
     /// The root, for collectives that have one
     #[arg(long, value_name = "RANK", default_value = "0")]
     root: usize,
-    /// Where the output goes: out (memory of its own), in (the memory of the input) or both
+    /// Where the output goes: out (separate memory), in (the memory of the input) or both
     #[arg(long, value_name = "PLACE", default_value = "out")]
     place: OneOrBoth<Placement>,
     /// The only algorithm that is allowed [default: chosen by size]
@@ -121,11 +122,10 @@ impl CollectivePeer {
     }
 }
 
-impl Case for Collective {
+impl Case for CollectiveBench {
     const NAME: &'static str = "collective";
-    const SIZES: Option<Range> = Some(Range::of_bytes(1 << 10, [1 << 30, 1 << 20], 4));
+    const SIZES: Option<SizeRange> = Some(SizeRange::of_bytes(1 << 10, [1 << 30, 1 << 20], 4));
     const SUBMISSIONS: bool = true;
-    type Figures = CollectiveFigures;
 
     fn prepare(&mut self, _: &Options) -> Result<Option<ExitCode>> {
         if let Some(path) = &self.file {
@@ -211,7 +211,7 @@ impl Case for Collective {
         memory::check(kind, world, largest, 2 * largest)
     }
 
-    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<CollectiveFigures> {
+    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
         let template = self.template();
         let options = CollectiveOptions {
             algorithm: self.algorithm,
@@ -234,29 +234,43 @@ impl Case for Collective {
         let places = &self.place.0;
         let steps = setup.sizes.len() * places.len() * setup.submissions.len();
         let progress = Setup::progress(comm, steps, "collective");
-        let mut rows: Vec<CollectiveRow> = Vec::new();
+        let mut rows = Vec::new();
         for &bytes in &setup.sizes {
             let calls = self.calls.map(usize::from);
             let calls = calls.unwrap_or_else(|| default_calls(comm, bytes));
             for &place in places {
                 for &submission in &setup.submissions {
-                    rows.push(runner.row(bytes, place, submission, setup.samples, calls)?);
-                    progress.step(Bytes(bytes as u64).to_string());
+                    let mut row = runner.row(bytes, place, submission, setup.samples, calls)?;
+                    if let Some(beside) = &self.beside {
+                        beside.add_to(&mut row);
+                    }
+                    rows.push(row.into());
+                    progress.step(ByteSize(bytes as u64).to_string());
                 }
             }
         }
-        let beside = self.beside.as_ref();
-        Ok(CollectiveFigures::new(
-            template,
-            self.bound,
-            runner.peers,
-            rows,
-            beside,
-        ))
+        let (collective, dtype) = (template::name(template.kind), template.dtype.to_string());
+        let op = template.kind.reduces().then(|| template.op.to_string());
+        let beside = self.beside.iter().flat_map(|beside| &beside.peers);
+        let peers: Vec<String> = runner.peers.iter().chain(beside).cloned().collect();
+        let title = format!(
+            "{collective} of {dtype}{}{}, {}{}",
+            or_empty(op.as_ref(), |op| format!(", {op}")),
+            if self.bound { ", bound" } else { "" },
+            job(comm),
+            compared(&peers)
+        );
+        let object = Object::default()
+            .key("collective", collective)
+            .key("dtype", dtype)
+            .optional("op", op)
+            .key("bound", self.bound)
+            .key("peers", peers);
+        Ok(Figures::of_rows(title, object, rows))
     }
 }
 
-impl Collective {
+impl CollectiveBench {
     fn template(&self) -> Template {
         Template {
             kind: self.collective,

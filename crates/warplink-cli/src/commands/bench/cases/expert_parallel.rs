@@ -3,12 +3,11 @@
 mod data;
 mod runner;
 
-use crate::commands::bench::case::{Case, Range, Setup};
-use crate::commands::bench::clock::{Submission, Times};
-use crate::commands::bench::plot::{Drawing, Point};
-use crate::commands::bench::report::{Columns, Figures, compared, micros, or_empty};
+use crate::commands::bench::case::{Case, Setup, SizeRange};
+use crate::commands::bench::clock::Times;
+use crate::commands::bench::report::{Figures, Object, compared, job};
 use crate::memory;
-use crate::names::{OneOf, as_name, name_of};
+use crate::names::{OneOf, name_of};
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
 use runner::ExpertRunner;
@@ -23,7 +22,7 @@ use warplink::{Communicator, DType};
 ///
 /// The peer is the vendor's library as one would use it: the ranks exchange their counts, the host waits for them, and
 /// groups of sends and receives move the rows. It starts from rows that are packed for each rank, and does not sum what
-/// comes back, so it does less than Warplink.
+/// comes back, so it does less work than Warplink.
 ///
 /// Warplink's result is compared once for each size with the exact sums: 'wrong' is the number of elements that differ.
 /// 'speedup' is the peer's time for dispatch and combine divided by Warplink's: below 1, the peer is faster.
@@ -83,42 +82,9 @@ struct ExpertTimes {
     combine: Times,
 }
 
-impl ExpertTimes {
-    fn both(&self) -> f64 {
-        self.dispatch.median + self.combine.median
-    }
-}
-
-/// The figures of one number of tokens.
-#[derive(Debug, Serialize)]
-struct ExpertRow {
-    /// Of each rank.
-    tokens: usize,
-    /// That the reporting rank receives.
-    rows: usize,
-    submission: Submission,
-    /// Elements of Warplink's result that are wrong.
-    wrong: u64,
-    /// Warplink first.
-    methods: Vec<ExpertTimes>,
-}
-
-#[derive(Debug, Serialize)]
-pub(crate) struct Experts {
-    dtype: DType,
-    elements: usize,
-    experts: usize,
-    top_k: usize,
-    #[serde(serialize_with = "as_name")]
-    routing: Routing,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    peer: Option<String>,
-    rows: Vec<ExpertRow>,
-}
-
 impl Case for ExpertParallel {
     const NAME: &'static str = "expert-parallel";
-    const SIZES: Option<Range> = Some(Range {
+    const SIZES: Option<SizeRange> = Some(SizeRange {
         noun: "number of tokens of a rank",
         bytes: false,
         from: 1,
@@ -126,7 +92,6 @@ impl Case for ExpertParallel {
         step: 8,
     });
     const SUBMISSIONS: bool = true;
-    type Figures = Experts;
 
     fn check(&self, setup: &Setup) -> Result<()> {
         let world = setup.world;
@@ -149,12 +114,12 @@ impl Case for ExpertParallel {
         let row = layer.row_bytes() as u128;
         let rows = (layer.rows_per_peer(world) * world) as u128;
         let tokens = setup.largest() as u128 * row;
-        // Rows here and on their way back; tokens, the output, and rows that are packed for the peer.
+        // Received rows in both directions; tokens, the output, and the peer's packed rows.
         let device = 2 * rows * row + (2 + u128::from(self.top_k)) * tokens;
         memory::check(setup.kind, world, 2 * tokens, device)
     }
 
-    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Experts> {
+    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
         let layer = self.layer(setup);
         let runner = ExpertRunner::new(comm, layer, self.routing, self.peer)?;
         let steps = setup.sizes.len() * setup.submissions.len();
@@ -167,15 +132,27 @@ impl Case for ExpertParallel {
                 progress.step(format!("{tokens} tokens"));
             }
         }
-        Ok(Experts {
-            dtype: layer.dtype,
-            elements: layer.elements,
-            experts: layer.experts,
-            top_k: layer.top_k,
-            routing: self.routing,
-            peer: runner.peer().map(str::to_owned),
-            rows,
-        })
+        let ExpertOptions {
+            dtype,
+            elements,
+            experts,
+            top_k,
+            ..
+        } = layer;
+        let peer = runner.peer();
+        let title = format!(
+            "rows of {elements} {dtype}, top {top_k} of {experts} experts, {}{}",
+            job(comm),
+            compared(peer.as_slice())
+        );
+        let object = Object::default()
+            .key("dtype", dtype)
+            .key("elements", elements)
+            .key("experts", experts)
+            .key("top_k", top_k)
+            .key("routing", name_of(&self.routing))
+            .optional("peer", peer);
+        Ok(Figures::of_rows(title, object, rows))
     }
 }
 
@@ -189,67 +166,5 @@ impl ExpertParallel {
             elements: self.elements as usize,
             dtype: self.dtype,
         }
-    }
-}
-
-impl ExpertRow {
-    /// The peer's time divided by Warplink's.
-    fn speedup(&self) -> Option<f64> {
-        match &self.methods[..] {
-            [own, peer, ..] => Some(peer.both() / own.both()),
-            _ => None,
-        }
-    }
-}
-
-impl Figures for Experts {
-    fn is_right(&self) -> bool {
-        self.rows.iter().all(|row| row.wrong == 0)
-    }
-
-    fn title(&self, job: &str) -> String {
-        format!(
-            "rows of {} {}, top {} of {} experts, {job}{}",
-            self.elements,
-            self.dtype,
-            self.top_k,
-            self.experts,
-            compared(self.peer.as_slice())
-        )
-    }
-
-    fn tables(&self) -> String {
-        let time = |method: usize, time: fn(&ExpertTimes) -> Times| {
-            move |row: &ExpertRow| or_empty(row.methods.get(method), |of| micros(time(of).median))
-        };
-        let mut columns = Columns::<ExpertRow>::new()
-            .number("tokens", |row| row.tokens.to_string())
-            .number("rows", |row| row.rows.to_string())
-            .words("submission", |row| name_of(&row.submission))
-            .number("dispatch us", time(0, |of| of.dispatch))
-            .number("combine us", time(0, |of| of.combine))
-            .number("wrong", |row| row.wrong.to_string());
-        if self.peer.is_some() {
-            columns = columns
-                .number("nccl dispatch us", time(1, |of| of.dispatch))
-                .number("nccl combine us", time(1, |of| of.combine))
-                .number("speedup", |row| {
-                    or_empty(row.speedup(), |times| format!("{times:.2}"))
-                });
-        }
-        columns.table(&self.rows)
-    }
-
-    fn drawing(&self) -> Drawing {
-        let points = self.rows.iter().flat_map(|row| {
-            row.methods.iter().map(|of| Point {
-                panel: format!("{}: dispatch and combine in us", name_of(&row.submission)),
-                line: of.method.to_owned(),
-                size: row.tokens.to_string(),
-                value: of.both() * 1e6,
-                logarithmic: true,
-            })
-        });
-        Drawing::Lines(points.collect())
     }
 }

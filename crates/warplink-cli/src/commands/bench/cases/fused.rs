@@ -2,30 +2,28 @@
 
 mod runner;
 
-use crate::commands::bench::case::{Case, Range, Setup};
-use crate::commands::bench::clock::{Submission, Times};
-use crate::commands::bench::plot::{Drawing, Point};
-use crate::commands::bench::report::{Columns, Figures, compared, micros, or_empty};
+use crate::commands::bench::case::{Case, Setup, SizeRange};
+use crate::commands::bench::report::{Figures, Object, compared, job, or_empty};
 use crate::memory;
-use crate::names::{OneOf, name_of};
+use crate::names::OneOf;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use runner::FusedRunner;
-use serde::Serialize;
 use warplink::collective::{Epilogue, Fused as Call, FusedKind, Norm, Quantization, Wire};
 use warplink::{Communicator, DType};
 
 /// Measure an all-reduce with residual and RMSNorm
 ///
-/// Every rank has the same rows, of --width elements, one for each token. One kernel adds up all ranks' rows and the residual,
-/// stores that, and stores what RMSNorm makes of it, in the input's type or quantised. Each time is the median of the samples,
+/// Every rank has one row of --width elements for each token. One kernel adds the rows of all ranks and the residual,
+/// stores the sum, and stores its RMSNorm, in the input's type or quantised. Each time is the median of the samples,
 /// of the slowest rank.
 ///
-/// 'pair' is Warplink's all-reduce, and then a kernel that does the rest. 'nccl' is the vendor's library and then that kernel.
+/// 'pair' is Warplink's all-reduce followed by one kernel for the rest, 'nccl' the vendor's library followed by the
+/// same kernel.
 ///
 /// Warplink's result is compared once for each size with the exact sums, and the norm in double precision: 'wrong' is the
-/// number of elements that differ by more than rounding. 'speedup' is the time of the faster of the others divided by that of
-/// one kernel: below 1, that one is faster.
+/// number of elements that differ by more than rounding. 'speedup' is the time of the faster peer divided by that of
+/// the fused kernel: below 1, the peer is faster.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench fused -n 2\n  \
@@ -38,11 +36,11 @@ pub(crate) struct Fused {
     /// Element type: bf16, f16 or f32
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::MATMUL))]
     dtype: DType,
-    /// How what is normalised is quantised: static, per_token, per_block, per_block_power_of_two, mxfp8
-    /// or nvfp4 [default: not]
+    /// Quantisation of the normalised rows: static, per_token, per_block, per_block_power_of_two, mxfp8
+    /// or nvfp4 [default: none]
     #[arg(long, value_name = "KIND")]
     quantization: Option<Quantization>,
-    /// How Warplink's rows travel: exact, or fp8, whose bound of the error 'wrong' then goes by
+    /// Format of Warplink's transfers: exact, or fp8; 'wrong' allows for the rounding of the format
     #[arg(long, value_name = "FORMAT", default_value = "exact")]
     wire: Wire,
     /// Implementations to compare with
@@ -53,7 +51,7 @@ pub(crate) struct Fused {
     calls: u16,
 }
 
-/// Two steps that it is compared with.
+/// Implementation of two steps for comparison.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum FusedPeer {
     /// Warplink's all-reduce, then a kernel
@@ -64,39 +62,9 @@ enum FusedPeer {
     None,
 }
 
-/// The time of one method.
-#[derive(Debug, Serialize)]
-struct FusedTimes {
-    method: String,
-    #[serde(flatten)]
-    seconds: Times,
-}
-
-/// The figures of one number of tokens.
-#[derive(Debug, Serialize)]
-struct FusedRow {
-    tokens: usize,
-    submission: Submission,
-    /// Elements of Warplink's result that are wrong.
-    wrong: u64,
-    /// Warplink first.
-    methods: Vec<FusedTimes>,
-}
-
-#[derive(Debug, Serialize)]
-pub(crate) struct Rows {
-    dtype: DType,
-    width: usize,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    quantization: Option<&'static str>,
-    wire: Wire,
-    peers: Vec<String>,
-    rows: Vec<FusedRow>,
-}
-
 impl Case for Fused {
     const NAME: &'static str = "fused";
-    const SIZES: Option<Range> = Some(Range {
+    const SIZES: Option<SizeRange> = Some(SizeRange {
         noun: "number of tokens",
         bytes: false,
         from: 1,
@@ -104,16 +72,15 @@ impl Case for Fused {
         step: 4,
     });
     const SUBMISSIONS: bool = true;
-    type Figures = Rows;
 
     fn check(&self, setup: &Setup) -> Result<()> {
         let bytes = self.call(setup.largest()).bytes(setup.world)?;
         let host = 2 * bytes.input as u128;
-        // The input, the residual, what is stored of both, and the sum of the pair.
+        // The input, the residual, both outputs, and the sum of the pair.
         memory::check(setup.kind, setup.world, host, 5 * bytes.input as u128)
     }
 
-    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Rows> {
+    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
         let runner = FusedRunner::new(comm, self.call(setup.largest()), &self.peers)?;
         let steps = setup.sizes.len() * setup.submissions.len();
         let progress = Setup::progress(comm, steps, "fused");
@@ -124,14 +91,21 @@ impl Case for Fused {
                 progress.step(format!("{tokens} tokens"));
             }
         }
-        Ok(Rows {
-            dtype: self.dtype,
-            width: self.width as usize,
-            quantization: self.quantization.map(Quantization::name),
-            wire: self.wire,
-            peers: runner.peers,
-            rows,
-        })
+        let (dtype, width) = (self.dtype, self.width);
+        let quantization = self.quantization.map(Quantization::name);
+        let title = format!(
+            "all-reduce, residual and RMSNorm of rows of {width} {dtype}{}, {}{}",
+            or_empty(quantization, |kind| format!(", fp8 {kind}")),
+            job(comm),
+            compared(&runner.peers)
+        );
+        let object = Object::default()
+            .key("dtype", dtype)
+            .key("width", width)
+            .optional("quantization", quantization)
+            .key("wire", self.wire)
+            .key("peers", &runner.peers);
+        Ok(Figures::of_rows(title, object, rows))
     }
 }
 
@@ -150,68 +124,5 @@ impl Fused {
             },
             wire: self.wire,
         }
-    }
-}
-
-impl FusedRow {
-    fn of(&self, method: &str) -> Option<f64> {
-        let found = self.methods.iter().find(|it| it.method == method);
-        found.map(|it| it.seconds.median)
-    }
-
-    /// The time of the faster of the others divided by that of one kernel.
-    fn speedup(&self) -> Option<f64> {
-        let (own, others) = self.methods.split_first()?;
-        let others = others.iter().map(|it| it.seconds.median);
-        Some(others.reduce(f64::min)? / own.seconds.median)
-    }
-}
-
-impl Figures for Rows {
-    fn is_right(&self) -> bool {
-        self.rows.iter().all(|row| row.wrong == 0)
-    }
-
-    fn title(&self, job: &str) -> String {
-        let quantization = or_empty(self.quantization, |it| format!(", fp8 {it}"));
-        format!(
-            "all-reduce, residual and RMSNorm of rows of {} {}{quantization}, {job}{}",
-            self.width,
-            self.dtype,
-            compared(&self.peers)
-        )
-    }
-
-    fn tables(&self) -> String {
-        let time = |method: &'static str| move |row: &FusedRow| or_empty(row.of(method), micros);
-        let mut columns = Columns::<FusedRow>::new()
-            .number("tokens", |row| row.tokens.to_string())
-            .words("submission", |row| name_of(&row.submission))
-            .number("us", time("warplink"))
-            .number("wrong", |row| row.wrong.to_string());
-        for method in ["pair", "nccl"] {
-            if self.rows.iter().any(|row| row.of(method).is_some()) {
-                columns = columns.number(format!("{method} us"), time(method));
-            }
-        }
-        if !self.peers.is_empty() {
-            columns = columns.number("speedup", |row| {
-                or_empty(row.speedup(), |times| format!("{times:.2}"))
-            });
-        }
-        columns.table(&self.rows)
-    }
-
-    fn drawing(&self) -> Drawing {
-        let points = self.rows.iter().flat_map(|row| {
-            row.methods.iter().map(|of| Point {
-                panel: format!("{}: us", name_of(&row.submission)),
-                line: of.method.clone(),
-                size: row.tokens.to_string(),
-                value: of.seconds.median * 1e6,
-                logarithmic: true,
-            })
-        });
-        Drawing::Lines(points.collect())
     }
 }

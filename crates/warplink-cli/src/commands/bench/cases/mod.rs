@@ -9,7 +9,7 @@ mod p2p;
 mod program;
 mod section;
 
-use super::case::Bench;
+use super::case::{Bench, Case};
 use crate::options::Options;
 use anyhow::Result;
 use clap::Subcommand;
@@ -19,7 +19,10 @@ macro_rules! cases {
     ($($module:ident :: $case:ident),+ $(,)?) => {
         #[derive(Debug, Subcommand)]
         pub(super) enum Cases {
-            $($case(Box<Bench<$module::$case>>),)+
+            $(
+                #[command(name = <$module::$case as Case>::NAME)]
+                $case(Box<Bench<$module::$case>>),
+            )+
         }
 
         impl Cases {
@@ -36,10 +39,10 @@ macro_rules! cases {
 cases! {
     p2p::P2p,
     channel::Channel,
-    collective::Collective,
+    collective::CollectiveBench,
     expert_parallel::ExpertParallel,
     fused::Fused,
     overlap::Overlap,
-    program::Program,
+    program::ProgramBench,
     section::Section,
 }

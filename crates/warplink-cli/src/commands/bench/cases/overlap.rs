@@ -6,18 +6,19 @@ mod measure;
 mod replay;
 
 use crate::commands::bench::case::{Case, Setup, by_device};
-use crate::commands::bench::clock::Clock;
+use crate::commands::bench::clock::BenchClock;
 use crate::commands::bench::peers::optional;
+use crate::commands::bench::plot::Drawing;
+use crate::commands::bench::report::{Figures, Object, job, or_empty};
 use crate::commands::program::named_model;
 use crate::gemm::inputs::Random;
 use crate::gemm::{Op, Problem, check_lowerings, common_seed, lowering_name};
 use crate::names::OneOf;
 use crate::options::Options;
-use crate::report::print_result;
+use crate::report::{counted, print_result};
 use anyhow::{Context, Result};
 use clap::Args;
-use figures::Overlaps;
-use measure::Settings;
+use measure::{ShapeTimes, Shared};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::str::FromStr;
@@ -45,7 +46,7 @@ pub(crate) struct Overlap {
     /// Shape m,k,n: A is m x k, B is k x n; may be repeated [default: four shapes on cuda, two
     /// small ones on host, rounded up to what the ranks can share]
     #[arg(long = "shape", value_name = "M,K,N")]
-    shapes: Vec<Shape>,
+    shapes: Vec<GemmShape>,
     /// All combinations of m, k and n from 512 to 16384, as in the DDLB benchmark
     #[arg(long, conflicts_with = "shapes")]
     ddlb: bool,
@@ -89,13 +90,13 @@ pub(crate) struct Overlap {
 
 /// The sizes of a GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Shape {
+struct GemmShape {
     m: usize,
     k: usize,
     n: usize,
 }
 
-impl FromStr for Shape {
+impl FromStr for GemmShape {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -126,7 +127,6 @@ const DDLB: [usize; 6] = [512, 1024, 2048, 4096, 8192, 16384];
 impl Case for Overlap {
     const NAME: &'static str = "overlap";
     const SAMPLES: [u16; 2] = [20, 5];
-    type Figures = Overlaps;
 
     fn prepare(&mut self, options: &Options) -> Result<Option<ExitCode>> {
         if let (Some(file), Some(model)) = (&self.replay, &self.model) {
@@ -154,7 +154,7 @@ impl Case for Overlap {
         })
     }
 
-    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Overlaps> {
+    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
         let seed = common_seed(comm, self.seed)?;
         let problems = match self.random {
             None => self.problems(setup.kind, comm.world()),
@@ -169,35 +169,43 @@ impl Case for Overlap {
                 model.link.put.peak()
             }
         };
-        let settings = Settings {
-            names: self.lowerings.clone(),
-            engine: engine.is_some(),
-            samples: setup.samples,
-            streams: self.streams.map(usize::from),
+        let shared = Shared {
+            engine: engine.map(|engine| engine.name()),
             link,
             seed,
-            traces: self.traces.clone(),
         };
-        let clock = Clock::new(comm, Priority::Normal)?;
+        let clock = BenchClock::new(comm, Priority::Normal)?;
         let progress = Setup::progress(comm, problems.len(), "overlapped GEMMs");
         let mut shapes = Vec::new();
         for problem in problems {
             let Problem { m, k, n, .. } = problem;
-            shapes.push(
-                measure::figures(comm, &clock, problem, &settings)
-                    .with_context(|| format!("measure {} of {m},{k},{n}", problem.op))?,
-            );
-            // The peers' mappings of this shape are of no use to the next.
+            let shape = measure::measure(&clock, problem, self, setup, &shared);
+            shapes.push(shape.with_context(|| format!("measure {} of {m},{k},{n}", problem.op))?);
+            // The next shape does not use the peers' mappings of this one.
             comm.release_idle()?;
             progress.step(format!("{m},{k},{n}"));
         }
-        Ok(Overlaps {
-            nccl: engine.map(|engine| engine.name()),
-            streams: settings.streams,
-            samples: settings.samples,
-            link: settings.link / 1e9,
-            seed: settings.seed,
-            shapes,
+        let (nccl, samples, link) = (shared.engine, setup.samples, link / 1e9);
+        let title = format!(
+            "{}{}; {}, {}link {link:.1} GB/s",
+            job(comm),
+            or_empty(nccl.as_ref(), |nccl| format!(", beside {nccl}")),
+            counted(samples, "sample"),
+            or_empty(self.streams, |count| counted(count.into(), "stream") + ", "),
+        );
+        let mut rows = shapes.iter().flat_map(|shape| &shape.lowerings);
+        Ok(Figures {
+            title,
+            is_right: rows.all(|row| row.right),
+            tables: figures::tables(&shapes),
+            drawing: Drawing::Bars(shapes.iter().map(ShapeTimes::bars).collect()),
+            object: Object::default()
+                .key("nccl", nccl)
+                .key("streams", self.streams)
+                .key("samples", samples)
+                .key("link", link)
+                .key("seed", seed)
+                .key("shapes", shapes),
         })
     }
 }
@@ -246,12 +254,12 @@ impl Overlap {
     fn problems(&self, kind: DeviceKind, world: usize) -> Vec<Problem> {
         // All ranks have the same part of the rows, or of the columns, of A.
         let round = |size: usize| size.next_multiple_of(world);
-        let shape = |(m, k, n)| Shape {
+        let shape = |(m, k, n)| GemmShape {
             m: round(m),
             k: round(k),
             n,
         };
-        let shapes: Vec<Shape> = match (&self.shapes[..], self.ddlb, kind) {
+        let shapes: Vec<GemmShape> = match (&self.shapes[..], self.ddlb, kind) {
             (given @ [_, ..], ..) => given.to_vec(),
             (_, true, _) => DDLB
                 .into_iter()
@@ -274,7 +282,7 @@ impl Overlap {
             .unwrap_or(by_device(kind, [DType::BF16, DType::F32]));
         ops.iter()
             .flat_map(|&op| {
-                shapes.iter().map(move |&Shape { m, k, n }| Problem {
+                shapes.iter().map(move |&GemmShape { m, k, n }| Problem {
                     op,
                     m,
                     k,
@@ -293,11 +301,11 @@ mod tests {
 
     #[test]
     fn shapes_are_read() {
-        let shape = Shape { m: 1, k: 2, n: 3 };
+        let shape = GemmShape { m: 1, k: 2, n: 3 };
         assert_eq!("1,2,3".parse(), Ok(shape));
         assert_eq!("1, 2, 3".parse(), Ok(shape));
         for text in ["", "1,2", "1,2,3,4", "1,0,3", "a,b,c", "-1,2,3"] {
-            assert!(text.parse::<Shape>().is_err(), "{text}");
+            assert!(text.parse::<GemmShape>().is_err(), "{text}");
         }
         assert!(positive("393.6").is_ok());
         assert!(

@@ -3,17 +3,16 @@
 mod measure;
 mod runner;
 
-use crate::commands::bench::case::{Case, Range, Setup};
+use crate::commands::bench::case::{Case, Setup, SizeRange};
 use crate::commands::bench::clock::{Submission, Times};
-use crate::commands::bench::plot::{Drawing, Point};
-use crate::commands::bench::report::{Columns, Figures, compared, micros, or_empty};
+use crate::commands::bench::report::{Figures, Object, Row, compared, job, micros};
 use crate::memory;
-use crate::names::{as_name, name_of};
-use crate::report::bytes::Bytes;
+use crate::names::name_of;
+use crate::report::bytes::ByteSize;
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
 use runner::P2pRunner;
-use serde::Serialize;
+use std::collections::HashMap;
 use warplink::Communicator;
 use warplink::p2p::{Path, Protocol};
 
@@ -54,7 +53,7 @@ pub(crate) struct P2p {
 }
 
 /// A method to move bytes: raw copies, a protocol or the vendor's library.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 enum Method {
     /// The sender copies into the receiver's memory.
     Raw,
@@ -100,34 +99,58 @@ impl Method {
     }
 }
 
-#[derive(Debug, Serialize)]
-struct P2pRow {
+/// Times of a method at one size.
+struct P2pTimes {
     bytes: usize,
-    #[serde(serialize_with = "as_name")]
     method: Method,
     submission: Submission,
     /// One way, in seconds; not of `raw-get`, nor around the ring.
     latency: Option<Times>,
     /// Of one transfer among many, in seconds.
     transfer: Times,
-    /// In 10^9 bytes a second.
-    bandwidth: f64,
-    /// Bandwidth over that of the method's floor with the same submission.
-    of_raw: f64,
 }
 
-#[derive(Debug, Serialize)]
-pub(crate) struct Transfers {
-    pattern: &'static str,
-    nccl: Option<String>,
-    rows: Vec<P2pRow>,
+impl P2pTimes {
+    /// In 10^9 bytes a second.
+    fn bandwidth(&self) -> f64 {
+        self.bytes as f64 / self.transfer.median / 1e9
+    }
+
+    fn row(&self, of_raw: f64) -> Row {
+        let (size, bandwidth) = (ByteSize(self.bytes as u64).to_string(), self.bandwidth());
+        let (method, submission) = (name_of(&self.method), name_of(&self.submission));
+        let what = match self.latency {
+            Some(_) => "latency in us",
+            None => "time per transfer in us",
+        };
+        let time = self.latency.unwrap_or(self.transfer).median * 1e6;
+        Row::of(&size)
+            .key("bytes", self.bytes)
+            .number("bytes", &size)
+            .name("method", &method)
+            .name("submission", &submission)
+            .key("latency", self.latency)
+            .number_or_empty("latency (us)", self.latency, |times| micros(times.median))
+            .key("transfer", self.transfer)
+            .number("per transfer (us)", micros(self.transfer.median))
+            .key("bandwidth", bandwidth)
+            .number("GB/s", format!("{bandwidth:.2}"))
+            .key("of_raw", of_raw)
+            .number("of raw", format!("{of_raw:.3}"))
+            .point(format!("{submission}: {what}"), &method, time, true)
+            .point(
+                format!("{submission}: bandwidth in GB/s"),
+                &method,
+                bandwidth,
+                false,
+            )
+    }
 }
 
 impl Case for P2p {
     const NAME: &'static str = "p2p";
-    const SIZES: Option<Range> = Some(Range::of_bytes(4 << 10, [1 << 30, 4 << 20], 4));
+    const SIZES: Option<SizeRange> = Some(SizeRange::of_bytes(4 << 10, [1 << 30, 4 << 20], 4));
     const SUBMISSIONS: bool = true;
-    type Figures = Transfers;
 
     fn check(&self, setup: &Setup) -> Result<()> {
         setup.check_peers("send to")?;
@@ -140,34 +163,31 @@ impl Case for P2p {
         memory::check(setup.kind, setup.world, largest, 2 * largest)
     }
 
-    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Transfers> {
+    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
         let methods = self.measured();
         let nccl = methods.contains(&Method::Nccl);
         let runner = P2pRunner::new(comm, setup.largest(), self.ring, nccl)?;
         let steps = setup.sizes.len() * methods.len() * setup.submissions.len();
         let progress = Setup::progress(comm, steps, "send and receive");
-        let mut rows: Vec<P2pRow> = Vec::new();
+        let mut rows = Vec::new();
         for &bytes in &setup.sizes {
+            let mut bandwidths = HashMap::new();
             for &method in &methods {
                 for &submission in &setup.submissions {
-                    let mut row = runner.row(bytes, method, submission, setup.samples)?;
-                    // The last such row is of this size, because the floors are measured first.
-                    let floor = rows
-                        .iter()
-                        .rfind(|row| row.method == method.floor() && row.submission == submission);
-                    if let Some(floor) = floor.filter(|floor| floor.method != method) {
-                        row.of_raw = row.bandwidth / floor.bandwidth;
-                    }
-                    rows.push(row);
-                    progress.step(Bytes(bytes as u64).to_string());
+                    let times = runner.times(bytes, method, submission, setup.samples)?;
+                    bandwidths.insert((method, submission), times.bandwidth());
+                    // The floors are measured first.
+                    let floor = bandwidths.get(&(method.floor(), submission));
+                    rows.push(times.row(floor.map_or(1.0, |floor| times.bandwidth() / floor)));
+                    progress.step(ByteSize(bytes as u64).to_string());
                 }
             }
         }
-        Ok(Transfers {
-            pattern: if self.ring { "ring" } else { "pair" },
-            nccl: runner.engine.as_ref().map(|engine| engine.name()),
-            rows,
-        })
+        let pattern = if self.ring { "ring" } else { "pair" };
+        let nccl = runner.engine.as_ref().map(|engine| engine.name());
+        let title = format!("{}, {pattern}{}", job(comm), compared(nccl.as_slice()));
+        let object = Object::default().key("pattern", pattern).key("nccl", nccl);
+        Ok(Figures::of_rows(title, object, rows))
     }
 }
 
@@ -183,49 +203,5 @@ impl P2p {
         all.filter(is_asked)
             .filter(|method| *method != Method::Nccl || !self.no_nccl)
             .collect()
-    }
-}
-
-impl Figures for Transfers {
-    fn title(&self, job: &str) -> String {
-        format!("{job}, {}{}", self.pattern, compared(self.nccl.as_slice()))
-    }
-
-    fn tables(&self) -> String {
-        Columns::<P2pRow>::new()
-            .number("bytes", |row| Bytes(row.bytes as u64).to_string())
-            .words("method", |row| name_of(&row.method))
-            .words("submission", |row| name_of(&row.submission))
-            .number("latency (us)", |row| {
-                or_empty(row.latency, |times| micros(times.median))
-            })
-            .number("per transfer (us)", |row| micros(row.transfer.median))
-            .number("GB/s", |row| format!("{:.2}", row.bandwidth))
-            .number("of raw", |row| format!("{:.3}", row.of_raw))
-            .table(&self.rows)
-    }
-
-    fn drawing(&self) -> Drawing {
-        let points = self.rows.iter().flat_map(|row| {
-            let submission = name_of(&row.submission);
-            let point = |what, value, logarithmic| Point {
-                panel: format!("{submission}: {what}"),
-                line: name_of(&row.method),
-                size: Bytes(row.bytes as u64).to_string(),
-                value,
-                logarithmic,
-            };
-            let time = row.latency.unwrap_or(row.transfer).median * 1e6;
-            let what = if row.latency.is_some() {
-                "latency in us"
-            } else {
-                "time per transfer in us"
-            };
-            [
-                point(what, time, true),
-                point("bandwidth in GB/s", row.bandwidth, false),
-            ]
-        });
-        Drawing::Lines(points.collect())
     }
 }

@@ -1,17 +1,16 @@
 //! `warplink bench program`: host time per operation of a host program.
 
 use crate::commands::bench::case::{Case, Setup, by_device};
-use crate::commands::bench::clock::{Clock, median};
+use crate::commands::bench::clock::{BenchClock, WorkRef, median};
 use crate::commands::bench::peers::optional;
-use crate::commands::bench::plot::{Bar, Bars, Drawing, OWN};
-use crate::commands::bench::report::{Columns, Figures, or_empty};
-use crate::gemm::{Gemm, Op, Problem, check_lowerings, common_seed, lowering_name};
+use crate::commands::bench::report::{Figures, Object, Row, job};
+use crate::gemm::{DistributedGemm, Op, Problem, check_lowerings, common_seed, lowering_name};
 use anyhow::{Context, Result};
 use clap::Args;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
-use warplink::device::{Priority, Stream};
+use warplink::device::Priority;
 use warplink::overlap::{self, Lowering};
 use warplink::{Communicator, DType};
 
@@ -24,7 +23,7 @@ use warplink::{Communicator, DType};
 #[command(after_help = "Examples:\n  \
     warplink bench program\n  \
     warplink bench program --device host -n 4 --samples 50 --json")]
-pub(crate) struct Program {
+pub(crate) struct ProgramBench {
     /// Lowerings to measure, separated by commas: collective, in-order, push, ring-put, ring-get,
     /// rings, store, or FILE.wlp [default: all but files]
     #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = lowering_name)]
@@ -34,44 +33,23 @@ pub(crate) struct Program {
 /// Runs between two waits for the device, so that its full queues do not block the host.
 const IN_A_ROW: usize = 4;
 
-#[derive(Debug, Serialize)]
-struct Row {
-    op: Op,
-    lowering: String,
-    /// That a run enqueues.
-    operations: usize,
-    /// Nanoseconds of the host for a run.
-    run: f64,
-    /// Nanoseconds for each operation.
-    operation: f64,
-    /// Nanoseconds of the host to launch the same as a graph.
-    launch: f64,
-    /// Operations of a run and nanoseconds for one, by kind.
-    kinds: BTreeMap<&'static str, Kind>,
-}
-
+/// Operations of a kind in a run, and nanoseconds of one.
 #[derive(Clone, Copy, Debug, Default, Serialize)]
 struct Kind {
     count: usize,
     each: f64,
 }
 
-#[derive(Debug, Serialize)]
-pub(crate) struct Programs {
-    rows: Vec<Row>,
-}
-
-impl Case for Program {
+impl Case for ProgramBench {
     const NAME: &'static str = "program";
     const SAMPLES: [u16; 2] = [200, 200];
-    type Figures = Programs;
 
     fn check(&self, _: &Setup) -> Result<()> {
         check_lowerings(&self.lowerings, &Op::ALL)
     }
 
-    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Programs> {
-        let clock = Clock::new(comm, Priority::Normal)?;
+    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
+        let clock = BenchClock::new(comm, Priority::Normal)?;
         let seed = common_seed(comm, None)?;
         let mut rows = Vec::new();
         for op in Op::ALL {
@@ -83,17 +61,23 @@ impl Case for Program {
                 dtype: by_device(setup.kind, [DType::BF16, DType::F32]),
                 transposed_b: false,
             };
-            let gemm = Gemm::new(comm, problem, seed)?;
+            let gemm = DistributedGemm::new(comm, problem, seed)?;
             for lowering in op.select(&self.lowerings)? {
                 let row = row(&clock, &gemm, &lowering, setup.samples);
                 rows.extend(optional(comm, lowering.name(), row)?);
             }
         }
-        Ok(Programs { rows })
+        let title = format!("{}; per kind: count per run x ns each", job(comm));
+        Ok(Figures::of_rows(title, Object::default(), rows))
     }
 }
 
-fn row(clock: &Clock<'_>, gemm: &Gemm<'_>, lowering: &Lowering, samples: usize) -> Result<Row> {
+fn row(
+    clock: &BenchClock<'_>,
+    gemm: &DistributedGemm<'_>,
+    lowering: &Lowering,
+    samples: usize,
+) -> Result<Row> {
     let bound = gemm
         .plan(&overlap::Options::only(lowering.clone()))
         .with_context(|| format!("make a plan for {}", lowering.name()))?;
@@ -113,7 +97,7 @@ fn row(clock: &Clock<'_>, gemm: &Gemm<'_>, lowering: &Lowering, samples: usize) 
         }
     }
     clock.comm.synchronize(&clock.stream)?;
-    let kinds = kinds
+    let kinds: BTreeMap<&str, Kind> = kinds
         .into_iter()
         .map(|(kind, (count, total))| {
             let each = total.as_nanos() as f64 / count as f64;
@@ -124,23 +108,34 @@ fn row(clock: &Clock<'_>, gemm: &Gemm<'_>, lowering: &Lowering, samples: usize) 
 
     let graph = clock.capture(&|stream| Ok(plan.run(stream)?))?;
     let launch = host_time(clock, samples, &|stream| Ok(graph.launch(stream)?))?;
-    Ok(Row {
-        op: gemm.problem.op,
-        lowering: lowering.name().to_owned(),
-        operations,
-        run,
-        operation: run / operations as f64,
-        launch,
-        kinds,
-    })
+    let (op, name) = (gemm.problem.op, lowering.name());
+    let operation = run / operations as f64;
+    let mut row = Row::of("")
+        .key("op", op)
+        .key("lowering", name)
+        .words("", format!("{op}, {name}"))
+        .count("operations", operations as u64)
+        .key("run", run)
+        .number("run (us)", format!("{:.1}", run / 1e3))
+        .key("operation", operation)
+        .number("each (ns)", format!("{operation:.0}"))
+        .key("launch", launch)
+        .number("graph launch (us)", format!("{:.1}", launch / 1e3))
+        .bar(
+            format!("{op}: time of the host for each operation"),
+            "ns",
+            name,
+            operation,
+        )
+        .key("kinds", &kinds);
+    for (kind, Kind { count, each }) in kinds {
+        row = row.number(kind, format!("{count} x {each:.0}"));
+    }
+    Ok(row)
 }
 
 /// The median of the host's time for `enqueue`, in nanoseconds, on the slowest rank.
-fn host_time(
-    clock: &Clock<'_>,
-    samples: usize,
-    enqueue: &dyn Fn(&Stream) -> Result<()>,
-) -> Result<f64> {
+fn host_time(clock: &BenchClock<'_>, samples: usize, enqueue: WorkRef<'_>) -> Result<f64> {
     const WARM_UP: usize = 4;
     let stream = &clock.stream;
     let mut times = Vec::with_capacity(samples);
@@ -158,49 +153,4 @@ fn host_time(
     }
     clock.comm.synchronize(stream)?;
     Ok(clock.slowest(vec![median(&mut times)])?.median)
-}
-
-impl Figures for Programs {
-    fn title(&self, job: &str) -> String {
-        format!("{job}; per kind: count per run x ns each")
-    }
-
-    fn tables(&self) -> String {
-        let kinds = self.rows.iter().flat_map(|row| row.kinds.keys().copied());
-        let kinds: BTreeSet<&str> = kinds.collect();
-        let mut columns = Columns::<Row>::new()
-            .words("", |row| format!("{}, {}", row.op, row.lowering))
-            .number("operations", |row| row.operations.to_string())
-            .number("run (us)", |row| format!("{:.1}", row.run / 1e3))
-            .number("each (ns)", |row| format!("{:.0}", row.operation))
-            .number("graph launch (us)", |row| {
-                format!("{:.1}", row.launch / 1e3)
-            });
-        for kind in kinds {
-            columns = columns.number(kind, move |row: &Row| {
-                or_empty(row.kinds.get(kind), |kind| {
-                    format!("{} x {:.0}", kind.count, kind.each)
-                })
-            });
-        }
-        columns.table(&self.rows)
-    }
-
-    fn drawing(&self) -> Drawing {
-        let panels = Op::ALL.map(|op| {
-            let rows = self.rows.iter().filter(|row| row.op == op);
-            let bars = rows.map(|row| Bar {
-                label: row.lowering.clone(),
-                value: row.operation,
-                colour: OWN,
-            });
-            Bars {
-                title: format!("{op}: time of the host for each operation"),
-                unit: "ns",
-                bars: bars.collect(),
-                limit: None,
-            }
-        });
-        Drawing::Bars(panels.into())
-    }
 }

@@ -1,29 +1,26 @@
-//! `warplink bench section`: a program made of kernel sections, beside the vendor's collective.
+//! `warplink bench section`: a program of kernel sections, compared with the vendor's collective.
 
 mod memory;
 
-use crate::commands::bench::case::{Case, Range, Setup};
-use crate::commands::bench::clock::{Clock, Submission, Times, Work};
-use crate::commands::bench::peers::optional;
-use crate::commands::bench::plot::{Drawing, Point};
-use crate::commands::bench::report::{Columns, Figures, micros, or_empty};
+use crate::commands::bench::case::{Case, Setup, SizeRange};
+use crate::commands::bench::clock::{BenchClock, Submission, Times, Work};
+use crate::commands::bench::peers::{optional, vendor};
+use crate::commands::bench::report::{Figures, Object, Row, job, micros, or_empty};
 use crate::commands::program::{ProgramSource, Text};
 use crate::gemm::common_seed;
-use crate::names::{as_name, name_of};
+use crate::names::name_of;
 use crate::options::Options;
-use crate::report::bytes::Bytes;
+use crate::report::bytes::ByteSize;
 use crate::report::print_message;
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use memory::{SectionBuffers, tensors};
-use serde::Serialize;
 use std::collections::HashSet;
 use std::process::ExitCode;
-use warplink::device::{KernelResources, Priority, Stream};
+use warplink::collective::{Call, CollectiveKind, Collectives};
+use warplink::device::{KernelResources, Priority, ReduceOp};
 use warplink::program::ir::{Role, Statement, StatementKind};
-use warplink::program::{
-    Bindings, Executor, KernelReport, Parameters, Plan, PrepareOptions, Program,
-};
+use warplink::program::{Bindings, Executor, KernelReport, Parameters, PrepareOptions, Program};
 use warplink::{Communicator, ErrorKind};
 
 /// Time a program of kernel sections
@@ -80,47 +77,24 @@ enum Against {
     Nothing,
 }
 
-#[derive(Debug, Serialize)]
-struct SectionRow {
+/// Values of the parameters that are tried.
+type Values = Vec<(String, i64)>;
+
+/// Figures of one size with some values.
+struct SectionTimes {
     bytes: usize,
-    values: Vec<(String, i64)>,
+    values: Values,
     seconds: Times,
-    #[serde(skip_serializing_if = "Option::is_none")]
     collective: Option<Times>,
     /// Elements of all ranks' outputs that differ.
-    #[serde(skip_serializing_if = "Option::is_none")]
     different: Option<u64>,
-    kernels: Vec<ComparedKernel>,
-}
-
-#[derive(Clone, Copy, Debug, Serialize)]
-struct ComparedKernel {
-    line: u32,
-    lanes: usize,
-    threads: usize,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    registers: Option<u32>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    shared_bytes: Option<u32>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    local_bytes: Option<u32>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    blocks_per_multiprocessor: Option<u32>,
-}
-
-#[derive(Debug, Serialize)]
-pub(crate) struct Sections {
-    program: String,
-    #[serde(serialize_with = "as_name")]
-    against: Against,
-    rows: Vec<SectionRow>,
+    kernels: Vec<KernelReport>,
 }
 
 impl Case for Section {
     const NAME: &'static str = "section";
     const SAMPLES: [u16; 2] = [10, 10];
-    const SIZES: Option<Range> = Some(Range::of_bytes(1 << 10, [16 << 20, 16 << 20], 4));
-    type Figures = Sections;
+    const SIZES: Option<SizeRange> = Some(SizeRange::of_bytes(1 << 10, [16 << 20, 16 << 20], 4));
 
     fn prepare(&mut self, _: &Options) -> Result<Option<ExitCode>> {
         self.text = Some(self.source.read_for_ranks()?);
@@ -181,12 +155,12 @@ impl Case for Section {
         crate::memory::check(setup.kind, setup.world, largest, largest)
     }
 
-    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Sections> {
+    fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
         let text = self.text()?;
-        let clock = Clock::new(comm, Priority::Normal)?;
+        let clock = BenchClock::new(comm, Priority::Normal)?;
         let executor = comm.executor();
         let seed = common_seed(comm, None)?;
-        let mut rows: Vec<SectionRow> = Vec::new();
+        let mut rows = Vec::new();
         // Each reason to skip values is printed once, and not for each size.
         let mut printed = HashSet::new();
         for &bytes in &setup.sizes {
@@ -197,8 +171,8 @@ impl Case for Section {
                     parameters.insert(name.as_str(), *value);
                 }
                 let program = (&text.program, parameters);
-                match self.row(&clock, &executor, program, (bytes, seed), setup.samples) {
-                    Ok(row) => measured.push(SectionRow { values, ..row }),
+                match self.times(&clock, &executor, program, (bytes, seed), setup.samples) {
+                    Ok(times) => measured.push(SectionTimes { values, ..times }),
                     // On all ranks alike: the program does not take these values.
                     Err(error) if is_refusal(&error) => {
                         skipped.push(format!("{} skipped: {error:#}", assignments(&values)));
@@ -221,13 +195,15 @@ impl Case for Section {
                 measured.sort_by(|a, b| a.seconds.median.total_cmp(&b.seconds.median));
                 measured.truncate(1);
             }
-            rows.extend(measured);
+            let row = |times: &SectionTimes| times.row(&text.program.name, self.against);
+            rows.extend(measured.iter().map(row));
         }
-        Ok(Sections {
-            program: text.program.name.clone(),
-            against: self.against,
-            rows,
-        })
+        let program = &text.program.name;
+        let title = format!("{program}, {}; runs in graphs", job(comm));
+        let object = Object::default()
+            .key("program", program)
+            .key("against", name_of(&self.against));
+        Ok(Figures::of_rows(title, object, rows))
     }
 }
 
@@ -236,14 +212,14 @@ impl Section {
         self.text.as_ref().context("the program was not read")
     }
 
-    fn row(
+    fn times(
         &self,
-        clock: &Clock<'_>,
+        clock: &BenchClock<'_>,
         executor: &Executor,
         (program, mut parameters): (&Program, Parameters),
         (bytes, seed): (usize, u64),
         samples: usize,
-    ) -> Result<SectionRow> {
+    ) -> Result<SectionTimes> {
         let comm = clock.comm;
         let options = PrepareOptions {
             streams: self.source.streams.into(),
@@ -269,7 +245,7 @@ impl Section {
         bindings.insert(memory.input.0.clone(), memory.input.1.clone());
         bindings.insert(memory.output.0.clone(), memory.output.1.clone());
         let plan = prepared.bind(&bindings)?;
-        let collective = self.collective(executor, &memory, comm)?;
+        let collective = self.collective(comm, &memory)?;
 
         let runs = self.runs.map_or_else(
             || match bytes {
@@ -280,155 +256,119 @@ impl Section {
             },
             usize::from,
         );
-        let section = |stream: &Stream| Ok(plan.run(stream)?);
-        let vendor = collective.as_ref();
-        let vendor = vendor.map(|plan| move |stream: &Stream| Ok(plan.run(stream)?));
-        let mut works: Vec<Work<'_>> = vec![&section];
-        works.extend(vendor.as_ref().map(|work| work as Work<'_>));
+        let mut works: Vec<Work<'_>> = vec![Box::new(|stream| Ok(plan.run(stream)?))];
+        if let Some((collectives, call)) = &collective {
+            let (input, output) = (&memory.input.1, &memory.expected);
+            works.push(Box::new(move |stream| {
+                Ok(collectives.enqueue(call, output, input, stream)?)
+            }));
+        }
         let times = clock.measure_in_turn(samples, Submission::Captured, runs, &works)?;
         let mut times = times.into_iter().map(|times| times.stream);
-        let different = match &collective {
-            Some(collective) => Some(memory.compare(clock, [&plan, collective])?),
-            None => None,
+        let different = match &works[..] {
+            [section, vendor] => Some(memory.compare(clock, [section, vendor])?),
+            _ => None,
         };
-        Ok(SectionRow {
+        Ok(SectionTimes {
             bytes: elements * dtype.size(),
             values: Vec::new(),
             seconds: times.next().context("nothing was timed")?,
             collective: times.next(),
             different,
-            kernels: plan
-                .kernels()?
-                .into_iter()
-                .map(ComparedKernel::from)
-                .collect(),
+            kernels: plan.kernels()?,
         })
     }
 
-    /// The plan of the vendor's collective over the same input; none where it is not wanted or missing.
+    /// The vendor's collective over the same input; none if it is not wanted or missing.
     fn collective(
         &self,
-        executor: &Executor,
-        memory: &SectionBuffers,
         comm: &Communicator,
-    ) -> Result<Option<Plan>> {
-        let arguments = match self.against {
+        memory: &SectionBuffers,
+    ) -> Result<Option<(Collectives, Call)>> {
+        let kind = match self.against {
             Against::Nothing => return Ok(None),
-            Against::AllReduce | Against::ReduceScatter => ", sum",
-            Against::AllGather | Against::AllToAll => "",
+            Against::AllReduce => CollectiveKind::AllReduce,
+            Against::AllGather => CollectiveKind::AllGather,
+            Against::ReduceScatter => CollectiveKind::ReduceScatter,
+            Against::AllToAll => CollectiveKind::AllToAll,
         };
-        let (dtype, name) = (memory.dtype, name_of(&self.against));
         let [input, output] =
-            [&memory.input.1, &memory.expected].map(|slice| slice.bytes() / dtype.size());
-        let world = comm.world();
-        let fits = match self.against {
-            Against::Nothing => true,
-            Against::AllReduce | Against::AllToAll => input == output,
-            Against::AllGather => input * world == output,
-            Against::ReduceScatter => input == output * world,
-        };
+            [&memory.input.1, &memory.expected].map(|slice| slice.bytes() / memory.dtype.size());
+        let (world, rows) = (comm.world(), kind.rows(comm.world()));
+        let count = input / rows.0;
         ensure!(
-            fits,
-            "the input has {input} elements and the output {output}, which no {name} of {world} ranks has; \
+            (input, output) == (count * rows.0, count * rows.1),
+            "the input has {input} elements and the output {output}, which no {kind} of {world} ranks has; \
              help: name the collective with --against, or --against nothing"
         );
-        let text = format!(
-            "program vendor() {{\n input X: {dtype}[{input}]\n output Y: {dtype}[{output}]\n Y = {name}(X{arguments})\n}}\n"
-        );
-        let program = Program::parse(&text)?;
-        let prepared = executor.prepare(&program, &Parameters::new(), PrepareOptions::default())?;
-        let mut bindings = Bindings::new();
-        bindings.insert("X".to_owned(), memory.input.1.clone());
-        bindings.insert("Y".to_owned(), memory.expected.clone());
-        optional(comm, &name, prepared.bind(&bindings))
+        let call = Call {
+            kind,
+            op: kind.reduces().then_some(ReduceOp::Sum),
+            dtype: memory.dtype,
+            count,
+            root: None,
+        };
+        let vendor = optional(comm, kind.name(), vendor(comm))?;
+        Ok(vendor.map(|(collectives, _)| (collectives, call)))
     }
 }
 
-impl Figures for Sections {
-    fn is_right(&self) -> bool {
-        let mut different = self.rows.iter().map(|row| row.different);
-        different.all(|count| count.is_none_or(|count| count == 0))
-    }
-
-    fn title(&self, job: &str) -> String {
-        format!("{}, {job}; runs in graphs", self.program)
-    }
-
-    fn tables(&self) -> String {
-        let each = |of: fn(&ComparedKernel) -> String| {
-            move |row: &SectionRow| {
-                let all: Vec<String> = row.kernels.iter().map(of).collect();
-                all.join(", ")
-            }
+impl SectionTimes {
+    fn row(&self, program: &str, against: Against) -> Row {
+        let (seconds, against) = (self.seconds.median, name_of(&against));
+        let collective = self.collective.map(|times| times.median);
+        let each = |of: &dyn Fn(&KernelReport) -> String| {
+            let all: Vec<String> = self.kernels.iter().map(of).collect();
+            all.join(", ")
         };
-        Columns::<SectionRow>::new()
-            .number("bytes", |row| row.bytes.to_string())
-            .number("us", |row| micros(row.seconds.median))
-            .number("GB/s", |row| {
-                format!("{:.1}", row.bytes as f64 / row.seconds.median / 1e9)
+        let resource = |of: fn(&KernelResources) -> u32| {
+            each(&|kernel| or_empty(kernel.resources.as_ref().map(of), |it| it.to_string()))
+        };
+        let kernels: Vec<Object> = self.kernels.iter().map(kernel_object).collect();
+        let line = format!("{program} {}", assignments(&self.values));
+        let row = Row::of(ByteSize(self.bytes as u64).to_string())
+            .count("bytes", self.bytes as u64)
+            .key("values", &self.values)
+            .key("seconds", self.seconds)
+            .optional("collective", self.collective)
+            .optional("different", self.different)
+            .key("kernels", kernels)
+            .number("us", micros(seconds))
+            .number("GB/s", format!("{:.1}", self.bytes as f64 / seconds / 1e9))
+            .number_or_empty(&against, collective, micros)
+            .number_or_empty("speedup", collective, |time| {
+                format!("{:.2}", time / seconds)
             })
-            .number(name_of(&self.against), |row| {
-                or_empty(row.collective, |times| micros(times.median))
-            })
-            .number("speedup", |row| {
-                or_empty(row.collective, |times| {
-                    format!("{:.2}", times.median / row.seconds.median)
-                })
-            })
-            .number("differ", |row| {
-                or_empty(row.different, |count| count.to_string())
-            })
+            .number_or_empty("differ", self.different, |count| count.to_string())
             .number(
                 "lanes x threads",
-                each(|kernel| format!("{} x {}", kernel.lanes, kernel.threads)),
+                each(&|of| format!("{} x {}", of.lanes, of.threads)),
             )
-            .number(
-                "registers",
-                each(|kernel| or_empty(kernel.registers, |count| count.to_string())),
-            )
-            .number(
-                "blocks fit",
-                each(|kernel| {
-                    or_empty(kernel.blocks_per_multiprocessor, |count| count.to_string())
-                }),
-            )
-            .words("values", |row| assignments(&row.values))
-            .table(&self.rows)
-    }
-
-    fn drawing(&self) -> Drawing {
-        let points = self.rows.iter().flat_map(|row| {
-            let point = |line: String, times: Times| Point {
-                panel: "time in us".to_owned(),
-                line,
-                size: Bytes(row.bytes as u64).to_string(),
-                value: times.median * 1e6,
-                logarithmic: true,
-            };
-            let own = format!("{} {}", self.program, assignments(&row.values));
-            let collective = row.collective;
-            let collective = collective.map(|times| point(name_of(&self.against), times));
-            [point(own.trim_end().to_owned(), row.seconds)]
-                .into_iter()
-                .chain(collective)
-        });
-        Drawing::Lines(points.collect())
+            .number("registers", resource(|it| it.registers))
+            .number("blocks fit", resource(|it| it.blocks_per_multiprocessor))
+            .words("values", assignments(&self.values))
+            .right(self.different.unwrap_or(0) == 0)
+            .point("time in us", line.trim_end(), seconds * 1e6, true);
+        match collective {
+            Some(time) => row.point("time in us", against, time * 1e6, true),
+            None => row,
+        }
     }
 }
 
-impl From<KernelReport> for ComparedKernel {
-    fn from(report: KernelReport) -> Self {
-        let of = |value: fn(&KernelResources) -> u32| report.resources.as_ref().map(value);
-        Self {
-            line: report.line,
-            lanes: report.lanes,
-            threads: report.threads,
-            registers: of(|r| r.registers),
-            shared_bytes: of(|r| r.shared_bytes),
-            local_bytes: of(|r| r.local_bytes),
-            blocks_per_multiprocessor: of(|r| r.blocks_per_multiprocessor),
-        }
-    }
+fn kernel_object(kernel: &KernelReport) -> Object {
+    let of = |value: fn(&KernelResources) -> u32| kernel.resources.as_ref().map(value);
+    Object::default()
+        .key("line", kernel.line)
+        .key("lanes", kernel.lanes)
+        .key("threads", kernel.threads)
+        .optional("registers", of(|it| it.registers))
+        .optional("shared_bytes", of(|it| it.shared_bytes))
+        .optional("local_bytes", of(|it| it.local_bytes))
+        .optional(
+            "blocks_per_multiprocessor",
+            of(|it| it.blocks_per_multiprocessor),
+        )
 }
 
 /// `lanes=8 threads=64`.
@@ -447,9 +387,9 @@ fn has_kernel(body: &[Statement]) -> bool {
 }
 
 /// Every combination of one value for each parameter.
-fn combinations(tried: &[(String, Vec<i64>)]) -> Vec<Vec<(String, i64)>> {
+fn combinations(tried: &[(String, Vec<i64>)]) -> Vec<Values> {
     tried.iter().fold(vec![Vec::new()], |all, (name, values)| {
-        let with = |before: &Vec<(String, i64)>, value: &i64| {
+        let with = |before: &Values, value: &i64| {
             let mut next = before.clone();
             next.push((name.clone(), *value));
             next

@@ -8,16 +8,20 @@ use warplink::{Communicator, Error};
 /// Bytes at the start of every region that are the kernels' own; must match kernels.cu.
 pub(super) const DATA: u64 = 256;
 
-/// Every kernel.
-const NAMES: [&str; 8] = [
-    "signals",
-    "words",
-    "puts",
-    "packets",
-    "put_once",
-    "copy_once",
-    "put_and_flush",
-    "triggers",
+/// A kernel of the host device.
+type HostKernel = fn(&Block<'_>) -> Result<(), Error>;
+
+/// Every kernel. On the host device there is nothing below a channel's signal, and no plain copy into a peer's
+/// memory.
+const KERNELS: [(&str, HostKernel); 8] = [
+    ("signals", signals),
+    ("words", signals),
+    ("puts", puts),
+    ("packets", packets),
+    ("put_once", put_once),
+    ("copy_once", put_once),
+    ("put_and_flush", put_and_flush),
+    ("triggers", triggers),
 ];
 
 /// The benchmark's kernels, loaded. Each takes a channel, the rank, a number of rounds, and of bytes.
@@ -25,22 +29,17 @@ pub(super) struct Kernels(BTreeMap<&'static str, Kernel>);
 
 impl Kernels {
     pub(super) fn load(comm: &Communicator) -> Result<Self> {
-        let source = ModuleSource::new("bench channel")
-            .with_cuda(include_str!("kernels.cu"))
-            .with_host_kernel("signals", signals)
-            // Nothing is below a channel's signal on the host device.
-            .with_host_kernel("words", signals)
-            .with_host_kernel("puts", puts)
-            .with_host_kernel("packets", packets)
-            .with_host_kernel("put_once", put_once)
-            .with_host_kernel("copy_once", put_once)
-            .with_host_kernel("put_and_flush", put_and_flush)
-            .with_host_kernel("triggers", triggers);
+        let source = ModuleSource::new("bench channel").with_cuda(include_str!("kernels.cu"));
+        let source = KERNELS.iter().fold(source, |source, (name, kernel)| {
+            source.with_host_kernel(*name, *kernel)
+        });
         // SAFETY: the kernels access the regions of their channel within bounds that the calls check, and
         // those that access them otherwise ask for the addresses of as many bytes as they touch.
         let module = unsafe { comm.device().load_module(&source) }?;
-        // All at once: later, the driver might wait for a kernel that runs.
-        let kernels = NAMES.iter().map(|&name| Ok((name, module.kernel(name)?)));
+        // All at once: later, the driver might wait for a running kernel.
+        let kernels = KERNELS
+            .iter()
+            .map(|(name, _)| Ok((*name, module.kernel(name)?)));
         Ok(Self(kernels.collect::<Result<_>>()?))
     }
 

@@ -4,19 +4,19 @@ use super::data::{Inputs, different};
 use super::figures::{CollectiveRow, CollectiveTimes};
 use super::template::{Template, TemplateKind, in_place, lengths};
 use super::{CollectivePeer, Placement};
-use crate::commands::bench::clock::{Clock, Submission, Work};
-use crate::commands::bench::peers::{neighbours, optional, total, vendor};
+use crate::commands::bench::clock::{BenchClock, Submission, Work, WorkRef};
+use crate::commands::bench::peers::{allocate, download, neighbours, optional, total, vendor};
 use crate::gemm::common_seed;
 use crate::names::name_of;
 use anyhow::{Context, Result};
 use std::cell::Cell;
 use warplink::Communicator;
 use warplink::collective::{BoundCall, Call, CollectiveOptions, CollectivePath, Collectives};
-use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
+use warplink::device::{AllocationKind, DeviceSlice, Priority};
 
 /// The same for every size.
 pub(super) struct CollectiveRunner<'a> {
-    clock: Clock<'a>,
+    clock: BenchClock<'a>,
     template: Template,
     /// Whether Warplink's calls are bound to their memory.
     bound: bool,
@@ -46,11 +46,9 @@ impl<'a> CollectiveRunner<'a> {
         (options, bound): (&CollectiveOptions, bool),
         peers: &[CollectivePeer],
     ) -> Result<Self> {
-        let allocate = |kind| comm.device().allocate(largest, kind);
-        let plain = || allocate(AllocationKind::Plain);
-        let memory = [plain()?, plain()?];
+        let memory = [allocate(comm, largest)?, allocate(comm, largest)?];
         let mut runner = Self {
-            clock: Clock::new(comm, Priority::Normal)?,
+            clock: BenchClock::new(comm, Priority::Normal)?,
             template,
             bound,
             methods: vec![CollectiveMethod {
@@ -104,19 +102,18 @@ impl<'a> CollectiveRunner<'a> {
             None => None,
         };
         let methods = self.methods.iter().zip(&slices).enumerate();
-        let works = methods.map(|(number, (method, slices))| {
+        let works = methods.map(|(number, (method, slices))| -> Work<'_> {
             let by = (&method.collectives, self.clock.comm);
             let bound = bound.as_ref().filter(|_| number == 0);
-            move |stream: &Stream| -> Result<()> {
+            Box::new(move |stream| {
                 let enqueued = match bound {
                     Some(bound) => bound.enqueue(stream),
                     None => self.template.enqueue(by, call, slices, stream),
                 };
                 Ok(enqueued?)
-            }
+            })
         });
-        let works: Vec<_> = works.collect();
-        let works: Vec<Work<'_>> = works.iter().map(|work| work as Work<'_>).collect();
+        let works: Vec<Work<'_>> = works.collect();
         let wrong: Vec<u64> = works
             .iter()
             .zip(&slices)
@@ -197,7 +194,7 @@ impl<'a> CollectiveRunner<'a> {
         call: &Call,
         [input, output]: &[DeviceSlice; 2],
         submission: Submission,
-        work: Work<'_>,
+        work: WorkRef<'_>,
     ) -> Result<u64> {
         let (comm, stream) = (self.clock.comm, &self.clock.stream);
         self.seed.set(self.seed.get().wrapping_add(1));
@@ -218,11 +215,7 @@ impl<'a> CollectiveRunner<'a> {
             }
         };
         let wrong = match expected {
-            Some(expected) => {
-                let mut bytes = vec![0; output.bytes()];
-                comm.device().download(output, &mut bytes)?;
-                different(call.dtype, &bytes, &expected)
-            }
+            Some(expected) => different(call.dtype, &download(comm, output)?, &expected),
             None => 0,
         };
         total(comm, wrong as u64)

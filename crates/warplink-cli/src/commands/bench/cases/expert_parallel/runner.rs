@@ -1,12 +1,14 @@
 //! Runs dispatch and combine: once for the result, and then for their times.
 
 use super::data::Tokens;
-use super::{ExpertPeer, ExpertRow, ExpertTimes, Routing};
-use crate::commands::bench::clock::{Clock, Submission, Work};
-use crate::commands::bench::peers::{gather, optional, total, vendor};
+use super::{ExpertPeer, ExpertTimes, Routing};
+use crate::commands::bench::clock::{BenchClock, Submission, Work};
+use crate::commands::bench::peers::{allocate, download, gather, optional, total, vendor};
+use crate::commands::bench::report::{Row, micros};
+use crate::names::name_of;
 use anyhow::Result;
 use warplink::collective::{Dispatched, ExpertOptions, Experts, Parts};
-use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
+use warplink::device::{DeviceSlice, Priority, Stream};
 use warplink::{Collectives, Communicator, DType};
 
 /// Bytes of a count, an expert's number or a weight.
@@ -14,7 +16,7 @@ const WORD: usize = 4;
 
 /// The same for every number of tokens.
 pub(super) struct ExpertRunner<'a> {
-    clock: Clock<'a>,
+    clock: BenchClock<'a>,
     layer: ExpertOptions,
     routing: Routing,
     experts: Experts,
@@ -57,7 +59,7 @@ impl<'a> ExpertRunner<'a> {
         peer: ExpertPeer,
     ) -> Result<Self> {
         let world = comm.world();
-        let allocate = |bytes| comm.device().allocate(bytes, AllocationKind::Plain);
+        let allocate = |bytes| allocate(comm, bytes);
         let rows = world * layer.rows_per_peer(world);
         let slots = layer.max_tokens * layer.top_k;
         let vendor = match peer {
@@ -68,7 +70,7 @@ impl<'a> ExpertRunner<'a> {
             }
         };
         Ok(Self {
-            clock: Clock::new(comm, Priority::Normal)?,
+            clock: BenchClock::new(comm, Priority::Normal)?,
             layer,
             routing,
             experts: comm.collectives()?.experts(&layer)?,
@@ -84,8 +86,8 @@ impl<'a> ExpertRunner<'a> {
     }
 
     /// The peer's name.
-    pub(super) fn peer(&self) -> Option<&str> {
-        self.vendor.as_ref().map(|vendor| vendor.name.as_str())
+    pub(super) fn peer(&self) -> Option<String> {
+        self.vendor.as_ref().map(|vendor| vendor.name.clone())
     }
 
     /// Loads `count` tokens on every rank, and checks the result of one dispatch and combine.
@@ -106,8 +108,7 @@ impl<'a> ExpertRunner<'a> {
         self.dispatch(count, stream)?;
         self.combine(count, stream)?;
         comm.synchronize(stream)?;
-        let mut got = vec![0; tokens.rows.len()];
-        device.download(&self.output.slice(0..got.len())?, &mut got)?;
+        let got = download(comm, &self.output.slice(0..tokens.rows.len())?)?;
         let own = tokens.different(layer, &got);
         let sends = tokens.counts(layer, comm.world());
         let counts: Vec<f64> = sends.iter().map(|count| *count as f64).collect();
@@ -134,40 +135,54 @@ impl<'a> ExpertRunner<'a> {
         submission: Submission,
         samples: usize,
         calls: usize,
-    ) -> Result<ExpertRow> {
+    ) -> Result<Row> {
         let count = data.count;
-        let dispatch = |stream: &Stream| self.dispatch(count, stream);
-        let combine = |stream: &Stream| self.combine(count, stream);
-        let vendor = self.vendor.as_ref();
-        let vendor = vendor.filter(|_| submission == Submission::Eager);
-        let there = |stream: &Stream| {
-            vendor.map_or(Ok(()), |vendor| self.vendor_dispatch(vendor, data, stream))
-        };
-        let back = |stream: &Stream| {
-            vendor.map_or(Ok(()), |vendor| self.vendor_combine(vendor, data, stream))
-        };
-        let mut works: Vec<Work<'_>> = vec![&dispatch, &combine];
-        if vendor.is_some() {
-            works.extend([&there as Work<'_>, &back]);
+        let mut works: Vec<Work<'_>> = vec![
+            Box::new(|stream| self.dispatch(count, stream)),
+            Box::new(|stream| self.combine(count, stream)),
+        ];
+        if let (Some(vendor), Submission::Eager) = (&self.vendor, submission) {
+            works.push(Box::new(|stream| {
+                self.vendor_dispatch(vendor, data, stream)
+            }));
+            works.push(Box::new(|stream| self.vendor_combine(vendor, data, stream)));
         }
         let clock = &self.clock;
         let times = clock.measure_in_turn(samples, submission, calls, &works)?;
-        let names = ["warplink", "nccl"];
-        let methods = times
-            .chunks_exact(2)
-            .zip(names)
+        let methods = times.chunks_exact(2).zip(["warplink", "nccl"]);
+        let methods: Vec<ExpertTimes> = methods
             .map(|(times, method)| ExpertTimes {
                 method,
                 dispatch: times[0].stream,
                 combine: times[1].stream,
-            });
-        Ok(ExpertRow {
-            tokens: count,
-            rows: data.receives.iter().sum(),
-            submission,
-            wrong: data.wrong,
-            methods: methods.collect(),
-        })
+            })
+            .collect();
+        let (rows, submission) = (data.receives.iter().sum::<usize>(), name_of(&submission));
+        let mut row = Row::of(count.to_string())
+            .count("tokens", count as u64)
+            .count("rows", rows as u64)
+            .name("submission", &submission)
+            .key("methods", &methods);
+        let mut sums = Vec::new();
+        for of in &methods {
+            let own = of.method == "warplink";
+            let prefix = if own { "" } else { "nccl " };
+            let (dispatch, combine) = (of.dispatch.median, of.combine.median);
+            sums.push(dispatch + combine);
+            row = row
+                .number(format!("{prefix}dispatch us"), micros(dispatch))
+                .number(format!("{prefix}combine us"), micros(combine))
+                .point(
+                    format!("{submission}: dispatch and combine in us"),
+                    of.method,
+                    (dispatch + combine) * 1e6,
+                    true,
+                );
+            if own {
+                row = row.wrong(data.wrong);
+            }
+        }
+        Ok(row.speedup(&sums))
     }
 
     fn dispatched(&self) -> Dispatched<'_> {
@@ -207,8 +222,7 @@ impl<'a> ExpertRunner<'a> {
             .collectives
             .all_to_all(&vendor.received, &vendor.sent, stream)?;
         comm.synchronize(stream)?;
-        let mut counts = vec![0; vendor.received.bytes()];
-        comm.device().download(&vendor.received, &mut counts)?;
+        let counts = download(comm, &vendor.received)?;
         let received: Vec<usize> = counts
             .chunks_exact(WORD)
             .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]) as usize)
@@ -264,7 +278,7 @@ impl<'a> ExpertRunner<'a> {
 impl Vendor {
     fn new(comm: &Communicator, bytes: usize) -> warplink::Result<Self> {
         let (collectives, name) = vendor(comm)?;
-        let allocate = |bytes| comm.device().allocate(bytes, AllocationKind::Plain);
+        let allocate = |bytes| allocate(comm, bytes);
         Ok(Self {
             name,
             collectives,

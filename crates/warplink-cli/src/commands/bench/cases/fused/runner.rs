@@ -1,16 +1,17 @@
 //! Runs a fused call of one size: once for its result, and then for its time and that of two steps.
 
-use super::{FusedPeer, FusedRow, FusedTimes};
-use crate::commands::bench::clock::{Clock, Submission, Work};
-use crate::commands::bench::peers::{optional, total, vendor};
+use super::FusedPeer;
+use crate::commands::bench::clock::{BenchClock, Submission, Times, Work};
+use crate::commands::bench::peers::{allocate, download, optional, total, vendor};
+use crate::commands::bench::report::{Object, Row, micros};
 use crate::names::name_of;
 use anyhow::Result;
 use warplink::collective::{Fused, FusedMemory, Quantization, Wire};
-use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
+use warplink::device::{DeviceSlice, Priority, ReduceOp};
 use warplink::dtype::F8E4M3;
 use warplink::{Collectives, Communicator};
 
-/// The scale where it is given.
+/// The scale of static quantisation.
 const SCALE: f32 = 0.0625;
 
 /// The global scale of nvfp4.
@@ -21,14 +22,14 @@ const E2M1: [f64; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
 
 /// The same for every number of tokens.
 pub(super) struct FusedRunner<'a> {
-    clock: Clock<'a>,
-    /// Of the most tokens.
+    clock: BenchClock<'a>,
+    /// With the maximum number of tokens.
     call: Fused,
     own: Collectives,
-    /// Those of this rank alone: what follows a sum, as a kernel of its own.
+    /// Collectives of this rank alone, for the second step as a separate kernel.
     alone: Collectives,
     others: Vec<(String, Collectives)>,
-    /// Implementations that rows are compared with.
+    /// Names of the implementations for comparison.
     pub(super) peers: Vec<String>,
     memory: FusedBuffers,
 }
@@ -44,7 +45,7 @@ struct FusedBuffers {
     global_scale: DeviceSlice,
 }
 
-/// Element `at` of a row that all ranks have alike, or of a rank's: small integers, of which sums are exact.
+/// Element `at` of a row: small integers, whose sums are exact. Seed 0 is common to all ranks.
 fn number(seed: usize, at: usize) -> f64 {
     let mixed = (at + 1).wrapping_mul(2_654_435_761).rotate_left(7) ^ seed.wrapping_mul(40_503);
     (mixed % 17) as f64 - 8.0
@@ -63,7 +64,7 @@ impl<'a> FusedRunner<'a> {
     /// Every rank makes one at the same time.
     pub(super) fn new(comm: &'a Communicator, call: Fused, peers: &[FusedPeer]) -> Result<Self> {
         let bytes = call.bytes(comm.world())?;
-        let allocate = |bytes: usize| comm.device().allocate(bytes, AllocationKind::Plain);
+        let allocate = |bytes| allocate(comm, bytes);
         let memory = FusedBuffers {
             input: allocate(bytes.input)?,
             residual: allocate(bytes.residual)?,
@@ -106,7 +107,7 @@ impl<'a> FusedRunner<'a> {
         device.upload(&memory.global_scale, &GLOBAL_SCALE.to_le_bytes())?;
         let alone = comm.subgroup(&[comm.rank()])?.collectives()?;
         Ok(Self {
-            clock: Clock::new(comm, Priority::Normal)?,
+            clock: BenchClock::new(comm, Priority::Normal)?,
             call,
             own,
             alone,
@@ -123,7 +124,7 @@ impl<'a> FusedRunner<'a> {
         submission: Submission,
         samples: usize,
         calls: usize,
-    ) -> Result<FusedRow> {
+    ) -> Result<Row> {
         let call = Fused {
             tokens,
             ..self.call
@@ -162,48 +163,61 @@ impl<'a> FusedRunner<'a> {
             input: &sum,
             ..fused
         };
-        let at_once =
-            |stream: &Stream| -> Result<()> { Ok(self.own.fused(&call, &fused, stream)?) };
         let exact = Fused {
             wire: Wire::Exact,
             ..call
         };
-        let two_steps = self.others.iter().map(|(_, collectives)| {
-            |stream: &Stream| -> Result<()> {
+        let mut works: Vec<Work<'_>> = vec![Box::new(|stream| {
+            Ok(self.own.fused(&call, &fused, stream)?)
+        })];
+        for (_, collectives) in &self.others {
+            works.push(Box::new(|stream| {
                 collectives.all_reduce(&sum, &input, call.dtype, ReduceOp::Sum, stream)?;
                 Ok(self.alone.fused(&exact, &behind, stream)?)
-            }
-        });
-        let two_steps: Vec<_> = two_steps.collect();
-        let mut works: Vec<Work<'_>> = vec![&at_once];
-        works.extend(two_steps.iter().map(|work| work as Work<'_>));
-        self.clock.run(submission, &at_once)?;
+            }));
+        }
+        let clock = &self.clock;
+        clock.run(submission, &works[0])?;
         let wrong = self.wrong(&call, [&residual_out, &output, &scale])?;
-        let times = self
-            .clock
-            .measure_in_turn(samples, submission, calls, &works)?;
-        let names = std::iter::once("warplink".to_owned());
-        let names = names.chain(self.others.iter().map(|(name, _)| name.clone()));
-        let methods = names.zip(times).map(|(method, times)| FusedTimes {
-            method,
-            seconds: times.stream,
+        let times = clock.measure_in_turn(samples, submission, calls, &works)?;
+        let names = std::iter::once("warplink");
+        let names = names.chain(self.others.iter().map(|(name, _)| name.as_str()));
+        let methods: Vec<(&str, Times)> = names.zip(times.iter().map(|it| it.stream)).collect();
+        let objects = methods.iter().map(|(method, times)| {
+            Object::default()
+                .key("method", method)
+                .key("median", times.median)
+                .key("least", times.least)
+                .key("most", times.most)
         });
-        Ok(FusedRow {
-            tokens,
-            submission,
-            wrong,
-            methods: methods.collect(),
-        })
+        let submission = name_of(&submission);
+        let mut row = Row::of(tokens.to_string())
+            .count("tokens", tokens as u64)
+            .name("submission", &submission)
+            .key("methods", objects.collect::<Vec<_>>());
+        for (number, (method, times)) in methods.iter().enumerate() {
+            let heading = match number {
+                0 => "us".to_owned(),
+                _ => format!("{method} us"),
+            };
+            row = row.number(heading, micros(times.median)).point(
+                format!("{submission}: us"),
+                *method,
+                times.median * 1e6,
+                true,
+            );
+            if number == 0 {
+                row = row.wrong(wrong);
+            }
+        }
+        let times: Vec<f64> = methods.iter().map(|(_, times)| times.median).collect();
+        Ok(row.speedup(&times))
     }
 
     /// Counts the wrong elements of all ranks' outputs.
     fn wrong(&self, call: &Fused, [residual_out, output, scale]: [&DeviceSlice; 3]) -> Result<u64> {
         let comm = self.clock.comm;
-        let read = |slice: &DeviceSlice| -> Result<Vec<u8>> {
-            let mut bytes = vec![0; slice.bytes()];
-            comm.device().download(slice, &mut bytes)?;
-            Ok(bytes)
-        };
+        let read = |slice| download(comm, slice);
         let (added, output, scale) = (read(residual_out)?, read(output)?, read(scale)?);
         let added: Vec<f64> = call.dtype.decode(&added).collect();
         let scale: Vec<f64> = match call.epilogue.quantization {
@@ -237,7 +251,7 @@ impl<'a> FusedRunner<'a> {
         for token in 0..call.tokens {
             let row = token * call.width..(token + 1) * call.width;
             let exact: Vec<f64> = row.clone().map(sum).collect();
-            // What follows the sum is of what arrived.
+            // The second step uses the sum as it was transferred.
             let h = match call.wire {
                 Wire::Exact => &exact[..],
                 Wire::Fp8 => added.get(row.clone()).unwrap_or(&exact),

@@ -1,78 +1,34 @@
 //! The figures of all shapes, as tables and as bars.
 
-use super::measure::{OverlapRow, Shape, Submitted};
-use crate::commands::bench::plot::{BASELINE, Bar, Bars, CHOSEN, Drawing, OWN, PEER};
-use crate::commands::bench::report::{Figures, or_empty};
+use super::measure::{OverlapRow, ShapeTimes, Submitted};
+use crate::commands::bench::plot::{BASELINE, Bar, Bars, CHOSEN, OWN, PEER};
+use crate::commands::bench::report::or_empty;
 use crate::gemm::Problem;
-use crate::report::counted;
 use crate::report::table::{Align, Table};
-use serde::Serialize;
 
 /// The share of the fastest lowering's speed that a good choice reaches.
 const CLOSE: f64 = 0.95;
 
-#[derive(Debug, Serialize)]
-pub(crate) struct Overlaps {
-    pub(super) nccl: Option<String>,
-    /// None where the number is left open.
-    pub(super) streams: Option<usize>,
-    pub(super) samples: usize,
-    /// In 10^9 bytes a second.
-    pub(super) link: f64,
-    pub(super) seed: u64,
-    pub(super) shapes: Vec<Shape>,
-}
-
-impl Figures for Overlaps {
-    /// Whether every lowering's result is right.
-    fn is_right(&self) -> bool {
-        let mut rows = self.shapes.iter().flat_map(|shape| &shape.lowerings);
-        rows.all(|row| row.right)
+/// The tables of all shapes, and the quality of their choices.
+pub(super) fn tables(shapes: &[ShapeTimes]) -> String {
+    let tables: Vec<String> = shapes.iter().map(ShapeTimes::text).collect();
+    let of_best: Vec<f64> = shapes.iter().filter_map(ShapeTimes::of_best).collect();
+    let over = shapes
+        .iter()
+        .filter_map(|shape| shape.chosen()?.over_collective);
+    let over: Vec<f64> = over.collect();
+    let modelled: Vec<f64> = shapes
+        .iter()
+        .filter_map(ShapeTimes::model_of_best)
+        .collect();
+    let close = modelled.iter().filter(|&&ratio| ratio >= CLOSE).count();
+    let mut text = tables.join("\n") + &judgement(&of_best, &over);
+    if !modelled.is_empty() {
+        text += &format!(
+            "Without trials, by the cost model alone, it would be within 5 % on {close}.\n"
+        );
     }
-
-    fn title(&self, job: &str) -> String {
-        let nccl = or_empty(self.nccl.as_ref(), |nccl| format!(", beside {nccl}"));
-        let streams = or_empty(self.streams, |count| counted(count, "stream") + ", ");
-        let samples = counted(self.samples, "sample");
-        format!(
-            "{job}{nccl}; {samples}, {streams}link {:.1} GB/s",
-            self.link
-        )
-    }
-
-    fn tables(&self) -> String {
-        let shapes: Vec<String> = self.shapes.iter().map(Shape::text).collect();
-        shapes.join("\n") + &self.choices()
-    }
-
-    fn drawing(&self) -> Drawing {
-        Drawing::Bars(self.shapes.iter().map(Shape::bars).collect())
-    }
-}
-
-impl Overlaps {
-    /// The quality of the choices, over all shapes.
-    fn choices(&self) -> String {
-        let of_best: Vec<f64> = self.shapes.iter().filter_map(Shape::of_best).collect();
-        let over: Vec<f64> = self
-            .shapes
-            .iter()
-            .filter_map(|shape| shape.chosen()?.over_collective)
-            .collect();
-        let modelled: Vec<f64> = self
-            .shapes
-            .iter()
-            .filter_map(Shape::model_of_best)
-            .collect();
-        let close = modelled.iter().filter(|&&ratio| ratio >= CLOSE).count();
-        let mut text = judgement(&of_best, &over);
-        if !modelled.is_empty() {
-            text += &format!(
-                "Without trials, by the cost model alone, it would be within 5 % on {close}.\n"
-            );
-        }
-        text
-    }
+    text
 }
 
 /// The quality of choices: the fastest time over the chosen one's, and the collective's over it.
@@ -102,7 +58,7 @@ pub(super) fn judgement(of_best: &[f64], over_collective: &[f64]) -> String {
     text
 }
 
-impl Shape {
+impl ShapeTimes {
     fn text(&self) -> String {
         let Problem {
             op, m, k, n, dtype, ..
@@ -163,7 +119,7 @@ impl Shape {
     }
 
     /// The rates of the GEMM alone and of the lowerings.
-    fn bars(&self) -> Bars {
+    pub(super) fn bars(&self) -> Bars {
         let Problem {
             op, m, k, n, dtype, ..
         } = self.problem;

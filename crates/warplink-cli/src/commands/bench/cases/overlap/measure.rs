@@ -1,38 +1,23 @@
 //! The figures of one shape.
 
-use crate::commands::bench::clock::{Clock, Submission, Times, Work};
-use crate::gemm::{Gemm, Op, Problem};
+use super::Overlap;
+use crate::commands::bench::case::Setup;
+use crate::commands::bench::clock::{BenchClock, Submission, Times, Work};
+use crate::gemm::{DistributedGemm, Op, Problem};
 use crate::report::write_trace;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
-use std::path::PathBuf;
 use std::time::Duration;
-use warplink::Communicator;
 use warplink::device::{AllocationKind, DeviceSlice, MatmulSpec, Stream};
 use warplink::overlap::{DEFAULT_STREAMS, Lowering, Options};
 
-/// The same for every shape.
-pub(super) struct Settings {
-    /// Names of lowerings and files of programs; all lowerings where there are none.
-    pub(super) names: Vec<String>,
-    /// Whether there is a collective engine.
-    pub(super) engine: bool,
-    pub(super) samples: usize,
-    /// None where the number is left open.
-    pub(super) streams: Option<usize>,
-    /// In bytes a second.
+/// The same for every shape and rank.
+pub(super) struct Shared {
+    /// Name of the collective engine.
+    pub(super) engine: Option<String>,
+    /// Rate of the link in bytes a second.
     pub(super) link: f64,
     pub(super) seed: u64,
-    /// The folder of traces.
-    pub(super) traces: Option<PathBuf>,
-}
-
-impl Settings {
-    fn lowerings(&self, op: Op) -> Result<Vec<Lowering>> {
-        let mut selected = op.select(&self.names)?;
-        selected.retain(|lowering| self.engine || lowering.name() != COLLECTIVE);
-        Ok(selected)
-    }
 }
 
 /// Times of the same work by both submissions.
@@ -44,7 +29,7 @@ pub(super) struct Submitted {
 
 impl Submitted {
     /// Of works that take turns.
-    fn in_turn(clock: &Clock<'_>, samples: usize, works: &[Work<'_>]) -> Result<Vec<Self>> {
+    fn in_turn(clock: &BenchClock<'_>, samples: usize, works: &[Work<'_>]) -> Result<Vec<Self>> {
         let eager = clock.measure_in_turn(samples, Submission::Eager, 1, works)?;
         let captured = clock.measure_in_turn(samples, Submission::Captured, 1, works)?;
         Ok(eager
@@ -65,7 +50,7 @@ impl Submitted {
 
 /// The times of a shape.
 #[derive(Debug, Serialize)]
-pub(crate) struct Shape {
+pub(super) struct ShapeTimes {
     #[serde(flatten)]
     pub(super) problem: Problem,
     /// Floating-point operations of each rank.
@@ -109,7 +94,7 @@ pub(super) struct OverlapRow {
     pub(super) right: bool,
 }
 
-impl Shape {
+impl ShapeTimes {
     /// Seconds that no lowering can be below.
     pub(super) fn limit(&self) -> f64 {
         self.compute.best().max(self.link_limit)
@@ -159,22 +144,23 @@ pub(super) const COLLECTIVE: &str = "collective";
 const WARM_UP: Duration = Duration::from_millis(100);
 
 /// Measures `problem`. Every rank calls this at the same time.
-pub(super) fn figures(
-    comm: &Communicator,
-    clock: &Clock<'_>,
+pub(super) fn measure(
+    clock: &BenchClock<'_>,
     problem: Problem,
-    settings: &Settings,
-) -> Result<Shape> {
-    let world = comm.world();
-    let mut gemm = Gemm::new(comm, problem, settings.seed)?;
+    overlap: &Overlap,
+    setup: &Setup,
+    shared: &Shared,
+) -> Result<ShapeTimes> {
+    let (comm, world) = (clock.comm, clock.comm.world());
+    let mut gemm = DistributedGemm::new(comm, problem, shared.seed)?;
     let alone = Alone::new(&gemm)?;
     clock.warm_up(WARM_UP, &|stream| alone.whole(stream))?;
     let options = |lowering: Option<Lowering>| Options {
         lowering,
-        streams: settings.streams.unwrap_or(DEFAULT_STREAMS),
+        streams: overlap.streams.map_or(DEFAULT_STREAMS, usize::from),
         ..Options::default()
     };
-    // With the collective among them where there is an engine, as any caller's plan would be.
+    // Including the collective if there is an engine, as for every caller.
     let choice = gemm.plan(&options(None))?.choice().clone();
     let alone_by_model = Options {
         trials: false,
@@ -183,8 +169,11 @@ pub(super) fn figures(
     let modelled = gemm.plan(&alone_by_model)?.choice().name().to_owned();
     let mut first = None;
     let mut plans = Vec::new();
-    for lowering in settings.lowerings(problem.op)? {
+    for lowering in problem.op.select(&overlap.lowerings)? {
         let name = lowering.name().to_owned();
+        if shared.engine.is_none() && name == COLLECTIVE {
+            continue;
+        }
         let plan = gemm
             .plan(&options(Some(lowering)))
             .with_context(|| format!("make a plan for {name}"))?;
@@ -194,21 +183,18 @@ pub(super) fn figures(
         let difference = difference(clock, &gemm, &mut first)?;
         plans.push((plan, error, difference));
     }
-    let runs: Vec<_> = plans
-        .iter()
-        .map(|(plan, ..)| |stream: &Stream| Ok(plan.run(stream)?))
-        .collect();
-    let (whole, chunks) = (
-        |stream: &Stream| alone.whole(stream),
-        |stream: &Stream| alone.chunks(stream),
-    );
-    let mut works: Vec<Work<'_>> = vec![&whole, &chunks];
-    works.extend(runs.iter().map(|run| run as Work<'_>));
-    let times = Submitted::in_turn(clock, settings.samples, &works)?;
+    let mut works: Vec<Work<'_>> = vec![
+        Box::new(|stream| alone.whole(stream)),
+        Box::new(|stream| alone.chunks(stream)),
+    ];
+    for (plan, ..) in &plans {
+        works.push(Box::new(|stream| Ok(plan.run(stream)?)));
+    }
+    let times = Submitted::in_turn(clock, setup.samples, &works)?;
     let [compute, compute_chunks, times @ ..] = &times[..] else {
         anyhow::bail!("nothing was timed");
     };
-    if let Some(folder) = &settings.traces {
+    if let Some(folder) = &overlap.traces {
         for plan in plans.iter().flat_map(|(plan, ..)| plan.plans()) {
             if let Some(trace) = plan.trace(&clock.stream)? {
                 let Problem { m, k, n, .. } = problem;
@@ -218,7 +204,7 @@ pub(super) fn figures(
         }
     }
     let flops = problem.flops(world);
-    let link_limit = problem.link_bytes(world) / settings.link;
+    let link_limit = problem.link_bytes(world) / shared.link;
     let most = 2.0 * problem.dtype.matmul_tolerance().unwrap_or_default();
     let mut rows = Vec::new();
     for ((plan, error, difference), times) in plans.iter().zip(times) {
@@ -241,7 +227,7 @@ pub(super) fn figures(
             right: gemm.is_right(*error) && *difference <= most,
         });
     }
-    let mut shape = Shape {
+    let mut shape = ShapeTimes {
         problem,
         flops,
         compute: *compute,
@@ -258,9 +244,13 @@ pub(super) fn figures(
     Ok(shape)
 }
 
-/// The relative difference between what the result holds and what it held for the first lowering,
-/// on some rows; of the rank where it is largest.
-fn difference(clock: &Clock<'_>, gemm: &Gemm<'_>, first: &mut Option<Vec<f64>>) -> Result<f64> {
+/// Relative difference of the current result to that of the first lowering, on some rows; the largest of all
+/// ranks.
+fn difference(
+    clock: &BenchClock<'_>,
+    gemm: &DistributedGemm<'_>,
+    first: &mut Option<Vec<f64>>,
+) -> Result<f64> {
     let now = gemm.some_rows()?;
     let own = match first {
         None => {
@@ -276,7 +266,7 @@ fn difference(clock: &Clock<'_>, gemm: &Gemm<'_>, first: &mut Option<Vec<f64>>) 
             (difference / norm).sqrt()
         }
     };
-    // The largest is asked for, which a NaN is not.
+    // A NaN would not be the largest.
     let own = if own.is_nan() { f64::INFINITY } else { own };
     Ok(clock.slowest(vec![own])?.median)
 }
@@ -292,7 +282,7 @@ struct Alone {
 }
 
 impl Alone {
-    fn new(gemm: &Gemm<'_>) -> Result<Self> {
+    fn new(gemm: &DistributedGemm<'_>) -> Result<Self> {
         let comm = gemm.comm;
         let (device, world) = (comm.device(), comm.world());
         let Problem {
@@ -300,8 +290,7 @@ impl Alone {
         } = gemm.problem;
         let (a, c, depth) = match op {
             Op::AllGatherMatmul => {
-                // Its own part again and again: the content decides about the power that a GEMM
-                // takes, so it may not be just anything.
+                // This rank's part repeatedly: the power that a GEMM takes depends on its data.
                 let a = device.allocate(m * k * dtype.size(), AllocationKind::Plain)?;
                 let stream = comm.create_stream(warplink::device::Priority::Normal)?;
                 let part = gemm.a.bytes();

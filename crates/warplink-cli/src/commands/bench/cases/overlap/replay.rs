@@ -17,11 +17,12 @@ const MAX_REPORT_BYTES: usize = 256 << 20;
 #[derive(Deserialize)]
 struct Measured {
     ranks: usize,
-    shapes: Vec<Shape>,
+    shapes: Vec<ReplayShape>,
 }
 
+/// The keys of a shape that are used here; others may have no value.
 #[derive(Deserialize)]
-struct Shape {
+struct ReplayShape {
     #[serde(flatten)]
     problem: Problem,
     lowerings: Vec<ReplayRow>,

@@ -1,7 +1,7 @@
 //! The times of one method at one size.
 
 use super::runner::P2pRunner;
-use super::{Method, P2pRow};
+use super::{Method, P2pTimes};
 use crate::commands::bench::case::by_device;
 use crate::commands::bench::clock::{Submission, Times};
 use anyhow::Result;
@@ -21,13 +21,13 @@ fn group_size(bytes: usize) -> usize {
 }
 
 impl P2pRunner<'_> {
-    pub(super) fn row(
+    pub(super) fn times(
         &self,
         bytes: usize,
         method: Method,
         submission: Submission,
         samples: usize,
-    ) -> Result<P2pRow> {
+    ) -> Result<P2pTimes> {
         let transfers = match method.transfer() {
             Some((protocol, path)) => self.transfers(bytes, protocol, path)?,
             None => Vec::new(),
@@ -38,15 +38,12 @@ impl P2pRunner<'_> {
             .transpose()?;
         let transfer = self.many(bytes, method, &transfers, submission, samples)?;
         self.check(bytes, method)?;
-        let bandwidth = bytes as f64 / transfer.median / 1e9;
-        Ok(P2pRow {
+        Ok(P2pTimes {
             bytes,
             method,
             submission,
             latency,
             transfer,
-            bandwidth,
-            of_raw: 1.0,
         })
     }
 
@@ -57,7 +54,7 @@ impl P2pRunner<'_> {
         protocol: Protocol,
         path: Option<Path>,
     ) -> Result<Vec<[Transfer; 2]>> {
-        let (own, into) = (self.own.slice(0..bytes)?, self.into.slice(0..bytes)?);
+        let (own, into) = self.buffers(bytes)?;
         let mut requests = Vec::new();
         if self.takes_part() {
             for tag in 0..DEPTH as u64 {
@@ -101,8 +98,8 @@ impl P2pRunner<'_> {
     ) -> Result<Times> {
         // Enough that the time at the two ends does not count.
         let round_trips = ((512usize << 20) / bytes).clamp(2, 50);
-        let (own, into) = (self.own.slice(0..bytes)?, self.into.slice(0..bytes)?);
-        let remote = self.remote_into.slice(0..bytes)?;
+        let (own, into) = self.buffers(bytes)?;
+        let remote = self.memory.into_of(self.right)?.slice(0..bytes)?;
         let rank = self.clock.comm.rank();
         let send_by_engine = self.exchange(Some(&own), None);
         let receive_by_engine = self.exchange(None, Some(&into));
@@ -165,9 +162,9 @@ impl P2pRunner<'_> {
         // Enough that the time at the two ends does not count.
         let most = by_device(self.clock.comm.device().kind(), [96, 16]);
         let repeat = ((4usize << 30) / bytes).clamp(8, most);
-        let (own, into) = (self.own.slice(0..bytes)?, self.into.slice(0..bytes)?);
-        let remote_into = self.remote_into.slice(0..bytes)?;
-        let remote_own = self.remote_own.slice(0..bytes)?;
+        let (own, into) = self.buffers(bytes)?;
+        let remote_into = self.memory.into_of(self.right)?.slice(0..bytes)?;
+        let remote_own = self.memory.own_of(self.left)?.slice(0..bytes)?;
         let rank = self.clock.comm.rank();
         let (sends, receives) = (self.ring || rank == 0, self.ring || rank == 1);
         let times = self.clock.measure(samples, submission, &|stream| {

@@ -1,33 +1,28 @@
 //! Buffers and signal words of both neighbours for `bench p2p`, and the check of received bytes.
 
 use super::Method;
-use crate::commands::bench::clock::{Clock, Submission};
-use crate::commands::bench::peers::{SecondStream, neighbours};
+use crate::commands::bench::clock::{BenchClock, Submission};
+use crate::commands::bench::peers::{SecondStream, SharedMemory, neighbours};
 use crate::names::name_of;
 use anyhow::{Context, Result, bail};
 use std::cell::Cell;
 use std::sync::Arc;
 use warplink::Communicator;
-use warplink::device::{CollectiveEngine, DeviceSlice, MemoryOp, Priority, Stream, Word};
-use warplink::memory::{Region, RemoteRegion};
+use warplink::device::{CollectiveEngine, MemoryOp, Priority, Stream, Word};
+use warplink::memory::Region;
 
 /// The same for every size.
 pub(super) struct P2pRunner<'a> {
-    pub(super) clock: Clock<'a>,
+    pub(super) clock: BenchClock<'a>,
     pub(super) second: SecondStream,
     pub(super) ring: bool,
     pub(super) engine: Option<Arc<dyn CollectiveEngine>>,
     // The ranks that this one sends to and receives from.
     pub(super) right: usize,
     pub(super) left: usize,
-    pub(super) own: Region,
-    pub(super) into: Region,
-    // For raw copies: the receive buffer of the right neighbour, and the send buffer of the left one.
-    pub(super) remote_into: RemoteRegion,
-    pub(super) remote_own: RemoteRegion,
-    // For the raw sequence: the words of the right neighbour, and this rank's.
+    pub(super) memory: SharedMemory,
+    /// Words of the right neighbour, by which raw copies signal.
     remote_words: [Word; 2],
-    words: [Word; 2],
     // Signals that the raw sequence sent and received outside of graphs.
     sent: Cell<u64>,
     received: Cell<u64>,
@@ -40,17 +35,11 @@ impl<'a> P2pRunner<'a> {
         ring: bool,
         nccl: bool,
     ) -> Result<Self> {
-        let clock = Clock::new(comm, Priority::High)?;
-        let (own, into) = (comm.alloc(largest)?, comm.alloc(largest)?);
+        let clock = BenchClock::new(comm, Priority::High)?;
+        let memory = SharedMemory::new(comm, largest)?;
         let sent: Vec<u8> = (0..largest).map(|at| pattern(comm.rank(), at)).collect();
-        own.upload(&sent)?;
-        let words = comm.register(&comm.device().allocate_signals(4096)?)?;
+        memory.own.upload(&sent)?;
         let (right, left) = Self::peers(comm, ring);
-        let remote_into = share_with(comm, &into, right)?;
-        let remote_own = share_with(comm, &own, left)?;
-        let remote_words = share_with(comm, &words, right)?;
-        let pair =
-            |slice: &DeviceSlice| -> Result<[Word; 2]> { Ok([slice.word(0)?, slice.word(64)?]) };
         let engine = nccl.then(|| comm.collective_engine()).transpose();
         let engine =
             engine.context("load the vendor's library; help: use --no-nccl to leave it out")?;
@@ -61,12 +50,8 @@ impl<'a> P2pRunner<'a> {
             engine,
             right,
             left,
-            own,
-            into,
-            remote_into,
-            remote_own,
-            remote_words: pair(remote_words.memory())?,
-            words: pair(words.memory())?,
+            remote_words: memory.words_of(right)?,
+            memory,
             sent: Cell::new(0),
             received: Cell::new(0),
         })
@@ -83,6 +68,12 @@ impl<'a> P2pRunner<'a> {
                 (right, left)
             }
         }
+    }
+
+    /// The first bytes of the buffers to send and receive.
+    pub(super) fn buffers(&self, bytes: usize) -> Result<(Region, Region)> {
+        let Self { memory, .. } = self;
+        Ok((memory.own.slice(0..bytes)?, memory.into.slice(0..bytes)?))
     }
 
     pub(super) fn takes_part(&self) -> bool {
@@ -107,7 +98,7 @@ impl<'a> P2pRunner<'a> {
     }
 
     pub(super) fn await_signal(&self, stream: &Stream, submission: Submission) -> Result<()> {
-        let [counted, toggled] = &self.words;
+        let [counted, toggled] = &self.memory.words;
         match submission {
             Submission::Eager => stream.memory_ops(&[MemoryOp::Wait {
                 word: counted,
@@ -131,7 +122,7 @@ impl<'a> P2pRunner<'a> {
         if self.ring || rank == 1 {
             let part = bytes.min(64 << 10);
             for start in [0, bytes - part] {
-                let got = self.into.slice(start..start + part)?.download()?;
+                let got = self.memory.into.slice(start..start + part)?.download()?;
                 let wrong = got
                     .iter()
                     .zip(start..)
@@ -147,7 +138,7 @@ impl<'a> P2pRunner<'a> {
         }
         // A peer's last copy may still be in flight until it has passed the barrier.
         self.clock.comm.barrier()?;
-        self.clock.stream.fill(&self.into, 0xff)?;
+        self.clock.stream.fill(&self.memory.into, 0xff)?;
         self.clock.comm.synchronize(&self.clock.stream)?;
         Ok(self.clock.comm.barrier()?)
     }
@@ -161,11 +152,4 @@ fn next(count: &Cell<u64>) -> u64 {
 /// Byte `at` of the buffer that `rank` sends; it differs from rank to rank and from byte to byte.
 fn pattern(rank: usize, at: usize) -> u8 {
     (at * 31 + rank * 7 + (at >> 9)) as u8
-}
-
-/// Maps the `region` of rank `from`.
-fn share_with(comm: &Communicator, region: &Region, from: usize) -> Result<RemoteRegion> {
-    let all = comm.share(region)?;
-    let mapped = all.into_iter().nth(from).flatten();
-    mapped.with_context(|| format!("rank {from} has no region"))
 }

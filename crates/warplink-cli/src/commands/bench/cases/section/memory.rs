@@ -1,14 +1,14 @@
 //! Input, output and expected output of one size, and their comparison.
 
 use crate::commands::bench::cases::collective::data::{Inputs, different};
-use crate::commands::bench::clock::Clock;
-use crate::commands::bench::peers::total;
+use crate::commands::bench::clock::{BenchClock, Work};
+use crate::commands::bench::peers::{allocate, download, total};
 use crate::memory;
 use anyhow::{Context, Result, ensure};
 use warplink::collective::{Call, CollectiveKind};
-use warplink::device::{AllocationKind, DeviceSlice, ReduceOp};
+use warplink::device::{DeviceSlice, ReduceOp};
+use warplink::program::Prepared;
 use warplink::program::ir::Role;
-use warplink::program::{Plan, Prepared};
 use warplink::{Communicator, DType};
 
 /// Runs that are compared, each with inputs of its own.
@@ -34,7 +34,7 @@ impl SectionBuffers {
             bytes as u128 + 2 * output_bytes as u128,
         );
         memory::check(device.kind(), comm.world(), host, all)?;
-        let allocate = |bytes| device.allocate(bytes, AllocationKind::Plain);
+        let allocate = |bytes| allocate(comm, bytes);
         let (source, target, expected) = (
             allocate(bytes)?,
             allocate(output_bytes)?,
@@ -68,10 +68,10 @@ impl SectionBuffers {
         Ok(comm.device().upload(&self.input.1, &data)?)
     }
 
-    /// Replays graphs of both plans with other inputs each time, and counts the elements that differ.
-    pub(super) fn compare(&self, clock: &Clock<'_>, plans: [&Plan; 2]) -> Result<u64> {
+    /// Replays graphs of both works with new inputs each time, and counts the elements that differ.
+    pub(super) fn compare(&self, clock: &BenchClock<'_>, works: [&Work<'_>; 2]) -> Result<u64> {
         let (comm, stream) = (clock.comm, &clock.stream);
-        let [section, vendor] = plans.map(|plan| clock.capture(&|stream| Ok(plan.run(stream)?)));
+        let [section, vendor] = works.map(|work| clock.capture(work));
         let (section, vendor) = (section?, vendor?);
         (1..=COMPARED).try_fold(0, |sum, run| {
             self.fill(comm, run)?;
@@ -84,12 +84,10 @@ impl SectionBuffers {
 
     /// The number of elements of the two outputs that differ, on all ranks together.
     fn different(&self, comm: &Communicator) -> Result<u64> {
-        let download = |slice: &DeviceSlice| -> Result<Vec<u8>> {
-            let mut bytes = vec![0; slice.bytes()];
-            comm.device().download(slice, &mut bytes)?;
-            Ok(bytes)
-        };
-        let (here, there) = (download(&self.output.1)?, download(&self.expected)?);
+        let (here, there) = (
+            download(comm, &self.output.1)?,
+            download(comm, &self.expected)?,
+        );
         let own = different(self.dtype, &here, &there) as u64;
         total(comm, own)
     }
