@@ -2,10 +2,9 @@
 
 use crate::launch::{self, LaunchOutcome, LaunchPlan, Output, Variable};
 use crate::options::Options;
-use crate::report::{self, JsonError};
+use crate::report::{Object, print_json};
 use anyhow::Result;
 use clap::Args;
-use serde::Serialize;
 use std::ffi::OsString;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -76,7 +75,7 @@ impl LaunchCommand {
         };
         let outcome = launch::run(&plan)?;
         if options.json {
-            report::print_json(&LaunchReport::new(&outcome))?;
+            print_json(&report(&outcome))?;
         }
         Ok(outcome.exit_code())
     }
@@ -91,42 +90,19 @@ fn seconds(text: &str) -> Result<Duration, String> {
     seconds.ok_or_else(|| "expected a number of seconds from 0 to 86400, such as 5 or 0.5".into())
 }
 
-/// Output of `--json`.
-#[derive(Debug, Serialize)]
-struct LaunchReport {
-    exit_code: u8,
-    first_failure: Option<usize>,
-    /// Why no rank was started.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    error: Option<JsonError>,
-    ranks: Vec<LaunchedRank>,
-}
-
-#[derive(Debug, Serialize)]
-struct LaunchedRank {
-    rank: usize,
-    code: Option<i32>,
-    signal: Option<i32>,
-    seconds: f64,
-}
-
-impl LaunchReport {
-    fn new(outcome: &LaunchOutcome) -> Self {
-        let ranks = outcome
-            .exits
-            .iter()
-            .enumerate()
-            .map(|(rank, exit)| LaunchedRank {
-                rank,
-                code: exit.code,
-                signal: exit.signal,
-                seconds: exit.after.as_secs_f64(),
-            });
-        Self {
-            exit_code: outcome.code(),
-            first_failure: outcome.first_failure,
-            error: outcome.error.as_ref().map(|_| outcome.failure()),
-            ranks: ranks.collect(),
-        }
-    }
+/// The result of `--json`.
+fn report(outcome: &LaunchOutcome) -> Object {
+    let ranks = outcome.exits.iter().enumerate().map(|(rank, exit)| {
+        Object::default()
+            .key("rank", rank)
+            .key("code", exit.code)
+            .key("signal", exit.signal)
+            .key("seconds", exit.after.as_secs_f64())
+    });
+    let error = outcome.error.as_ref().map(|_| outcome.failure());
+    Object::default()
+        .key("exit_code", outcome.code())
+        .key("first_failure", outcome.first_failure)
+        .optional("error", error)
+        .objects("ranks", ranks)
 }

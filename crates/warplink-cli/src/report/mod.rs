@@ -6,12 +6,14 @@
 pub(crate) mod bytes;
 pub(crate) mod error;
 mod file;
+mod object;
 pub(crate) mod progress;
 pub(crate) mod table;
 
 use anyhow::{Context, Result};
 pub(crate) use error::{JsonError, RefusedProgram, is_consequence, print_error};
 pub(crate) use file::{check_output, write_file, write_trace};
+pub(crate) use object::Object;
 use serde::Serialize;
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;

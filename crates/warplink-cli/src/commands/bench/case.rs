@@ -5,13 +5,13 @@
 
 use super::clock::Submission;
 use super::plot;
-use super::report::{Figures, Object};
+use super::report::Figures;
 use crate::commands::ranks;
 use crate::names::OneOrBoth;
 use crate::options::{Options, step};
 use crate::report::bytes::ByteSize;
 use crate::report::progress::Progress;
-use crate::report::{check_output, exit_code, print_result, write_file};
+use crate::report::{Object, check_output, exit_code, print_result, write_file};
 use anyhow::{Context, Result, ensure};
 use clap::{ArgMatches, Args, Command, FromArgMatches};
 use serde::Serialize;

@@ -24,7 +24,7 @@ pub(crate) enum Submission {
 }
 
 /// Median and spread of the samples, in seconds.
-#[derive(Clone, Copy, Debug, serde::Deserialize, serde::Serialize)]
+#[derive(Clone, Copy, Debug, Default, serde::Deserialize, serde::Serialize)]
 pub(crate) struct Times {
     pub(crate) median: f64,
     pub(crate) least: f64,

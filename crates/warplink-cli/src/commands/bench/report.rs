@@ -2,10 +2,9 @@
 
 use super::plot::{Bar, Bars, Drawing, OWN, Point};
 use crate::report::table::{Align, Table, line};
-use crate::report::{counted, print_text};
+use crate::report::{Object, counted, print_text};
 use anyhow::Result;
-use serde::{Serialize, Serializer};
-use serde_json::Value;
+use serde::Serialize;
 use warplink::Communicator;
 
 /// The result of a benchmark.
@@ -43,7 +42,7 @@ impl Figures {
         }
         Self {
             title,
-            object: object.key("rows", objects),
+            object: object.objects("rows", objects),
             tables,
             drawing: if panels.is_empty() {
                 Drawing::Lines(points)
@@ -55,34 +54,7 @@ impl Figures {
     }
 }
 
-/// A JSON object whose keys keep their order.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Object(Vec<(&'static str, Value)>);
-
-impl Object {
-    pub(crate) fn key(mut self, key: &'static str, value: impl Serialize) -> Self {
-        // Serializing numbers, texts and structs of them cannot fail.
-        let value = serde_json::to_value(value).unwrap_or_default();
-        self.0.push((key, value));
-        self
-    }
-
-    /// A key that is absent without a value.
-    pub(crate) fn optional(self, key: &'static str, value: Option<impl Serialize>) -> Self {
-        match value {
-            Some(value) => self.key(key, value),
-            None => self,
-        }
-    }
-}
-
-impl Serialize for Object {
-    fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        to.collect_map(self.0.iter().map(|(key, value)| (key, value)))
-    }
-}
-
-struct Cell {
+struct RowCell {
     /// Identifies the column in all rows.
     column: String,
     heading: String,
@@ -94,7 +66,7 @@ struct Cell {
 #[derive(Default)]
 pub(crate) struct Row {
     object: Object,
-    cells: Vec<Cell>,
+    cells: Vec<RowCell>,
     /// Position of its points on the horizontal axis.
     size: String,
     points: Vec<Point>,
@@ -119,6 +91,16 @@ impl Row {
         self
     }
 
+    /// A key of the JSON with a list of objects.
+    pub(crate) fn objects(
+        mut self,
+        key: &'static str,
+        objects: impl IntoIterator<Item = Object>,
+    ) -> Self {
+        self.object = self.object.objects(key, objects);
+        self
+    }
+
     /// A key of the JSON that is absent without a value.
     pub(crate) fn optional(mut self, key: &'static str, value: Option<impl Serialize>) -> Self {
         self.object = self.object.optional(key, value);
@@ -126,7 +108,7 @@ impl Row {
     }
 
     fn cell(mut self, column: String, align: Align, text: String) -> Self {
-        self.cells.push(Cell {
+        self.cells.push(RowCell {
             heading: column.clone(),
             column,
             align,
@@ -234,7 +216,7 @@ impl Row {
 
 /// The table of rows, which need not all have the same cells.
 fn table(rows: &[Row]) -> Table {
-    let mut columns: Vec<&Cell> = Vec::new();
+    let mut columns: Vec<&RowCell> = Vec::new();
     for row in rows {
         // A column that earlier rows lack is inserted after its predecessor in this row.
         let mut next = 0;
@@ -290,7 +272,6 @@ pub(crate) fn compared(peers: &[String]) -> String {
 /// Rows printed by rank 0 as soon as they are measured, in columns of given widths: on standard output, or on
 /// standard error if the result is JSON.
 pub(crate) struct Live {
-    title: String,
     widths: &'static [usize],
     is_shown: bool,
     json: bool,
@@ -298,40 +279,43 @@ pub(crate) struct Live {
 }
 
 impl Live {
-    pub(crate) fn new(comm: &Communicator, widths: &'static [usize], json: bool) -> Self {
-        Self {
-            title: comm.device().name(),
+    /// Prints the headings, which are those of `row`.
+    pub(crate) fn new(
+        comm: &Communicator,
+        widths: &'static [usize],
+        row: &Row,
+        json: bool,
+    ) -> Result<Self> {
+        let live = Self {
             widths,
             is_shown: comm.rank() == 0,
             json,
             rows: Vec::new(),
-        }
+        };
+        let heading = cells_in(widths, row, |cell| &cell.heading);
+        live.print(&format!("{}\n\n{heading}\n", comm.device().name()))?;
+        Ok(live)
     }
 
     pub(crate) fn add(&mut self, row: Row) -> Result<()> {
-        if self.is_shown {
-            if self.rows.is_empty() {
-                let heading = cells_in(self.widths, &row, |cell| &cell.heading);
-                self.print(&format!("{}\n\n{heading}\n", self.title))?;
-            }
-            let cells = cells_in(self.widths, &row, |cell| &cell.text);
-            self.print(&format!("{cells}\n"))?;
-        }
+        let cells = cells_in(self.widths, &row, |cell| &cell.text);
+        self.print(&format!("{cells}\n"))?;
         self.rows.push(row);
         Ok(())
     }
 
     fn print(&self, text: &str) -> Result<()> {
-        if self.json {
-            eprint!("{text}");
-            return Ok(());
+        match (self.is_shown, self.json) {
+            (false, _) => {}
+            (true, true) => eprint!("{text}"),
+            (true, false) => print_text(text)?,
         }
-        print_text(text)
+        Ok(())
     }
 }
 
 /// A part of every cell, in columns of these widths.
-fn cells_in(widths: &[usize], row: &Row, part: impl Fn(&Cell) -> &String) -> String {
+fn cells_in(widths: &[usize], row: &Row, part: impl Fn(&RowCell) -> &String) -> String {
     let cells = row.cells.iter().zip(widths);
     line(cells.map(|(cell, width)| (part(cell), cell.align, *width)))
 }

@@ -1,7 +1,7 @@
 //! GPU checks, based on the driver's information.
 
 use super::{Found, Prerequisite};
-use serde::Serialize;
+use crate::report::Object;
 use std::collections::BTreeSet;
 use warplink::DeviceKind;
 use warplink::device::cuda::{self, Capabilities};
@@ -12,37 +12,20 @@ const AREA: &str = "GPUs";
 /// Minimum CUDA version of the driver: that of driver 570.
 const CUDA_VERSION: (u32, u32) = (12, 8);
 
-/// A GPU, for `--json`.
-#[derive(Debug, Serialize)]
-pub(super) struct Gpu {
-    ordinal: usize,
-    name: String,
-    uuid: String,
-    compute_capability: String,
-    architecture: String,
-    multiprocessors: u32,
-    memory: usize,
-    /// Ordinals of the GPUs whose memory it can map.
-    peers: Vec<usize>,
-}
-
-impl Gpu {
-    fn new(of: &Capabilities) -> Self {
-        let (major, minor) = of.compute_capability;
-        Self {
-            ordinal: of.ordinal,
-            name: of.name.clone(),
-            uuid: uuid(of.identity.0),
-            compute_capability: format!("{major}.{minor}"),
-            architecture: of.architecture(),
-            multiprocessors: of.multiprocessors,
-            memory: of.memory,
-            peers: (of.peers.iter())
-                .filter(|(_, reached)| *reached)
-                .map(|(other, _)| *other)
-                .collect(),
-        }
-    }
+/// A GPU as JSON.
+pub(super) fn object(gpu: &Capabilities) -> Object {
+    let (major, minor) = gpu.compute_capability;
+    let reached = gpu.peers.iter().filter(|(_, reached)| *reached);
+    let peers: Vec<usize> = reached.map(|(other, _)| *other).collect();
+    Object::default()
+        .key("ordinal", gpu.ordinal)
+        .key("name", &gpu.name)
+        .key("uuid", uuid(gpu.identity.0))
+        .key("compute_capability", format!("{major}.{minor}"))
+        .key("architecture", gpu.architecture())
+        .key("multiprocessors", gpu.multiprocessors)
+        .key("memory", gpu.memory)
+        .key("peers", peers)
 }
 
 /// Formats a UUID like `nvidia-smi -L`.
@@ -58,7 +41,7 @@ fn uuid(bytes: [u8; 16]) -> String {
 }
 
 /// Checks of the driver and every visible GPU; `count` is the driver's number of GPUs.
-pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Prerequisite>) {
+pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Capabilities>, Vec<Prerequisite>) {
     let needed =
         |name: &str, found| Prerequisite::new(AREA, name, found).needed_by(DeviceKind::Cuda);
     let count = match count {
@@ -80,7 +63,7 @@ pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Prerequi
         }
         Ok(count) => *count,
     };
-    let (mut gpus, mut all, mut checks) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut all, mut checks) = (Vec::new(), Vec::new());
     for ordinal in 0..count {
         match cuda::capabilities(ordinal) {
             Ok(capabilities) => all.push(capabilities),
@@ -107,7 +90,6 @@ pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Prerequi
             format!("GPU {}", gpu.ordinal),
             Found::ok(detail),
         ));
-        gpus.push(Gpu::new(gpu));
     }
     if all.len() > 1 {
         checks.push(needed("peer access", peer_access(&all)));
@@ -142,7 +124,7 @@ pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Gpu>, Vec<Prerequi
             "turn off expandable segments in PyTorch",
         ),
     ));
-    (gpus, checks)
+    (all, checks)
 }
 
 fn driver((major, minor): (u32, u32)) -> Found {
@@ -181,12 +163,12 @@ fn peer_access(gpus: &[Capabilities]) -> Found {
 }
 
 /// Compiles every kernel for the GPUs present, or for all supported ones if there is none.
-pub(super) fn compile(gpus: &[Gpu]) -> Found {
-    let present: BTreeSet<&str> = gpus.iter().map(|gpu| gpu.architecture.as_str()).collect();
+pub(super) fn compile(gpus: &[Capabilities]) -> Found {
+    let present: BTreeSet<String> = gpus.iter().map(Capabilities::architecture).collect();
     let architectures: Vec<&str> = if present.is_empty() {
         cuda::ARCHITECTURES.to_vec()
     } else {
-        present.into_iter().collect()
+        present.iter().map(String::as_str).collect()
     };
     match cuda::compile_all(&architectures) {
         Ok(kernels) => Found::ok(format!(

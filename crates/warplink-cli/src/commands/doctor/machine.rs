@@ -191,7 +191,10 @@ mod tests {
     fn this_machine_has_what_the_host_device_needs() {
         for check in checks() {
             assert!(!check.stops(DeviceKind::Host), "{check:?}");
-            assert_eq!(check.help.is_some(), check.status != CheckStatus::Ok);
+            assert_eq!(
+                check.found.help.is_some(),
+                check.found.status != CheckStatus::Ok
+            );
         }
     }
 }

@@ -11,16 +11,16 @@ pub(crate) use steps::{TrialArgs, run_trial};
 pub(crate) use trial::TRIAL_COMMAND;
 
 use crate::options::Options;
-use crate::report;
 use crate::report::progress::Progress;
 use crate::report::table::{Align, Table};
+use crate::report::{self, Object};
 use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
-use std::fmt::Write as _;
 use std::process::ExitCode;
 use warplink::DeviceKind;
-use warplink::device::{self, DeviceConfig, cuda};
+use warplink::device::cuda::{self, Capabilities};
+use warplink::device::{self, DeviceConfig};
 use warplink::program::cost::{DeviceDescription, HardwareModel, Origin, find};
 
 /// Check what works on this machine and how to fix what does not
@@ -64,10 +64,8 @@ impl CheckStatus {
 struct Prerequisite {
     area: &'static str,
     name: String,
-    status: CheckStatus,
-    detail: String,
-    /// Remedy.
-    help: Option<String>,
+    #[serde(flatten)]
+    found: Found,
     /// Device that requires it.
     #[serde(skip)]
     needed_by: Option<DeviceKind>,
@@ -78,9 +76,7 @@ impl Prerequisite {
         Self {
             area,
             name: name.into(),
-            status: found.status,
-            detail: found.detail,
-            help: found.help,
+            found,
             needed_by: None,
         }
     }
@@ -92,41 +88,38 @@ impl Prerequisite {
     }
 
     fn stops(&self, kind: DeviceKind) -> bool {
-        self.status == CheckStatus::Missing && self.needed_by == Some(kind)
+        self.found.status == CheckStatus::Missing && self.needed_by == Some(kind)
     }
 }
 
 /// Finding of a check.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Serialize)]
 struct Found {
     status: CheckStatus,
     detail: String,
+    /// Remedy.
     help: Option<String>,
 }
 
 impl Found {
-    fn ok(detail: impl Into<String>) -> Self {
+    fn new(status: CheckStatus, detail: impl Into<String>, help: Option<String>) -> Self {
         Self {
-            status: CheckStatus::Ok,
+            status,
             detail: detail.into(),
-            help: None,
+            help,
         }
+    }
+
+    fn ok(detail: impl Into<String>) -> Self {
+        Self::new(CheckStatus::Ok, detail, None)
     }
 
     fn warning(detail: impl Into<String>, help: impl Into<String>) -> Self {
-        Self {
-            status: CheckStatus::Warning,
-            detail: detail.into(),
-            help: Some(help.into()),
-        }
+        Self::new(CheckStatus::Warning, detail, Some(help.into()))
     }
 
     fn missing(detail: impl Into<String>, help: impl Into<String>) -> Self {
-        Self {
-            status: CheckStatus::Missing,
-            detail: detail.into(),
-            help: Some(help.into()),
-        }
+        Self::new(CheckStatus::Missing, detail, Some(help.into()))
     }
 }
 
@@ -136,7 +129,7 @@ struct DoctorReport {
     version: &'static str,
     device: String,
     works: bool,
-    gpus: Vec<gpus::Gpu>,
+    gpus: Vec<Object>,
     checks: Vec<Prerequisite>,
 }
 
@@ -174,7 +167,7 @@ impl Doctor {
             version: env!("CARGO_PKG_VERSION"),
             device: wanted.to_string(),
             works: !checks.iter().any(|check| check.stops(wanted)),
-            gpus,
+            gpus: gpus.iter().map(gpus::object).collect(),
             checks,
         };
         report::print_result(options.json, &report, || report.to_text())?;
@@ -212,7 +205,7 @@ fn model(kind: DeviceKind) -> Found {
 }
 
 /// Vendor libraries. Transfers need only the driver, which the GPU checks cover.
-fn libraries(gpus: &[gpus::Gpu]) -> Vec<Prerequisite> {
+fn libraries(gpus: &[Capabilities]) -> Vec<Prerequisite> {
     let mut checks = Vec::new();
     for library in cuda::libraries().into_iter().skip(1) {
         let found = match library.path {
@@ -267,28 +260,23 @@ impl DoctorReport {
             for check in self.checks.iter().filter(|check| check.area == area) {
                 table.row([
                     &format!("  {}", check.name),
-                    check.status.name(),
-                    &check.detail,
+                    check.found.status.name(),
+                    &check.found.detail,
                 ]);
             }
             text += &table.to_string();
             text.push('\n');
         }
-        let todo: Vec<&Prerequisite> = self.checks.iter().filter(|c| c.help.is_some()).collect();
+        let todo = self.checks.iter();
+        let todo = todo.filter_map(|check| Some((check, check.found.help.as_ref()?)));
+        let todo: String = todo
+            .map(|(check, help)| format!("  {}, {}: {help}\n", check.area, check.name))
+            .collect();
         if !todo.is_empty() {
-            text += "how to fix it\n";
-        }
-        for check in &todo {
-            let help = check.help.as_deref().unwrap_or_default();
-            // Writing to a string cannot fail.
-            let _ = writeln!(text, "  {}, {}: {help}", check.area, check.name);
-        }
-        if !todo.is_empty() {
-            text.push('\n');
+            text += &format!("how to fix it\n{todo}\n");
         }
         let verdict = if self.works { "works" } else { "does not work" };
-        let _ = writeln!(text, "The {} device {verdict}.", self.device);
-        text
+        text + &format!("The {} device {verdict}.\n", self.device)
     }
 }
 

@@ -213,8 +213,8 @@ mod tests {
         let checks = summarize("area", DeviceKind::Cuda, TrialKind::Device, &reports);
         assert_eq!(checks.len(), 2);
         assert!(checks[0].stops(DeviceKind::Cuda));
-        assert_eq!(checks[0].detail, "rank 1 on cuda:0: torn");
-        assert_eq!(checks[1].status, CheckStatus::Missing);
+        assert_eq!(checks[0].found.detail, "rank 1 on cuda:0: torn");
+        assert_eq!(checks[1].found.status, CheckStatus::Missing);
         assert!(!checks[1].stops(DeviceKind::Cuda), "transfers need no GEMM");
     }
 

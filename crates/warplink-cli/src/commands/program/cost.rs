@@ -4,18 +4,17 @@ use super::show::describe;
 use super::{ProgramSource, Text};
 use crate::options::{Options, Unused, without_ranks};
 use crate::report::table::{Align, Table};
-use crate::report::{counted, print_json, print_text};
+use crate::report::{Object, counted, print_json, print_text};
 use anyhow::{Context, Result, bail};
 use clap::Args;
-use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use warplink::device::{self, DeviceConfig};
 use warplink::program::cost::find::{shipped, shipped_names};
 use warplink::program::cost::{
-    Bound, Busy, Cost as Estimate, DeviceDescription, HardwareModel, SimulateOptions, Span,
-    Submission, simulate_with,
+    Bound, Cost as Estimate, DeviceDescription, HardwareModel, SimulateOptions, Span, Submission,
+    simulate_with,
 };
 use warplink::program::{OperationKind, RankProgram, unroll};
 
@@ -45,20 +44,6 @@ pub(super) struct Cost {
 /// Options that it does not use.
 pub(super) const UNUSED: [Unused; 1] = [Unused::RanksPerGpu];
 
-#[derive(Serialize)]
-struct Json<'a> {
-    program: &'a str,
-    model: &'a str,
-    ranks: usize,
-    seconds: f64,
-    bound: Bound,
-    /// Seconds of each bound along the chain of operations that ends last.
-    chain: serde_json::Map<String, serde_json::Value>,
-    symmetric: bool,
-    busy: &'a [Busy],
-    timeline: &'a [Span],
-}
-
 impl Cost {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
         let read = self.source.read()?;
@@ -87,21 +72,23 @@ impl Cost {
         };
         let cost = simulate_with(&ranks, &model, simulate)?;
         if options.json {
-            let chain = Bound::ALL.into_iter().map(|bound| {
-                let seconds = cost.critical.of_bound(bound);
-                (bound.name().to_owned(), seconds.into())
-            });
-            print_json(&Json {
-                program: &program.name,
-                model: &cost.model,
-                ranks: world,
-                seconds: cost.seconds,
-                bound: cost.bound,
-                chain: chain.collect(),
-                symmetric: cost.symmetric,
-                busy: &cost.busy,
-                timeline: &cost.timeline,
-            })?;
+            let chain = Bound::ALL
+                .into_iter()
+                .fold(Object::default(), |chain, bound| {
+                    chain.key(bound.name(), cost.critical.of_bound(bound))
+                });
+            print_json(
+                &Object::default()
+                    .key("program", &program.name)
+                    .key("model", &cost.model)
+                    .key("ranks", world)
+                    .key("seconds", cost.seconds)
+                    .key("bound", cost.bound)
+                    .object("chain", chain)
+                    .key("symmetric", cost.symmetric)
+                    .key("busy", &cost.busy)
+                    .key("timeline", &cost.timeline),
+            )?;
         } else {
             let timeline = timeline(&cost, &ranks);
             let name = &program.name;

@@ -1,7 +1,6 @@
 //! Findings of the verifier, with the lines that cause them.
 
-use crate::report::RefusedProgram;
-use serde::Serialize;
+use crate::report::{Object, RefusedProgram};
 use serde_json::json;
 use std::path::Path;
 use warplink::program::text::{ParseError, window};
@@ -117,61 +116,41 @@ fn who(diagnostic: &Diagnostic, start: (u32, u32)) -> String {
     }
 }
 
-/// A diagnostic for machines.
-#[derive(Debug, Serialize)]
-pub(super) struct Json {
-    kind: &'static str,
-    message: String,
-    places: Vec<JsonPlace>,
-    repeated: usize,
+/// A diagnostic as JSON.
+pub(super) fn object(diagnostic: &Diagnostic) -> Object {
+    let places = diagnostic.places.iter().map(|place| {
+        let object = Object::default().key("rank", place.rank);
+        with_calls(with_site(object, &place.site), &place.site)
+    });
+    Object::default()
+        .key("kind", diagnostic.kind.name())
+        .key("message", &diagnostic.message)
+        .objects("places", places)
+        .key("repeated", diagnostic.repeated)
 }
 
-#[derive(Debug, Serialize)]
-struct JsonPlace {
-    rank: usize,
-    line: u32,
-    /// Set for a statement that is not the first on its line.
-    #[serde(skip_serializing_if = "is_first")]
-    column: u32,
-    indices: Vec<(String, i64)>,
-    /// The calls that lead to the place, the innermost first.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    calls: Vec<JsonCall>,
-}
-
-/// A call of a program.
-#[derive(Debug, Serialize)]
-pub(super) struct JsonCall {
-    program: String,
-    line: u32,
-    #[serde(skip_serializing_if = "is_first")]
-    column: u32,
-    indices: Vec<(String, i64)>,
-}
-
-/// The loops around a place, with their indices.
-pub(super) fn indices(site: &Site) -> Vec<(String, i64)> {
+/// Adds the position of a statement, and the loops around it with their indices. The column is absent for the first
+/// statement of a line.
+pub(super) fn with_site(object: Object, site: &Site) -> Object {
     let indices = site.indices.iter();
-    indices
-        .map(|(name, value)| (name.to_string(), *value))
-        .collect()
+    let indices = indices.map(|(name, value)| (name.to_string(), *value));
+    object
+        .key("line", site.line)
+        .optional("column", Some(site.column).filter(|column| *column > 0))
+        .key("indices", indices.collect::<Vec<_>>())
 }
 
-/// The calls that lead to a place, the innermost first.
-pub(super) fn calls(site: &Site) -> Vec<JsonCall> {
+/// Adds the calls that lead to a place, the innermost first.
+pub(super) fn with_calls(object: Object, site: &Site) -> Object {
     let calls = site.with_calls().filter_map(|site| site.call.as_deref());
-    calls
-        .map(|call| JsonCall {
-            program: call.program.to_string(),
-            line: call.site.line,
-            column: call.site.column,
-            indices: indices(&call.site),
-        })
-        .collect()
-}
-
-const fn is_first(column: &u32) -> bool {
-    *column == 0
+    let calls = calls.map(|call| {
+        let object = Object::default().key("program", call.program.to_string());
+        with_site(object, &call.site)
+    });
+    match calls.collect::<Vec<_>>() {
+        calls if calls.is_empty() => object,
+        calls => object.objects("calls", calls),
+    }
 }
 
 /// The error of a file that does not parse.
@@ -186,24 +165,6 @@ pub(super) fn not_a_program(file: &Path, error: &ParseError) -> RefusedProgram {
     RefusedProgram {
         error: Error::new(ErrorKind::Parse, format!("{}, {error}", file.display())),
         diagnostics: vec![diagnostic],
-    }
-}
-
-impl From<&Diagnostic> for Json {
-    fn from(diagnostic: &Diagnostic) -> Self {
-        let place = |place: &warplink::program::Place| JsonPlace {
-            rank: place.rank,
-            line: place.site.line,
-            column: place.site.column,
-            indices: indices(&place.site),
-            calls: calls(&place.site),
-        };
-        Self {
-            kind: diagnostic.kind.name(),
-            message: diagnostic.message.clone(),
-            places: diagnostic.places.iter().map(place).collect(),
-            repeated: diagnostic.repeated,
-        }
     }
 }
 

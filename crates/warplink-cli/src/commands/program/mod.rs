@@ -118,7 +118,7 @@ impl Text {
     /// The error of a program refused for `diagnostics`, with that help.
     fn refused(&self, diagnostics: &[Diagnostic]) -> RefusedProgram {
         let error = program::refused(&self.program.name, diagnostics);
-        let json = |diagnostic| serde_json::to_value(diagnostics::Json::from(diagnostic));
+        let json = |diagnostic| serde_json::to_value(diagnostics::object(diagnostic));
         RefusedProgram {
             error: match self.help() {
                 Some(help) => error.with_help(help),

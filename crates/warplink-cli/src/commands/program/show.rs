@@ -1,12 +1,11 @@
 //! `warplink program show`: a program as it was read, or as one rank runs it.
 
-use super::diagnostics::{JsonCall, calls, indices};
+use super::diagnostics::{with_calls, with_site};
 use super::{ProgramSource, Text};
 use crate::options::{Options, Unused, without_ranks};
-use crate::report::print_result;
+use crate::report::{Object, print_result};
 use anyhow::{Result, ensure};
 use clap::Args;
-use serde::Serialize;
 use std::process::ExitCode;
 use warplink::device::MatmulSpec;
 use warplink::program::{Area, OperationKind, Range, RankProgram, TransferId, unroll};
@@ -37,28 +36,6 @@ pub(super) struct Show {
 /// Options that it does not use.
 pub(super) const UNUSED: [Unused; 2] = [Unused::Device, Unused::RanksPerGpu];
 
-/// The source of a kernel section.
-#[derive(Serialize)]
-struct Kernel {
-    line: u32,
-    text: String,
-}
-
-#[derive(Serialize)]
-struct SourceLine {
-    stream: String,
-    operation: String,
-    line: u32,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    column: Option<u32>,
-    indices: Vec<(String, i64)>,
-    /// The calls that lead there, the innermost first.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    calls: Vec<JsonCall>,
-    #[serde(skip)]
-    at: String,
-}
-
 impl Show {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
         let read = self.source.read()?;
@@ -68,11 +45,11 @@ impl Show {
             ..
         } = &read;
         let Some(world) = options.ranks else {
-            let result = serde_json::json!({
-                "name": program.name,
-                "parameters": program.parameters.iter().map(ToString::to_string).collect::<Vec<_>>(),
-                "text": program.to_string(),
-            });
+            let parameters = program.parameters.iter().map(ToString::to_string);
+            let result = Object::default()
+                .key("name", &program.name)
+                .key("parameters", parameters.collect::<Vec<_>>())
+                .key("text", program.to_string());
             print_result(options.json, &result, || program.to_string())?;
             return Ok(ExitCode::SUCCESS);
         };
@@ -94,52 +71,41 @@ impl Show {
         if self.kernel {
             return show_kernels(&program.name, &rank_program, options);
         }
-        let lines: Vec<SourceLine> = rank_program
-            .operations
-            .iter()
-            .map(|operation| SourceLine {
-                stream: rank_program
-                    .streams
-                    .get(operation.stream)
-                    .map(ToString::to_string)
-                    .unwrap_or_default(),
-                operation: describe(&rank_program, &operation.kind),
-                line: operation.site.line,
-                column: Some(operation.site.column).filter(|column| *column > 0),
-                indices: indices(&operation.site),
-                calls: calls(&operation.site),
-                at: operation.site.to_string(),
-            })
-            .collect();
-        let result = serde_json::json!({
-            "program": program.name,
-            "ranks": world,
-            "rank": rank,
-            "operations": lines,
-        });
+        let (mut text, mut objects) = (String::new(), Vec::new());
+        for operation in &rank_program.operations {
+            let stream = rank_program.streams.get(operation.stream);
+            let stream = stream.map(ToString::to_string).unwrap_or_default();
+            let (described, site) = (describe(&rank_program, &operation.kind), &operation.site);
+            text += &format!("{stream:>8}  {described:<60}  # {site}\n");
+            let object = Object::default()
+                .key("stream", stream)
+                .key("operation", described);
+            objects.push(with_calls(with_site(object, site), site));
+        }
+        let result = head(&program.name, &rank_program).objects("operations", objects);
         print_result(options.json, &result, || {
-            let mut text = format!("{}, rank {rank} of {world}\n", program.name);
-            for line in lines {
-                text += &format!(
-                    "{:>8}  {:<60}  # {}\n",
-                    line.stream, line.operation, line.at
-                );
-            }
-            text
+            format!("{}, rank {rank} of {world}\n{text}", program.name)
         })?;
         Ok(ExitCode::SUCCESS)
     }
 }
 
+/// The first keys of a rank's program.
+fn head(name: &str, rank_program: &RankProgram) -> Object {
+    Object::default()
+        .key("program", name)
+        .key("ranks", rank_program.world)
+        .key("rank", rank_program.rank)
+}
+
 /// Prints the source of every kernel section, each once.
 fn show_kernels(name: &str, rank_program: &RankProgram, options: &Options) -> Result<ExitCode> {
-    let mut kernels: Vec<Kernel> = Vec::new();
+    let mut kernels: Vec<(u32, String)> = Vec::new();
     for operation in &rank_program.operations {
         if let OperationKind::Kernel(section) = &operation.kind {
-            let text = section.kernel(true)?;
-            if kernels.iter().all(|kernel| kernel.text != text) {
-                let line = operation.site.line;
-                kernels.push(Kernel { line, text });
+            let source = section.kernel(true)?;
+            if kernels.iter().all(|(_, known)| *known != source) {
+                kernels.push((operation.site.line, source));
             }
         }
     }
@@ -147,14 +113,11 @@ fn show_kernels(name: &str, rank_program: &RankProgram, options: &Options) -> Re
         !kernels.is_empty(),
         "the program has no kernel section; expected at least one"
     );
-    let result = serde_json::json!({
-        "program": name,
-        "ranks": rank_program.world,
-        "rank": rank_program.rank,
-        "kernels": kernels,
-    });
+    let objects = kernels.iter();
+    let objects = objects.map(|(line, text)| Object::default().key("line", line).key("text", text));
+    let result = head(name, rank_program).objects("kernels", objects);
     print_result(options.json, &result, || {
-        let texts: Vec<&str> = kernels.iter().map(|kernel| &*kernel.text).collect();
+        let texts: Vec<&str> = kernels.iter().map(|(_, text)| &**text).collect();
         texts.join("\n")
     })?;
     Ok(ExitCode::SUCCESS)

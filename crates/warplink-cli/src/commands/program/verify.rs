@@ -3,12 +3,10 @@
 use super::inputs::Inputs;
 use super::{ProgramSource, Text, check, diagnostics, show};
 use crate::options::{Options, without_ranks};
-use crate::report::{JsonError, counted, print_json, print_text};
+use crate::report::{JsonError, Object, counted, print_json, print_text};
 use anyhow::Result;
 use clap::Args;
-use serde::Serialize;
 use std::collections::BTreeSet;
-use std::path::Path;
 use std::process::ExitCode;
 use warplink::program::evaluate::Evaluator;
 use warplink::program::{self, Diagnostic, Report};
@@ -30,58 +28,15 @@ pub(super) struct Verify {
     source: ProgramSource,
 }
 
-#[derive(Serialize)]
-struct Verdict<'a> {
-    file: &'a Path,
-    ranks: usize,
-    passed: bool,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    report: Option<Counts>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    expectations: Option<&'a Expectations>,
-    diagnostics: Vec<diagnostics::Json>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    help: Option<String>,
-    /// As of every command that fails.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    error: Option<JsonError>,
-}
-
-#[derive(Serialize)]
-struct Counts {
-    operations: usize,
-    streams: usize,
-    transfers: usize,
-    exchanges: usize,
-    bytes: u128,
-    /// Why the program cannot run as a graph.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    eager_only: Option<diagnostics::Json>,
-}
-
 /// Results of a program's `expect` statements, all of which held.
-#[derive(Default, Serialize)]
+#[derive(Default)]
 struct Expectations {
     /// Those of all ranks, with loops unrolled.
     stated: usize,
     /// How many times they were evaluated, each with other announced tensors out of reach.
     evaluations: usize,
     /// Why they were not evaluated.
-    #[serde(skip_serializing_if = "Option::is_none")]
     not_evaluated: Option<String>,
-}
-
-impl From<&Report> for Counts {
-    fn from(report: &Report) -> Self {
-        Self {
-            operations: report.operations,
-            streams: report.streams,
-            transfers: report.transfers,
-            exchanges: report.exchanges,
-            bytes: report.bytes,
-            eager_only: report.eager_only.as_ref().map(diagnostics::Json::from),
-        }
-    }
 }
 
 impl Verify {
@@ -104,19 +59,27 @@ impl Verify {
             }
         }
         if options.json {
-            let diagnostics = verdict.as_ref().err().map_or(&[][..], Vec::as_slice);
-            print_json(&Verdict {
-                file: &self.source.file,
-                ranks,
-                passed: verdict.is_ok(),
-                report: verdict.as_ref().ok().map(Counts::from),
-                expectations: verdict.is_ok().then_some(&expectations),
-                diagnostics: diagnostics.iter().map(diagnostics::Json::from).collect(),
-                help,
-                error: verdict.as_ref().err().map(|diagnostics| {
-                    JsonError::from(&anyhow::Error::from(read.refused(diagnostics)))
-                }),
-            })?;
+            let object = Object::default()
+                .key("file", &self.source.file)
+                .key("ranks", ranks)
+                .key("passed", verdict.is_ok());
+            let object = match &verdict {
+                Ok(report) => object
+                    .object("report", counts(report))
+                    .object("expectations", expectations.object()),
+                Err(_) => object,
+            };
+            let found = verdict.as_ref().err().map_or(&[][..], Vec::as_slice);
+            let error = verdict.as_ref().err().map(|found| {
+                // As of every command that fails.
+                JsonError::from(&anyhow::Error::from(read.refused(found)))
+            });
+            print_json(
+                &object
+                    .objects("diagnostics", found.iter().map(diagnostics::object))
+                    .optional("help", help)
+                    .optional("error", error),
+            )?;
         } else {
             match &verdict {
                 Ok(report) => {
@@ -174,7 +137,14 @@ impl Expectations {
         Ok(Vec::new())
     }
 
-    /// The line about them, where there are any.
+    fn object(&self) -> Object {
+        Object::default()
+            .key("stated", self.stated)
+            .key("evaluations", self.evaluations)
+            .optional("not_evaluated", self.not_evaluated.as_ref())
+    }
+
+    /// The line about them, if there are any.
     fn line(&self) -> String {
         match &self.not_evaluated {
             _ if self.stated == 0 => String::new(),
@@ -185,6 +155,19 @@ impl Expectations {
                 counted(self.evaluations, "evaluation")
             ),
         }
+    }
+}
+
+fn counts(report: &Report) -> Object {
+    let object = Object::default()
+        .key("operations", report.operations)
+        .key("streams", report.streams)
+        .key("transfers", report.transfers)
+        .key("exchanges", report.exchanges)
+        .key("bytes", report.bytes);
+    match &report.eager_only {
+        Some(diagnostic) => object.object("eager_only", diagnostics::object(diagnostic)),
+        None => object,
     }
 }
 

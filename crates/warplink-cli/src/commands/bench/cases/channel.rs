@@ -5,8 +5,9 @@ mod kernels;
 
 use crate::commands::bench::case::{Case, Setup, SizeRange, by_device};
 use crate::commands::bench::clock::{BenchClock, Times, Work};
-use crate::commands::bench::report::{Figures, Live, Object, Row, job, or_empty};
+use crate::commands::bench::report::{Figures, Live, Row, job, or_empty};
 use crate::memory;
+use crate::report::Object;
 use crate::report::bytes::ByteSize;
 use anyhow::{Context, Result};
 use clap::Args;
@@ -184,13 +185,14 @@ impl<'a> ChannelRunner<'a> {
             [] => Vec::new(),
             requests => comm.connect(requests)?.all().to_vec(),
         };
+        let heading = row("", None, (0, 0), Times::default(), [None; 2]);
         Ok(Self {
             clock: BenchClock::new(comm, Priority::Normal)?,
             kernels,
             connections,
             samples: setup.samples,
             limit,
-            rows: Live::new(comm, &WIDTHS, setup.json),
+            rows: Live::new(comm, &WIDTHS, &heading, setup.json)?,
         })
     }
 

@@ -6,10 +6,11 @@ mod runner;
 mod template;
 
 use crate::commands::bench::case::{Case, Setup, SizeRange};
-use crate::commands::bench::report::{Figures, Object, compared, job, or_empty};
+use crate::commands::bench::report::{Figures, compared, job, or_empty};
 use crate::memory;
 use crate::names::{OneOf, OneOrBoth, name_of, names_of};
 use crate::options::Options;
+use crate::report::Object;
 use crate::report::bytes::ByteSize;
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, ValueEnum};

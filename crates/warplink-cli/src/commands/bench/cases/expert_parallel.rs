@@ -5,9 +5,10 @@ mod runner;
 
 use crate::commands::bench::case::{Case, Setup, SizeRange};
 use crate::commands::bench::clock::Times;
-use crate::commands::bench::report::{Figures, Object, compared, job};
+use crate::commands::bench::report::{Figures, compared, job};
 use crate::memory;
 use crate::names::{OneOf, name_of};
+use crate::report::Object;
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
 use runner::ExpertRunner;

@@ -3,9 +3,10 @@
 mod runner;
 
 use crate::commands::bench::case::{Case, Setup, SizeRange};
-use crate::commands::bench::report::{Figures, Object, compared, job, or_empty};
+use crate::commands::bench::report::{Figures, compared, job, or_empty};
 use crate::memory;
 use crate::names::OneOf;
+use crate::report::Object;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use runner::FusedRunner;

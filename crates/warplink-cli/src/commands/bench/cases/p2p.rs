@@ -5,9 +5,10 @@ mod runner;
 
 use crate::commands::bench::case::{Case, Setup, SizeRange};
 use crate::commands::bench::clock::{Submission, Times};
-use crate::commands::bench::report::{Figures, Object, Row, compared, job, micros};
+use crate::commands::bench::report::{Figures, Row, compared, job, micros};
 use crate::memory;
 use crate::names::name_of;
+use crate::report::Object;
 use crate::report::bytes::ByteSize;
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};

@@ -3,8 +3,9 @@
 use crate::commands::bench::case::{Case, Setup, by_device};
 use crate::commands::bench::clock::{BenchClock, WorkRef, median};
 use crate::commands::bench::peers::optional;
-use crate::commands::bench::report::{Figures, Object, Row, job};
+use crate::commands::bench::report::{Figures, Row, job};
 use crate::gemm::{DistributedGemm, Op, Problem, check_lowerings, common_seed, lowering_name};
+use crate::report::Object;
 use anyhow::{Context, Result};
 use clap::Args;
 use serde::Serialize;

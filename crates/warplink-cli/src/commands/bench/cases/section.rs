@@ -5,13 +5,13 @@ mod memory;
 use crate::commands::bench::case::{Case, Setup, SizeRange};
 use crate::commands::bench::clock::{BenchClock, Submission, Times, Work};
 use crate::commands::bench::peers::{optional, vendor};
-use crate::commands::bench::report::{Figures, Object, Row, job, micros, or_empty};
+use crate::commands::bench::report::{Figures, Row, job, micros, or_empty};
 use crate::commands::program::{ProgramSource, Text};
 use crate::gemm::common_seed;
 use crate::names::name_of;
 use crate::options::Options;
 use crate::report::bytes::ByteSize;
-use crate::report::print_message;
+use crate::report::{Object, print_message};
 use anyhow::{Context, Result, ensure};
 use clap::{Args, ValueEnum};
 use memory::{SectionBuffers, tensors};
@@ -42,7 +42,7 @@ pub(crate) struct Section {
     /// The parameter that is the number of elements
     #[arg(long, value_name = "NAME", default_value = "n")]
     length: String,
-    /// Values of a parameter to try; may be repeated
+    /// TriedValues of a parameter to try; may be repeated
     #[arg(long = "try", value_name = "NAME=A,B", value_parser = values)]
     tried: Vec<(String, Vec<i64>)>,
     /// The collective that it is compared with, as in program text
@@ -77,13 +77,13 @@ enum Against {
     Nothing,
 }
 
-/// Values of the parameters that are tried.
-type Values = Vec<(String, i64)>;
+/// TriedValues of the parameters that are tried.
+type TriedValues = Vec<(String, i64)>;
 
 /// Figures of one size with some values.
 struct SectionTimes {
     bytes: usize,
-    values: Values,
+    values: TriedValues,
     seconds: Times,
     collective: Option<Times>,
     /// Elements of all ranks' outputs that differ.
@@ -324,7 +324,7 @@ impl SectionTimes {
         let resource = |of: fn(&KernelResources) -> u32| {
             each(&|kernel| or_empty(kernel.resources.as_ref().map(of), |it| it.to_string()))
         };
-        let kernels: Vec<Object> = self.kernels.iter().map(kernel_object).collect();
+        let kernels = self.kernels.iter().map(kernel_object);
         let line = format!("{program} {}", assignments(&self.values));
         let row = Row::of(ByteSize(self.bytes as u64).to_string())
             .count("bytes", self.bytes as u64)
@@ -332,7 +332,7 @@ impl SectionTimes {
             .key("seconds", self.seconds)
             .optional("collective", self.collective)
             .optional("different", self.different)
-            .key("kernels", kernels)
+            .objects("kernels", kernels)
             .number("us", micros(seconds))
             .number("GB/s", format!("{:.1}", self.bytes as f64 / seconds / 1e9))
             .number_or_empty(&against, collective, micros)
@@ -387,9 +387,9 @@ fn has_kernel(body: &[Statement]) -> bool {
 }
 
 /// Every combination of one value for each parameter.
-fn combinations(tried: &[(String, Vec<i64>)]) -> Vec<Values> {
+fn combinations(tried: &[(String, Vec<i64>)]) -> Vec<TriedValues> {
     tried.iter().fold(vec![Vec::new()], |all, (name, values)| {
-        let with = |before: &Values, value: &i64| {
+        let with = |before: &TriedValues, value: &i64| {
             let mut next = before.clone();
             next.push((name.clone(), *value));
             next

@@ -3,8 +3,9 @@
 use super::FusedPeer;
 use crate::commands::bench::clock::{BenchClock, Submission, Times, Work};
 use crate::commands::bench::peers::{allocate, download, optional, total, vendor};
-use crate::commands::bench::report::{Object, Row, micros};
+use crate::commands::bench::report::{Row, micros};
 use crate::names::name_of;
+use crate::report::Object;
 use anyhow::Result;
 use warplink::collective::{Fused, FusedMemory, Quantization, Wire};
 use warplink::device::{DeviceSlice, Priority, ReduceOp};
@@ -194,7 +195,7 @@ impl<'a> FusedRunner<'a> {
         let mut row = Row::of(tokens.to_string())
             .count("tokens", tokens as u64)
             .name("submission", &submission)
-            .key("methods", objects.collect::<Vec<_>>());
+            .objects("methods", objects);
         for (number, (method, times)) in methods.iter().enumerate() {
             let heading = match number {
                 0 => "us".to_owned(),
