@@ -3,15 +3,15 @@
 use super::bench::case::by_device;
 use super::bench::clock::{BenchClock, Submission, Times, WorkRef};
 use super::bench::peers::{allocate, optional};
+use super::bench::report::{job, or_empty};
 use super::ranks;
 use crate::gemm::{
     DistributedGemm, Op, Problem, check_lowerings, common_seed, gather_lowering_name,
 };
 use crate::names::OneOf;
 use crate::options::Options;
-use crate::report;
-use crate::report::counted;
 use crate::report::table::{Align, Table};
+use crate::report::{self, Object};
 use anyhow::{Context, Result, ensure};
 use clap::Args;
 use serde::Serialize;
@@ -69,25 +69,6 @@ struct Method {
     error: f64,
 }
 
-#[derive(Debug, Serialize)]
-struct DemoOutcome {
-    demo: &'static str,
-    device: String,
-    ranks: usize,
-    #[serde(flatten)]
-    problem: Problem,
-    seed: u64,
-    lowering: String,
-    reason: String,
-    overlapped: Method,
-    plain: Method,
-    /// Time without overlap divided by time with overlap, of the faster submission each.
-    ratio: f64,
-    checked_rows: usize,
-    tolerance: Option<f64>,
-    right: bool,
-}
-
 impl Demo {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         let check = |kind, world| {
@@ -100,11 +81,11 @@ impl Demo {
             check_lowerings(self.lowering.as_slice(), &[problem.op])
         };
         ranks::run_checked(options, check, |comm| {
-            let outcome = self.outcome(comm)?;
+            let (object, text, right) = self.outcome(comm)?;
             if comm.rank() == 0 {
-                report::print_result(options.json, &outcome, || outcome.text())?;
+                report::print_result(options.json, &object, || text)?;
             }
-            Ok(report::exit_code(outcome.right))
+            Ok(report::exit_code(right))
         })
     }
 
@@ -132,7 +113,8 @@ impl Demo {
         Ok(Some(lowering))
     }
 
-    fn outcome(&self, comm: &Communicator) -> Result<DemoOutcome> {
+    /// The result as JSON and as text, and whether it is right.
+    fn outcome(&self, comm: &Communicator) -> Result<(Object, String, bool)> {
         let kind = comm.device().kind();
         let samples = self.samples.map(usize::from);
         let samples = samples.unwrap_or(by_device(kind, [20, 5]));
@@ -193,21 +175,57 @@ impl Demo {
         };
         let best = |method: &Method| method.eager.median.min(method.captured.median);
         let right = gemm.is_right(overlapped.error) && gemm.is_right(plain.error);
-        Ok(DemoOutcome {
-            demo: "all-gather + matmul",
-            device: comm.device().name(),
-            ranks: comm.world(),
-            problem: gemm.problem,
-            seed,
-            lowering: name,
-            reason,
-            ratio: best(&plain) / best(&overlapped),
-            overlapped,
-            plain,
-            checked_rows: gemm.checked_rows(),
-            tolerance: gemm.problem.dtype.matmul_tolerance(),
-            right,
-        })
+        let mut table = Table::new([
+            ("", Align::Left),
+            ("eager (ms)", Align::Right),
+            ("captured (ms)", Align::Right),
+            ("TFLOP/s", Align::Right),
+            ("error", Align::Right),
+            ("", Align::Left),
+        ]);
+        let (problem, world) = (gemm.problem, comm.world());
+        for (title, method) in [("with overlap", &overlapped), ("without overlap", &plain)] {
+            table.row([
+                title.to_owned(),
+                format!("{:.3}", method.eager.median * 1e3),
+                format!("{:.3}", method.captured.median * 1e3),
+                format!("{:.3}", problem.flops(world) / best(method) / 1e12),
+                format!("{:.1e}", method.error),
+                method.name.clone(),
+            ]);
+        }
+        let Problem { m, k, n, dtype, .. } = problem;
+        let (ratio, rows) = (best(&plain) / best(&overlapped), gemm.checked_rows());
+        let tolerance = dtype.matmul_tolerance();
+        let text = format!(
+            "all-gather + matmul of {m} x {k} by {k} x {n}{}, {dtype}, {}\n\n{table}\n\
+             Speedup with overlap: {ratio:.3}. The result is {}{}; checked {rows} rows per rank; seed {seed}.\n\n\
+             {reason}",
+            if problem.transposed_b {
+                " (transposed)"
+            } else {
+                ""
+            },
+            job(comm),
+            if right { "correct" } else { "WRONG" },
+            or_empty(tolerance, |most| format!(" (tolerance {most:.0e})")),
+        );
+        let object = Object::default()
+            .key("demo", "all-gather + matmul")
+            .key("device", comm.device().name())
+            .key("ranks", world);
+        let object = problem
+            .add_to(object)
+            .key("seed", seed)
+            .key("lowering", name)
+            .key("reason", reason)
+            .key("overlapped", overlapped)
+            .key("plain", plain)
+            .key("ratio", ratio)
+            .key("checked_rows", rows)
+            .key("tolerance", tolerance)
+            .key("right", right);
+        Ok((object, text, right))
     }
 }
 
@@ -235,55 +253,4 @@ fn time(
             after
         },
     })
-}
-
-impl DemoOutcome {
-    fn text(&self) -> String {
-        let Problem {
-            m,
-            k,
-            n,
-            dtype,
-            transposed_b,
-            ..
-        } = self.problem;
-        let order = if transposed_b { " (transposed)" } else { "" };
-        let mut table = Table::new([
-            ("", Align::Left),
-            ("eager (ms)", Align::Right),
-            ("captured (ms)", Align::Right),
-            ("TFLOP/s", Align::Right),
-            ("error", Align::Right),
-            ("", Align::Left),
-        ]);
-        for (title, method) in [
-            ("with overlap", &self.overlapped),
-            ("without overlap", &self.plain),
-        ] {
-            let best = method.eager.median.min(method.captured.median);
-            table.row([
-                title.to_owned(),
-                format!("{:.3}", method.eager.median * 1e3),
-                format!("{:.3}", method.captured.median * 1e3),
-                format!("{:.3}", self.problem.flops(self.ranks) / best / 1e12),
-                format!("{:.1e}", method.error),
-                method.name.clone(),
-            ]);
-        }
-        let verdict = if self.right { "correct" } else { "WRONG" };
-        let tolerance = self
-            .tolerance
-            .map_or_else(String::new, |most| format!(" (tolerance {most:.0e})"));
-        format!(
-            "all-gather + matmul of {m} x {k} by {k} x {n}{order}, {dtype}, {} on {}\n\n{table}\n\
-             Speedup with overlap: {:.3}. The result is {verdict}{tolerance}; checked {} rows per \
-             rank; seed {}.\n\n{}",
-            counted(self.ranks, "rank"),
-            self.device,
-            self.ratio,
-            self.checked_rows,
-            self.seed,
-            self.reason
-        )
-    }
 }

@@ -1,6 +1,7 @@
 //! A GEMM problem: the operation, the sizes and the element type.
 
 use crate::memory;
+use crate::report::Object;
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -196,6 +197,17 @@ impl Problem {
             Op::AllGatherMatmul => choose(&self.gather(), &lowerings, world, streams, model),
             Op::MatmulReduceScatter => choose(&self.scatter(), &lowerings, world, streams, model),
         }
+    }
+
+    /// Adds its keys to a JSON object.
+    pub(crate) fn add_to(&self, object: Object) -> Object {
+        object
+            .key("op", self.op)
+            .key("m", self.m)
+            .key("k", self.k)
+            .key("n", self.n)
+            .key("dtype", self.dtype)
+            .key("transposed_b", self.transposed_b)
     }
 
     /// Fails if the ranks cannot divide it evenly.

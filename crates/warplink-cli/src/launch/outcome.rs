@@ -9,7 +9,7 @@ use std::time::Duration;
 const FIRST_CAUSES: [i32; 5] = [SIGKILL, SIGSEGV, SIGBUS, SIGILL, SIGFPE];
 
 /// How the ranks exited.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct LaunchOutcome {
     /// By rank.
     pub(crate) exits: Vec<RankExit>,
@@ -29,12 +29,9 @@ impl LaunchOutcome {
     /// The outcome if nothing was started.
     pub(super) fn not_started(code: u8, error: String) -> Self {
         Self {
-            exits: Vec::new(),
-            first_failure: None,
-            signalled: None,
-            kept: Vec::new(),
             otherwise: code,
             error: Some(error),
+            ..Self::default()
         }
     }
 
@@ -151,10 +148,7 @@ mod tests {
         LaunchOutcome {
             exits: exits.iter().map(exit).collect(),
             first_failure,
-            signalled: None,
-            kept: Vec::new(),
-            otherwise: 0,
-            error: None,
+            ..LaunchOutcome::default()
         }
     }
 

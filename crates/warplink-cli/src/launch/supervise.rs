@@ -142,11 +142,7 @@ impl Supervisor {
         let mut watch = Watch {
             outcome: LaunchOutcome {
                 exits: vec![RankExit::default(); ranks.len()],
-                first_failure: None,
-                signalled: None,
-                kept: Vec::new(),
-                otherwise: 0,
-                error: None,
+                ..LaunchOutcome::default()
             },
             running: ranks.len(),
             failed: Vec::new(),

@@ -5,7 +5,7 @@ mod cases;
 pub(crate) mod clock;
 pub(crate) mod peers;
 mod plot;
-mod report;
+pub(crate) mod report;
 
 use crate::options::Options;
 use anyhow::Result;

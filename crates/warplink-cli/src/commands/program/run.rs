@@ -3,15 +3,14 @@
 use super::check::{self, Check, Compared};
 use super::inputs::Inputs;
 use super::{ProgramSource, Text};
-use crate::commands::bench::clock::{BenchClock, Submission, Times};
+use crate::commands::bench::clock::{BenchClock, Submission};
 use crate::commands::ranks;
 use crate::gemm::common_seed;
 use crate::memory;
 use crate::options::Options;
-use crate::report::{check_output, counted, exit_code, print_result, write_trace};
+use crate::report::{Object, check_output, counted, exit_code, print_result, write_trace};
 use anyhow::Result;
 use clap::Args;
-use serde::Serialize;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use warplink::Communicator;
@@ -54,58 +53,8 @@ pub(super) struct RunCommand {
     no_check: bool,
 }
 
-#[derive(Serialize)]
-struct RunOutcome {
-    program: String,
-    device: String,
-    ranks: usize,
-    /// Enqueued by rank 0 for a run.
-    operations: usize,
-    eager: Times,
-    /// Absent if the program runs eagerly only.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    captured: Option<Times>,
-    /// Why the program runs eagerly only.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    eager_only: Option<String>,
-    seed: u64,
-    /// For each output, the rank and run with the largest error; empty if nothing was compared.
-    values: Vec<Compared>,
-    /// Doubtful results that are not wrong.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    warnings: Vec<String>,
-    /// Why nothing was compared.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    not_checked: Option<String>,
-}
-
-impl RunOutcome {
-    fn text(&self) -> String {
-        let captured = match &self.captured {
-            Some(captured) => format!("{:.1} us captured", captured.median * 1e6),
-            None => "not captured".to_owned(),
-        };
-        let mut text = format!(
-            "{}: {} on rank 0 of {}, {}; {:.1} us, {captured}\n",
-            self.program,
-            counted(self.operations, "operation"),
-            self.ranks,
-            self.device,
-            self.eager.median * 1e6,
-        );
-        let values = self.values.iter().map(ToString::to_string);
-        let warnings = self.warnings.iter();
-        let warnings = warnings.map(|warning| format!("warning: {warning}"));
-        let not_checked = self.not_checked.iter();
-        let not_checked = not_checked.map(|why| format!("values are not checked: {why}"));
-        let lines = self.eager_only.iter().cloned().chain(values);
-        for line in lines.chain(warnings).chain(not_checked) {
-            text += &line;
-            text += "\n";
-        }
-        text
-    }
-}
+/// The result as JSON and as text, and whether it is right.
+type RunOutcome = (Object, String, bool);
 
 impl RunCommand {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
@@ -121,15 +70,15 @@ impl RunCommand {
             Ok(())
         };
         ranks::run_checked(options, check, |comm| {
-            let (outcome, trace) = self.outcome(comm, &text)?;
+            let ((object, lines, right), trace) = self.outcome(comm, &text)?;
             if comm.rank() == 0 {
-                print_result(options.json, &outcome, || outcome.text())?;
+                print_result(options.json, &object, || lines)?;
             }
             // After the result, so that a failed write of the trace does not lose it.
             if let (Some(path), Some(trace)) = (&self.trace, trace?) {
                 write_trace(path, &trace)?;
             }
-            Ok(exit_code(outcome.values.iter().all(Compared::is_right)))
+            Ok(exit_code(right))
         })
     }
 
@@ -184,19 +133,41 @@ impl RunCommand {
             Some(_) => plan.trace(&clock.stream),
             None => Ok(None),
         };
-        let outcome = RunOutcome {
-            program: text.program.name.clone(),
-            device: comm.device().name(),
-            ranks: comm.world(),
-            operations: plan.operations(),
-            eager,
-            captured,
-            eager_only,
-            seed,
-            values,
-            warnings: check.as_ref().map(Check::warnings).unwrap_or_default(),
-            not_checked: check.err(),
+        let (program, device) = (&text.program.name, comm.device().name());
+        let warnings = check.as_ref().map(Check::warnings).unwrap_or_default();
+        let not_checked = check.err();
+        let times = match &captured {
+            Some(times) => format!("{:.1} us captured", times.median * 1e6),
+            None => "not captured".to_owned(),
         };
+        let mut lines = vec![format!(
+            "{program}: {} on rank 0 of {}, {device}; {:.1} us, {times}",
+            counted(plan.operations(), "operation"),
+            comm.world(),
+            eager.median * 1e6,
+        )];
+        lines.extend(eager_only.clone());
+        lines.extend(values.iter().map(ToString::to_string));
+        lines.extend(warnings.iter().map(|text| format!("warning: {text}")));
+        lines.extend(
+            not_checked
+                .iter()
+                .map(|why| format!("values are not checked: {why}")),
+        );
+        let right = values.iter().all(Compared::is_right);
+        let object = Object::default()
+            .key("program", program)
+            .key("device", device)
+            .key("ranks", comm.world())
+            .key("operations", plan.operations())
+            .key("eager", eager)
+            .optional("captured", captured)
+            .optional("eager_only", eager_only)
+            .key("seed", seed)
+            .key("values", &values)
+            .optional("warnings", Some(warnings).filter(|all| !all.is_empty()))
+            .optional("not_checked", not_checked);
+        let outcome = (object, lines.join("\n") + "\n", right);
         Ok((outcome, trace))
     }
 

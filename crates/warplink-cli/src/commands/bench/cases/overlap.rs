@@ -130,8 +130,8 @@ impl Case for Overlap {
 
     fn prepare(&mut self, options: &Options) -> Result<Option<ExitCode>> {
         if let (Some(file), Some(model)) = (&self.replay, &self.model) {
-            let replay = replay::replay(file, &*named_model(model)?)?;
-            print_result(options.json, &replay, || replay.text())?;
+            let (object, text) = replay::replay(file, &*named_model(model)?)?;
+            print_result(options.json, &object, || text)?;
             return Ok(Some(ExitCode::SUCCESS));
         }
         if let Some(folder) = &self.traces {

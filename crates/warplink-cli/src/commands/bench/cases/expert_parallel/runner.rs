@@ -233,10 +233,10 @@ impl<'a> ExpertRunner<'a> {
             (&vendor.packed, &data.sends),
             stream,
         )?;
-        let (to, from) = (packed(&received), packed(&data.sends));
+        let (to, from) = (starts(&received), starts(&data.sends));
         vendor.collectives.all_to_all_v(
-            (&self.locals, to.parts(&received)),
-            (&self.numbers, from.parts(&data.sends)),
+            (&self.locals, parts(&received, &to)),
+            (&self.numbers, parts(&data.sends, &from)),
             DType::I32,
             stream,
         )?;
@@ -264,10 +264,10 @@ impl<'a> ExpertRunner<'a> {
             counts.map(|count| count * self.layer.elements).collect()
         };
         let (received, sent) = (elements(received), elements(sent));
-        let (to, from) = (packed(&received), packed(&sent));
+        let (to, from) = (starts(&received), starts(&sent));
         vendor.collectives.all_to_all_v(
-            (target, to.parts(&received)),
-            (source, from.parts(&sent)),
+            (target, parts(&received, &to)),
+            (source, parts(&sent, &from)),
             self.layer.dtype,
             stream,
         )?;
@@ -289,23 +289,19 @@ impl Vendor {
     }
 }
 
-/// The starts of parts that follow one another.
-struct Starts(Vec<usize>);
-
-impl Starts {
-    fn parts<'p>(&'p self, counts: &'p [usize]) -> Parts<'p> {
-        Parts {
-            counts,
-            displacements: &self.0,
-        }
-    }
-}
-
-fn packed(counts: &[usize]) -> Starts {
+/// Starts of consecutive parts.
+fn starts(counts: &[usize]) -> Vec<usize> {
     let mut end = 0;
     let starts = counts.iter().map(|count| {
         end += count;
         end - count
     });
-    Starts(starts.collect())
+    starts.collect()
+}
+
+fn parts<'p>(counts: &'p [usize], displacements: &'p [usize]) -> Parts<'p> {
+    Parts {
+        counts,
+        displacements,
+    }
 }

@@ -1,11 +1,13 @@
 //! `bench overlap --replay`: the cost model's choices today for shapes that were measured before, to judge
 //! a change of the model or the simulation without the machine.
 
+use super::figures::judgement;
 use super::measure::{COLLECTIVE, Submitted};
 use crate::gemm::Problem;
+use crate::report::Object;
 use anyhow::{Context, Result};
-use serde::{Deserialize, Serialize};
-use std::path::{Path, PathBuf};
+use serde::Deserialize;
+use std::path::Path;
 use warplink::file::read_text;
 use warplink::overlap::DEFAULT_STREAMS;
 use warplink::program::cost::HardwareModel;
@@ -35,50 +37,14 @@ struct ReplayRow {
     times: Submitted,
 }
 
-/// Today's choices.
-#[derive(Serialize)]
-pub(super) struct Replay {
-    benchmark: &'static str,
-    /// The report whose shapes these are.
-    replay: PathBuf,
-    model: String,
-    ranks: usize,
-    shapes: Vec<Replayed>,
-}
-
-/// A shape whose chosen lowering was measured.
-#[derive(Serialize)]
-struct Replayed {
-    #[serde(flatten)]
-    problem: Problem,
-    choice: String,
-    /// The fastest time over the chosen lowering's.
-    of_best: f64,
-    /// The collective's time over the chosen lowering's.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    over_collective: Option<f64>,
-    /// For people, where the choice is not among the best.
-    #[serde(skip)]
-    text: String,
-}
-
-impl Replay {
-    /// The shapes whose choice is not among the best, and the quality of all choices.
-    pub(super) fn text(&self) -> String {
-        let shapes = || self.shapes.iter();
-        let text: String = shapes().map(|shape| shape.text.as_str()).collect();
-        let of_best: Vec<f64> = shapes().map(|shape| shape.of_best).collect();
-        let over: Vec<f64> = shapes().filter_map(|shape| shape.over_collective).collect();
-        text + &super::figures::judgement(&of_best, &over)
-    }
-}
-
-/// Chooses anew for every shape in `file`.
-pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<Replay> {
+/// Chooses anew for every shape in `file`. Returns the choices as JSON; and as text those that are not among the best,
+/// with the quality of all.
+pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<(Object, String)> {
     let text = read_text(file, MAX_REPORT_BYTES)?;
     let measured: Measured = serde_json::from_str(&text)
         .with_context(|| format!("{} is not a report of bench overlap", file.display()))?;
-    let mut shapes = Vec::new();
+    let (mut shapes, mut text) = (Vec::new(), String::new());
+    let (mut all_of_best, mut all_over) = (Vec::new(), Vec::new());
     for shape in &measured.shapes {
         let problem = shape.problem;
         let choice = problem.choose(measured.ranks, DEFAULT_STREAMS, model)?;
@@ -91,7 +57,6 @@ pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<Replay> {
         let of_best = best.fold(f64::INFINITY, f64::min) / chosen.times.best();
         let over_collective = row(COLLECTIVE).map(|row| row.times.best() / chosen.times.best());
         let is_good = of_best >= 0.95 && over_collective.is_none_or(|ratio| ratio >= 0.97);
-        let mut text = String::new();
         if !is_good {
             text += &format!("\n{}: {of_best:.3} of the fastest\n", choice.subject);
         }
@@ -116,19 +81,20 @@ pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<Replay> {
                 estimate.map_or_else(String::new, |estimate| estimate.chosen.to_string())
             );
         }
-        shapes.push(Replayed {
-            problem,
-            choice: choice.name().to_owned(),
-            of_best,
-            over_collective,
-            text,
-        });
+        all_of_best.push(of_best);
+        all_over.extend(over_collective);
+        let object = problem
+            .add_to(Object::default())
+            .key("choice", choice.name())
+            .key("of_best", of_best)
+            .optional("over_collective", over_collective);
+        shapes.push(object);
     }
-    Ok(Replay {
-        benchmark: "overlap",
-        replay: file.to_owned(),
-        model: model.name.clone(),
-        ranks: measured.ranks,
-        shapes,
-    })
+    let object = Object::default()
+        .key("benchmark", "overlap")
+        .key("replay", file)
+        .key("model", &model.name)
+        .key("ranks", measured.ranks)
+        .objects("shapes", shapes);
+    Ok((object, text + &judgement(&all_of_best, &all_over)))
 }
