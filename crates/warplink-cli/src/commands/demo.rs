@@ -148,31 +148,7 @@ impl Demo {
         })?;
         drop(plan);
 
-        let collective = gemm.plan(&overlap::Options::only(op.collective()?));
-        let plain = match optional(comm, "NCCL", collective)? {
-            Some(plan) => {
-                let engine = comm.collective_engine()?.name();
-                let name = format!("{engine}, then one GEMM");
-                time(&mut gemm, &clock, samples, name, &|stream| {
-                    Ok(plan.run(stream)?)
-                })?
-            }
-            None => {
-                let collectives = comm.collectives()?;
-                let gathered = allocate(comm, gemm.a.bytes() * comm.world())?;
-                let (a, b, c) = (gemm.a.clone(), gemm.b.clone(), gemm.c.clone());
-                let (compute, spec) = (
-                    comm.compute()?,
-                    gemm.problem.spec(gemm.problem.m, gemm.problem.k),
-                );
-                compute.prepare_matmul(&spec)?;
-                let name = "own all-gather (NCCL cannot be used), then one GEMM".to_owned();
-                time(&mut gemm, &clock, samples, name, &|stream| {
-                    collectives.all_gather(&gathered, &a, stream)?;
-                    Ok(compute.matmul(stream, &spec, &gathered, &b, &c, None)?)
-                })?
-            }
-        };
+        let plain = without_overlap(&mut gemm, &clock, samples)?;
         let best = |method: &Method| method.eager.median.min(method.captured.median);
         let right = gemm.is_right(overlapped.error) && gemm.is_right(plain.error);
         let mut table = Table::new([
@@ -227,6 +203,30 @@ impl Demo {
             .key("right", right);
         Ok((object, text, right))
     }
+}
+
+/// Times the collective engine followed by one GEMM; without an engine, the library's own all-gather.
+fn without_overlap(
+    gemm: &mut DistributedGemm<'_>,
+    clock: &BenchClock<'_>,
+    samples: usize,
+) -> Result<Method> {
+    let (comm, problem) = (gemm.comm, gemm.problem);
+    let collective = gemm.plan(&overlap::Options::only(problem.op.collective()?));
+    if let Some(plan) = optional(comm, "NCCL", collective)? {
+        let name = format!("{}, then one GEMM", comm.collective_engine()?.name());
+        return time(gemm, clock, samples, name, &|stream| Ok(plan.run(stream)?));
+    }
+    let collectives = comm.collectives()?;
+    let gathered = allocate(comm, gemm.a.bytes() * comm.world())?;
+    let (a, b, c) = (gemm.a.clone(), gemm.b.clone(), gemm.c.clone());
+    let (compute, spec) = (comm.compute()?, problem.spec(problem.m, problem.k));
+    compute.prepare_matmul(&spec)?;
+    let name = "own all-gather (NCCL cannot be used), then one GEMM".to_owned();
+    time(gemm, clock, samples, name, &|stream| {
+        collectives.all_gather(&gathered, &a, stream)?;
+        Ok(compute.matmul(stream, &spec, &gathered, &b, &c, None)?)
+    })
 }
 
 /// Checks a run of `work` over a poisoned result, times it, and checks the result of the last run. Returns

@@ -1,4 +1,4 @@
-//! The frame of a benchmark: its options, its runs on all ranks, and where its figures go.
+//! The frame of a benchmark: its options, its runs on all ranks, and the output of its figures.
 //!
 //! A benchmark is a [`Case`]: it declares its name, its sizes and its samples, and measures. This file
 //! gives all of them the same options, the same help for them, and the same handling of results.
@@ -37,7 +37,7 @@ pub(crate) trait Case: Args {
         Ok(None)
     }
 
-    /// Fails where the options do not fit one another, the ranks or the memory.
+    /// Fails if the options contradict one another, or do not fit the ranks or the memory.
     fn check(&self, setup: &Setup) -> Result<()>;
 
     /// Measures, on every rank.

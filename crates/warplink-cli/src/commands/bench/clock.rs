@@ -225,7 +225,7 @@ impl<'a> BenchClock<'a> {
     }
 }
 
-/// The median of `figures`, which it sorts; NaN where there are none.
+/// The median of `figures`, which it sorts; NaN if there are none.
 pub(crate) fn median(figures: &mut [f64]) -> f64 {
     figures.sort_by(f64::total_cmp);
     let middle = figures.get(figures.len() / 2);

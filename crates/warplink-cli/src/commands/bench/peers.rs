@@ -29,7 +29,7 @@ pub(crate) fn is_missing(error: &anyhow::Error) -> bool {
     })
 }
 
-/// The value of `made`; none, with a message by rank 0, where the library of `name` is missing.
+/// The value of `made`; none, with a message by rank 0, if the library of `name` is missing.
 pub(crate) fn optional<T, E: Into<anyhow::Error>>(
     comm: &Communicator,
     name: &str,
@@ -69,7 +69,7 @@ pub(crate) fn total(comm: &Communicator, own: u64) -> Result<u64> {
     Ok(all.concat().iter().sum::<f64>() as u64)
 }
 
-/// The rank before and the one after, in a ring.
+/// The previous and the next rank of a ring.
 pub(crate) fn neighbours(rank: usize, world: usize) -> [usize; 2] {
     [(rank + world - 1) % world, (rank + 1) % world]
 }

@@ -46,7 +46,7 @@ pub(crate) enum Drawing {
 pub(crate) struct Point {
     pub(crate) panel: String,
     pub(crate) line: String,
-    /// Its place on the horizontal axis, where each size is as far from the next.
+    /// Its position on the horizontal axis, on which sizes are equidistant.
     pub(crate) size: String,
     pub(crate) value: f64,
     /// Of its panel's vertical axis.

@@ -70,63 +70,51 @@ fn summarize(
     what: TrialKind,
     reports: &[RankReport],
 ) -> Vec<Prerequisite> {
-    let Some(first) = reports.first() else {
-        return Vec::new();
-    };
-    let names = first.steps.iter().map(|step| step.name.as_str());
-    names
-        .map(|name| {
-            let all: Vec<(usize, &RankReport, &CheckStep)> = reports
-                .iter()
-                .enumerate()
-                .filter_map(|(rank, report)| {
-                    let step = report.steps.iter().find(|step| step.name == name)?;
-                    Some((rank, report, step))
-                })
-                .collect();
-            let failure = all
-                .iter()
-                .find_map(|(rank, report, step)| match &step.outcome {
-                    Ok(_) => None,
-                    Err(error) => Some((rank, report, step, error)),
-                });
-            let found = match failure {
-                None => {
-                    let detail = all
-                        .first()
-                        .and_then(|(.., step)| step.outcome.as_ref().ok());
-                    Found::ok(format!(
-                        "{}, {}",
-                        detail.map_or("done", String::as_str),
-                        counted(reports.len(), "rank")
-                    ))
-                }
-                Some((_, _, step, error)) if step.library_missing => {
-                    Found::missing(error.as_str(), "install the library; see libraries below")
-                }
-                Some((rank, report, _, error)) => {
-                    let help = match kind {
-                        DeviceKind::Host => "report this as a bug",
-                        DeviceKind::Cuda => {
-                            "fix what is missing above; in a container, share the host's IPC and \
-                             PID namespaces (--ipc=host --pid=host)"
-                        }
-                    };
-                    Found::missing(format!("rank {rank} on {}: {error}", report.device), help)
-                }
-            };
-            let check = Prerequisite::new(area, name, found);
-            // Transfers do not need GEMM.
-            let optional = name == GEMM
-                || what == TrialKind::Collectives
-                || (kind == DeviceKind::Cuda && name.starts_with(VIRTUAL));
-            if optional {
-                check
-            } else {
-                check.needed_by(kind)
+    let check = |first: &CheckStep| {
+        let steps = reports.iter().enumerate().filter_map(|(rank, report)| {
+            let mut steps = report.steps.iter();
+            Some((rank, report, steps.find(|step| step.name == first.name)?))
+        });
+        let mut failures = steps.filter_map(|(rank, report, step)| {
+            Some((
+                rank,
+                report,
+                step.library_missing,
+                step.outcome.as_ref().err()?,
+            ))
+        });
+        let found = match failures.next() {
+            None => {
+                let detail = first.outcome.as_deref().unwrap_or("done");
+                Found::ok(format!("{detail}, {}", counted(reports.len(), "rank")))
             }
-        })
-        .collect()
+            Some((.., true, error)) => {
+                Found::missing(error, "install the library; see libraries below")
+            }
+            Some((rank, report, false, error)) => {
+                let help = match kind {
+                    DeviceKind::Host => "report this as a bug",
+                    DeviceKind::Cuda => {
+                        "fix what is missing above; in a container, share the host's IPC and PID \
+                         namespaces (--ipc=host --pid=host)"
+                    }
+                };
+                Found::missing(format!("rank {rank} on {}: {error}", report.device), help)
+            }
+        };
+        let check = Prerequisite::new(area, &first.name, found);
+        // Transfers do not need GEMM.
+        let optional = first.name == GEMM
+            || what == TrialKind::Collectives
+            || (kind == DeviceKind::Cuda && first.name.starts_with(VIRTUAL));
+        if optional {
+            check
+        } else {
+            check.needed_by(kind)
+        }
+    };
+    let steps = reports.first().map_or(&[][..], |report| &report.steps);
+    steps.iter().map(check).collect()
 }
 
 /// Starts the ranks and collects their output.

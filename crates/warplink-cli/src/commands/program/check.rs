@@ -13,7 +13,7 @@ use warplink::program::{Plan, TensorId, TensorInstance};
 use super::inputs::Inputs;
 use super::{ProgramSource, Text};
 
-/// Runs that are compared in a row, each with inputs of its own: leftovers of an earlier run show, in as many
+/// Number of consecutive compared runs, each with new inputs: enough to detect stale data of earlier runs in as many
 /// slots as programs commonly have.
 const RUNS: u64 = 4;
 

@@ -196,7 +196,7 @@ impl<'a> ChannelRunner<'a> {
         })
     }
 
-    /// The connection of a rank that takes part.
+    /// The connection of this rank, if it has one.
     fn connection(&self, transport: Transport) -> Option<&Connection> {
         let mut all = self.connections.iter();
         all.find(|connection| connection.transport() == transport)

@@ -65,7 +65,7 @@ pub(crate) struct CollectiveBench {
     /// The only algorithm that is allowed [default: chosen by size]
     #[arg(long, value_name = "NAME", value_parser = OneOf(&Algorithm::ALL))]
     algorithm: Option<Algorithm>,
-    /// The most multiprocessors that a call of Warplink's takes
+    /// Maximum number of multiprocessors for one of Warplink's calls
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..))]
     multiprocessors: Option<u16>,
     /// How many blocks move data in a call of Warplink's [default: chosen by size]
@@ -94,9 +94,9 @@ pub(crate) struct CollectiveBench {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Placement {
-    /// To memory of its own.
+    /// Separate memory.
     Out,
-    /// To the memory of the input, of which it may be a part.
+    /// The memory of the input, possibly a part of it.
     In,
 }
 

@@ -77,7 +77,7 @@ enum Method {
 }
 
 impl Method {
-    /// The protocol and the path of a send and receive; no path where that is the communicator's.
+    /// The protocol and the path of a send and receive; no path for the communicator's default.
     fn transfer(self) -> Option<(Protocol, Option<Path>)> {
         match self {
             Self::Put => Some((Protocol::Put, None)),

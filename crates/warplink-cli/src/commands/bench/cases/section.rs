@@ -101,7 +101,7 @@ impl Case for Section {
         Ok(None)
     }
 
-    /// Fails where nothing could be measured, or the options do not fit the program.
+    /// Fails if nothing can be measured, or the options do not fit the program.
     fn check(&self, setup: &Setup) -> Result<()> {
         let text = self.text()?;
         let (name, length) = (&text.program.name, self.length.as_str());

@@ -26,7 +26,7 @@ impl Inputs {
         self.drawn(rank, 0, bytes)
     }
 
-    /// A rank's output; none where the collective does not write it.
+    /// A rank's output; none if the collective does not write it.
     pub(crate) fn expected(&self, rank: usize) -> Result<Option<Vec<u8>>> {
         use CollectiveKind as Kind;
         let (part, root) = (self.call.bytes(), self.call.root.unwrap_or(0));

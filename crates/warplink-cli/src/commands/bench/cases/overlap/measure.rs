@@ -118,7 +118,7 @@ impl ShapeTimes {
         self.lowerings.iter().find(|row| row.chosen)
     }
 
-    /// The fastest time of the chosen lowering's over the chosen one's; 1 where the choice was right.
+    /// The fastest time divided by that of the chosen lowering; 1 if the choice was right.
     pub(super) fn of_best(&self) -> Option<f64> {
         self.chosen().and_then(|chosen| self.over_best(chosen))
     }
@@ -139,8 +139,7 @@ impl ShapeTimes {
 /// The lowering without overlap.
 pub(super) const COLLECTIVE: &str = "collective";
 
-/// Time that a GEMM runs before the first is timed; a GPU takes some tens of milliseconds to raise
-/// its clocks.
+/// Warm-up time: a GPU takes some tens of milliseconds to raise its clocks.
 const WARM_UP: Duration = Duration::from_millis(100);
 
 /// Measures `problem`. Every rank calls this at the same time.

@@ -11,7 +11,7 @@ use warplink::program::Prepared;
 use warplink::program::ir::Role;
 use warplink::{Communicator, DType};
 
-/// Runs that are compared, each with inputs of its own.
+/// Number of compared runs, each with new inputs.
 const COMPARED: u64 = 4;
 
 /// The memory of a rank for one size.
