@@ -336,7 +336,7 @@ fn arguments_that_do_not_go_together_are_refused_once() {
         ),
         (
             &["all-gather", "--algorithm", "copy-engine"],
-            "which does calls that are bound; help: pass --bound",
+            "which needs bound calls; help: pass --bound",
         ),
         (&["send-receive", "--bound"], "--bound is for collectives"),
         (

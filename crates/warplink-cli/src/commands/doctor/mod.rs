@@ -23,7 +23,7 @@ use warplink::device::cuda::{self, Capabilities};
 use warplink::device::{self, DeviceConfig};
 use warplink::program::cost::{DeviceDescription, HardwareModel, Origin, find};
 
-/// Check what works on this machine and how to fix what does not
+/// Check this machine, and explain how to fix problems
 ///
 /// Starts ranks on the host device and on every GPU, and lets them share memory in every way that
 /// Warplink uses. Does not change the machine.

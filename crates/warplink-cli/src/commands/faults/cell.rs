@@ -131,15 +131,16 @@ pub(super) struct ReportedError {
 impl ReportedError {
     pub(super) fn of(error: &Error) -> Self {
         Self {
-            kind: format!("{:?}", error.kind()),
+            kind: kind_name(error.kind()),
             peer: error.job_peer(),
             message: error.to_string(),
         }
     }
+}
 
-    pub(super) fn is(&self, kind: ErrorKind) -> bool {
-        self.kind == format!("{kind:?}")
-    }
+/// The name of a kind of error, as in the library's documentation.
+pub(super) fn kind_name(kind: ErrorKind) -> String {
+    format!("{kind:?}")
 }
 
 /// The machine's monotonic clock, the same for all processes.

@@ -1,6 +1,6 @@
 //! Checks the observations of a cell.
 
-use super::cell::{Cell, Fault, RankReport, ReportedError};
+use super::cell::{Cell, Fault, RankReport, kind_name};
 use super::job::{JobOutcome, JobSettings, RankOutcome};
 use serde::Serialize;
 use warplink::ErrorKind;
@@ -43,56 +43,50 @@ pub(super) struct Survivor {
 
 /// Checks the observations of `cell`.
 pub(super) fn judge(cell: Cell, settings: &JobSettings, outcome: JobOutcome) -> Judged {
-    let mut problems = outcome.problems.clone();
-    let Some(fault_at) = outcome.fault_at else {
-        problems.push("the victim did not reach its fault".to_owned());
-        problems.extend(outcome.ranks.iter().enumerate().map(describe));
-        return Judged {
-            cell,
-            summary: "not run".to_owned(),
-            seconds: None,
-            survivors: Vec::new(),
-            problems,
-            spoiled: Vec::new(),
-        };
-    };
-    let failed: Vec<usize> = (0..outcome.ranks.len())
-        .filter(|&rank| report_of(&outcome, rank).is_none_or(|report| report.error.is_some()))
-        .collect();
+    let JobOutcome {
+        fault_at,
+        ranks,
+        mut problems,
+    } = outcome;
     let mut survivors = Vec::new();
-    for (rank, result) in outcome.ranks.iter().enumerate() {
-        let of_rank = |problem: String| format!("rank {rank} {problem}");
-        if result.hung {
-            problems.push(of_rank("did not end".to_owned()));
-        }
-        if let Some(report) = &result.report {
-            let wrong = report.wrong.iter().map(|wrong| format!("has {wrong}"));
-            let left = report.left.iter().map(|left| format!("leaked {left}"));
-            problems.extend(wrong.chain(left).map(of_rank));
-        }
-        if rank == settings.victim {
-            problems.extend(check_victim(cell, result).map(of_rank));
-            continue;
-        }
-        let Some(report) = &result.report else {
-            if !result.hung {
-                problems.push(describe((rank, result)));
+    if let Some(fault_at) = fault_at {
+        let has_error = |rank: &RankOutcome| match &rank.report {
+            Some(report) => report.error.is_some(),
+            None => true,
+        };
+        let failed: Vec<usize> = (0..ranks.len())
+            .filter(|&rank| has_error(&ranks[rank]))
+            .collect();
+        for (rank, result) in ranks.iter().enumerate() {
+            let is_victim = rank == settings.victim;
+            let mut found = check_rank(result);
+            if is_victim {
+                found.extend(check_victim(cell, result));
+            } else if let Some(report) = &result.report {
+                let survivor = Survivor::new(rank, report, fault_at);
+                found.extend(check_survivor(cell, settings.victim, &failed, &survivor));
+                survivors.push(survivor);
+            } else if !result.hung {
+                found.push(describe(result));
             }
-            continue;
-        };
-        let survivor = Survivor::new(rank, report, fault_at);
-        let check = Check {
-            cell,
-            settings,
-            failed: &failed,
-        };
-        problems.extend(check.survivor(&survivor, report).map(of_rank));
-        survivors.push(survivor);
+            problems.extend(
+                found
+                    .into_iter()
+                    .map(|problem| format!("rank {rank} {problem}")),
+            );
+        }
+    } else {
+        problems.push("the victim did not reach its fault".to_owned());
+        let ranks = ranks.iter().enumerate();
+        problems.extend(ranks.map(|(rank, result)| format!("rank {rank} {}", describe(result))));
     }
     let times = survivors.iter().filter_map(|survivor| survivor.seconds);
     Judged {
         cell,
-        summary: summarize(&survivors),
+        summary: match fault_at {
+            Some(_) => summarize(&survivors),
+            None => "not run".to_owned(),
+        },
         seconds: times.reduce(f64::max),
         survivors,
         problems,
@@ -114,62 +108,58 @@ impl Survivor {
     }
 }
 
-struct Check<'a> {
-    cell: Cell,
-    settings: &'a JobSettings,
-    failed: &'a [usize],
+/// Problems that no rank may have.
+fn check_rank(result: &RankOutcome) -> Vec<String> {
+    let mut problems = Vec::new();
+    if result.hung {
+        problems.push("did not end".to_owned());
+    }
+    if let Some(report) = &result.report {
+        problems.extend(report.wrong.iter().map(|wrong| format!("has {wrong}")));
+        problems.extend(report.left.iter().map(|left| format!("leaked {left}")));
+    }
+    problems
 }
 
-impl Check<'_> {
-    fn survivor(&self, survivor: &Survivor, report: &RankReport) -> impl Iterator<Item = String> {
-        let mut problems = Vec::new();
-        match &report.error {
-            Some(error) => self.error(error, survivor, &mut problems),
-            None if self.cell.fault.is_of_resources() && self.failed.is_empty() => {}
-            None => problems.push("got no error".to_owned()),
-        }
-        problems.into_iter()
+/// `failed` are the ranks with an error or without a report.
+fn check_survivor(cell: Cell, victim: usize, failed: &[usize], survivor: &Survivor) -> Vec<String> {
+    let of_resources = cell.fault.is_of_resources();
+    let (Some(kind), Some(message)) = (&survivor.error, &survivor.message) else {
+        let is_allowed = of_resources && failed.is_empty();
+        return (!is_allowed)
+            .then(|| "got no error".to_owned())
+            .into_iter()
+            .collect();
+    };
+    if cell.is_unaffected() {
+        return vec![format!("was affected: {message}")];
     }
-
-    fn error(&self, error: &ReportedError, survivor: &Survivor, problems: &mut Vec<String>) {
-        let Cell { fault, .. } = self.cell;
-        if self.cell.is_unaffected() {
-            problems.push(format!("was affected: {}", error.message));
-            return;
-        }
-        let victim = self.settings.victim;
-        let seconds = survivor.seconds.unwrap_or(f64::INFINITY);
-        if seconds > MAX_DELAY {
-            problems.push(format!(
-                "got its error after {seconds:.2} s: {}",
-                error.message
-            ));
-        }
-        // If the victim continues, its failing operations may look like a failure of its neighbour.
-        let named = match error.peer {
-            Some(peer) if fault.is_of_resources() => peer == victim || self.failed.contains(&peer),
-            peer => peer == Some(victim),
-        };
-        if !named {
-            problems.push(format!(
-                "got an error that names another rank: {}",
-                error.message
-            ));
-        }
-        if !fault.is_of_resources() && !error.is(ErrorKind::PeerLost) {
-            problems.push(format!(
-                "got an error that does not report a loss: {}",
-                error.message
-            ));
-        }
-        if self.cell.can_go_on() {
-            match survivor.went_on {
-                Some(at) if at - seconds <= MAX_RECOVERY => {}
-                Some(at) => problems.push(format!("continued only after {at:.2} s")),
-                None => problems.push("did not continue".to_owned()),
-            }
+    let mut problems = Vec::new();
+    let seconds = survivor.seconds.unwrap_or(f64::INFINITY);
+    if seconds > MAX_DELAY {
+        problems.push(format!("got its error after {seconds:.2} s: {message}"));
+    }
+    // If the victim continues, its failing operations may look like a failure of its neighbour.
+    let is_named = match survivor.names {
+        Some(peer) if of_resources => peer == victim || failed.contains(&peer),
+        peer => peer == Some(victim),
+    };
+    if !is_named {
+        problems.push(format!("got an error that names another rank: {message}"));
+    }
+    if !of_resources && *kind != kind_name(ErrorKind::PeerLost) {
+        problems.push(format!(
+            "got an error that does not report a loss: {message}"
+        ));
+    }
+    if cell.can_go_on() {
+        match survivor.went_on {
+            Some(at) if at - seconds <= MAX_RECOVERY => {}
+            Some(at) => problems.push(format!("continued only after {at:.2} s")),
+            None => problems.push("did not continue".to_owned()),
         }
     }
+    problems
 }
 
 fn check_victim(cell: Cell, result: &RankOutcome) -> Option<String> {
@@ -190,18 +180,14 @@ fn check_victim(cell: Cell, result: &RankOutcome) -> Option<String> {
     }
 }
 
-fn report_of(outcome: &JobOutcome, rank: usize) -> Option<&RankReport> {
-    outcome.ranks.get(rank)?.report.as_ref()
-}
-
 /// Description of a rank that wrote no report.
-fn describe((rank, result): (usize, &RankOutcome)) -> String {
+fn describe(result: &RankOutcome) -> String {
     let error = result
         .report
         .as_ref()
         .and_then(|report| report.error.as_ref());
     let text = error.map_or(result.output.trim(), |error| error.message.trim());
-    format!("rank {rank} ended with {:?}: {text}", result.code)
+    format!("ended with {:?}: {text}", result.code)
 }
 
 fn summarize(survivors: &[Survivor]) -> String {
@@ -221,7 +207,7 @@ fn summarize(survivors: &[Survivor]) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::cell::Phase;
+    use super::super::cell::{Phase, ReportedError};
     use super::*;
     use crate::launch::GpuAssignment;
     use warplink::DeviceKind;

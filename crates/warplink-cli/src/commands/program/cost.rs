@@ -1,4 +1,4 @@
-//! `warplink program cost`: how long a program takes on a hardware model.
+//! `warplink program cost`: estimates the time of a program on a hardware model.
 
 use super::show::describe;
 use super::{ProgramSource, Text};
@@ -18,11 +18,11 @@ use warplink::program::cost::{
 };
 use warplink::program::{OperationKind, RankProgram, unroll};
 
-/// Estimate how long a program takes, and what bounds it
+/// Estimate the time of a program, and its bounds
 ///
 /// Simulates all ranks on a model of the hardware: the one that `warplink tune` measured on this
-/// machine, else an included one of the same device, else a guess. Prints the time, the resources in use, and when each
-/// operation of the busiest rank starts and ends, with what bounds it.
+/// machine, else an included one of the same device, else an estimate from the device's specifications. Prints the
+/// time, the use of resources, and the start, end and bound of each operation of the busiest rank.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Examples:\n  \

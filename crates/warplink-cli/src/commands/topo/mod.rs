@@ -14,10 +14,10 @@ use std::process::ExitCode;
 use warplink::file;
 use warplink::topology::Topology;
 
-/// Show what connects the ranks: links, NUMA nodes, network devices
+/// Show the topology of the ranks: links, NUMA nodes, network devices
 ///
-/// Prints for each rank where its device is, and for each two ranks the links between their devices;
-/// then the class of the mesh, and whether ranks may send straight into one another's memory.
+/// Prints the location of each rank's device, and the links between the devices of each pair of ranks; then the
+/// class of the mesh, and whether ranks can access one another's memory directly.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink topo\n  \
@@ -27,7 +27,7 @@ pub(crate) struct Topo {
     /// Draw the links into this file, as SVG
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Show what is recorded in this file, written with --json, instead of this machine
+    /// Show the topology recorded in this file, written with --json, instead of this machine's
     #[arg(long, value_name = "FILE", conflicts_with = "ranks")]
     mesh: Option<PathBuf>,
 }

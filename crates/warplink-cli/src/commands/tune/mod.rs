@@ -59,12 +59,11 @@ const MEASUREMENTS: [(&str, Measurement); 9] = [
 
 /// Measure this machine for the cost model
 ///
-/// Measures matrix multiplications over a grid of shapes, transfers between neighbours alone and all
-/// at once, the collectives of the vendor's library, copies and sums, the latencies of signals and
-/// events, what lanes of kernel sections can do, the host's time to enqueue, and how much work of
-/// one kind slows another. Writes a hardware model, by which warplink then chooses how to overlap
-/// communication, and `warplink program cost` estimates programs. Nothing else should run on the
-/// machine meanwhile.
+/// Measures matrix multiplications over a grid of shapes, transfers between single neighbours and between
+/// all ranks, the collectives of the vendor's library, copies and sums, the latencies of signals and
+/// events, the rates of lanes of kernel sections, the host's time to enqueue, and the slowdown of concurrent
+/// work. Writes a hardware model, which warplink then uses to choose how to overlap communication, and
+/// `warplink program cost` to estimate programs. The machine should be idle otherwise.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink tune\n  \
@@ -88,11 +87,11 @@ pub(crate) struct Tune {
     /// Samples of each figure
     #[arg(long, value_name = "N", default_value = "5", value_parser = clap::value_parser!(u16).range(1..))]
     samples: u16,
-    /// Measure which algorithms of the library's own collectives are fastest, too, by lengths and element sizes;
-    /// estimates decide otherwise
+    /// Also measure the fastest algorithm of Warplink's collectives for each length and element size; otherwise
+    /// estimates decide
     #[arg(long)]
     algorithms: bool,
-    /// Leave the vendor's collectives out
+    /// Do not measure the vendor's collectives
     #[arg(long)]
     no_nccl: bool,
 }

@@ -62,19 +62,19 @@ pub(crate) struct CollectiveBench {
     /// Where the output goes: out (separate memory), in (the memory of the input) or both
     #[arg(long, value_name = "PLACE", default_value = "out")]
     place: OneOrBoth<Placement>,
-    /// The only algorithm that is allowed [default: chosen by size]
+    /// Algorithm of Warplink's calls [default: chosen by size]
     #[arg(long, value_name = "NAME", value_parser = OneOf(&Algorithm::ALL))]
     algorithm: Option<Algorithm>,
     /// Maximum number of multiprocessors for one of Warplink's calls
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..))]
     multiprocessors: Option<u16>,
-    /// How many blocks move data in a call of Warplink's [default: chosen by size]
+    /// Number of blocks that move data in one of Warplink's calls [default: chosen by size]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=128))]
     lanes: Option<u16>,
-    /// How many threads each block has [default: chosen by size]
+    /// Threads of each block [default: chosen by size]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// Bind Warplink's calls to their memory before they are measured, so that the copy engine may do them
+    /// Bind Warplink's calls to their memory beforehand, which allows the copy engine
     #[arg(long)]
     bound: bool,
     /// Method to compare with [default: nccl on cuda, substitute on host]
@@ -160,7 +160,7 @@ impl Case for CollectiveBench {
         );
         if let Some(algorithm) = self.algorithm {
             let TemplateKind::Collective(kind) = self.collective else {
-                bail!("--algorithm is {algorithm}; expected none, since messages have but one");
+                bail!("--algorithm is {algorithm}; expected none, since messages have only one");
             };
             let fitting = Algorithm::ALL.into_iter();
             let fitting: Vec<&str> = fitting
@@ -175,7 +175,7 @@ impl Case for CollectiveBench {
             );
             ensure!(
                 self.bound || algorithm != Algorithm::CopyEngine,
-                "--algorithm is {algorithm}, which does calls that are bound; help: pass --bound"
+                "--algorithm is {algorithm}, which needs bound calls; help: pass --bound"
             );
         }
         ensure!(

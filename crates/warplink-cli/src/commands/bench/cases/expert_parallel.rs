@@ -45,7 +45,7 @@ pub(crate) struct ExpertParallel {
     /// Experts of a token
     #[arg(long, value_name = "N", default_value = "8", value_parser = clap::value_parser!(u32).range(1..))]
     top_k: u32,
-    /// The experts that tokens go to
+    /// Distribution of tokens over experts
     #[arg(long, value_enum, default_value = "random")]
     routing: Routing,
     /// Method to compare with
@@ -56,12 +56,12 @@ pub(crate) struct ExpertParallel {
     calls: u16,
 }
 
-/// The experts that tokens go to.
+/// Distribution of tokens over experts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Routing {
-    /// To different ones at random
+    /// Random distinct experts
     Random,
-    /// All to those of rank 0
+    /// Experts of rank 0 only
     OneRank,
 }
 

@@ -54,8 +54,8 @@ pub(crate) struct Overlap {
     /// types unless --operation and --dtype are given. The same --seed gives the same shapes
     #[arg(long, value_name = "N", conflicts_with_all = ["shapes", "ddlb"])]
     random: Option<u16>,
-    /// Measure nothing: repeat the choice for the shapes in FILE (written by --output) and report where
-    /// it is not among the fastest; needs --model
+    /// Instead of measuring, repeat the choice for the shapes in FILE (written by --output), and report those
+    /// for which it is not among the fastest; needs --model
     #[arg(long, value_name = "FILE.json", requires = "model", conflicts_with_all = ["shapes", "ddlb", "random"])]
     replay: Option<PathBuf>,
     /// With --replay: the hardware model, a file or the name of one that is included

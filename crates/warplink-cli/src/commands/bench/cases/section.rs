@@ -25,13 +25,13 @@ use warplink::{Communicator, ErrorKind};
 
 /// Time a program of kernel sections
 ///
-/// Runs the program in graphs of many runs, for each size and each combination of the values to try, and
-/// the vendor's collective in turn with it. The program has one input and one output. Times are medians for a
+/// Runs the program in graphs of many runs, for each size and each combination of the values to try, alternating
+/// with the vendor's collective. The program has one input and one output. Times are medians for a
 /// run, of the slowest rank; the column named after the collective has its time in us. 'speedup' is that time
 /// divided by the program's: below 1, the collective is faster. 'differ' is the number of elements of all ranks'
-/// outputs that are not exactly the collective's, in some runs with other inputs each time; the exit status is 1 if
-/// there are any. The other columns are the kernels' lanes and threads, their registers, how many of their blocks fit a multiprocessor, and the values of
-/// --try.
+/// outputs that are not equal to the collective's, in several runs with new inputs; the exit status is 1 if
+/// there are any. The other columns are the kernels' lanes and threads, their registers, the number of their blocks
+/// that fit a multiprocessor, and the values of --try.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench section examples/programs/all_reduce_one_shot.wlp -n 2 --param T=bf16 --sizes 1KiB,64KiB\n  \
