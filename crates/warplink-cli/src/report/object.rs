@@ -5,19 +5,19 @@ use serde_json::Value;
 
 /// A JSON object.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Object(Vec<(&'static str, Entry)>);
+pub(crate) struct Object(Vec<(&'static str, ObjectValue)>);
 
 #[derive(Clone, Debug, Serialize)]
 #[serde(untagged)]
-enum Entry {
+enum ObjectValue {
     Value(Value),
     Object(Object),
     Objects(Vec<Object>),
 }
 
 impl Object {
-    fn entry(mut self, key: &'static str, entry: Entry) -> Self {
-        self.0.push((key, entry));
+    fn with(mut self, key: &'static str, value: ObjectValue) -> Self {
+        self.0.push((key, value));
         self
     }
 
@@ -25,7 +25,7 @@ impl Object {
     pub(crate) fn key(self, key: &'static str, value: impl Serialize) -> Self {
         // Serializing numbers, texts and structs of them cannot fail.
         let value = serde_json::to_value(value).unwrap_or_default();
-        self.entry(key, Entry::Value(value))
+        self.with(key, ObjectValue::Value(value))
     }
 
     /// Adds a key if it has a value.
@@ -38,7 +38,7 @@ impl Object {
 
     /// Adds a key with an object.
     pub(crate) fn object(self, key: &'static str, object: Object) -> Self {
-        self.entry(key, Entry::Object(object))
+        self.with(key, ObjectValue::Object(object))
     }
 
     /// Adds a key with a list of objects.
@@ -47,13 +47,13 @@ impl Object {
         key: &'static str,
         objects: impl IntoIterator<Item = Object>,
     ) -> Self {
-        self.entry(key, Entry::Objects(objects.into_iter().collect()))
+        self.with(key, ObjectValue::Objects(objects.into_iter().collect()))
     }
 }
 
 impl Serialize for Object {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
-        to.collect_map(self.0.iter().map(|(key, entry)| (key, entry)))
+        to.collect_map(self.0.iter().map(|(key, value)| (key, value)))
     }
 }
 

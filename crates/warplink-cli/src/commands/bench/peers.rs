@@ -114,17 +114,17 @@ impl SharedMemory {
     }
 
     /// The buffer `own` of another rank.
-    pub(crate) fn own_of(&self, rank: usize) -> Result<&RemoteRegion> {
+    pub(crate) fn remote_own(&self, rank: usize) -> Result<&RemoteRegion> {
         of_rank(&self.remote_own, rank)
     }
 
     /// The buffer `into` of another rank.
-    pub(crate) fn into_of(&self, rank: usize) -> Result<&RemoteRegion> {
+    pub(crate) fn remote_into(&self, rank: usize) -> Result<&RemoteRegion> {
         of_rank(&self.remote_into, rank)
     }
 
     /// The words of another rank.
-    pub(crate) fn words_of(&self, rank: usize) -> Result<[Word; 2]> {
+    pub(crate) fn remote_words(&self, rank: usize) -> Result<[Word; 2]> {
         word_pair(of_rank(&self.remote_words, rank)?.memory())
     }
 }

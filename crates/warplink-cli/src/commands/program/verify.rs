@@ -6,6 +6,7 @@ use crate::options::{Options, without_ranks};
 use crate::report::{JsonError, Object, counted, print_json, print_text};
 use anyhow::Result;
 use clap::Args;
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::process::ExitCode;
 use warplink::program::evaluate::Evaluator;
@@ -159,12 +160,15 @@ impl Expectations {
 }
 
 fn counts(report: &Report) -> Object {
+    // A JSON value has no integers beyond 64 bits.
+    let bytes = u64::try_from(report.bytes);
+    let bytes = bytes.map_or_else(|_| Value::from(report.bytes as f64), Value::from);
     let object = Object::default()
         .key("operations", report.operations)
         .key("streams", report.streams)
         .key("transfers", report.transfers)
         .key("exchanges", report.exchanges)
-        .key("bytes", report.bytes);
+        .key("bytes", bytes);
     match &report.eager_only {
         Some(diagnostic) => object.object("eager_only", diagnostics::object(diagnostic)),
         None => object,

@@ -36,7 +36,7 @@ const NODES: [RGBColor; 6] = [
 ];
 const NO_NODE: RGBColor = RGBColor(238, 240, 243);
 
-type Area<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
+type Canvas<'a> = DrawingArea<SVGBackend<'a>, plotters::coord::Shift>;
 
 /// The drawing, as SVG.
 pub(super) fn draw(topology: &Topology) -> Result<String> {
@@ -71,7 +71,7 @@ pub(super) fn draw(topology: &Topology) -> Result<String> {
 }
 
 struct Drawing<'a> {
-    area: Area<'a>,
+    area: Canvas<'a>,
     topology: &'a Topology,
 }
 

@@ -101,7 +101,7 @@ fn stored(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     }
     let targets = (1..world)
         .map(|distance| {
-            let peer = machine.memory.into_of((rank + distance) % world)?;
+            let peer = machine.memory.remote_into((rank + distance) % world)?;
             // Every rank has its own range there.
             Ok(peer.memory().slice(rank * each..(rank + 1) * each)?)
         })

@@ -94,7 +94,7 @@ fn own_words(machine: &TunedMachine<'_>, count: usize) -> Result<f64> {
 fn words_round_trip(machine: &TunedMachine<'_>) -> Result<f64> {
     // Ranks in between forward it around the ring.
     let world = machine.comm.world();
-    let remote = machine.memory.words_of(machine.right())?;
+    let remote = machine.memory.remote_words(machine.right())?;
     let count = Cell::new(0_u64);
     let seconds = machine.each(ROUND_TRIPS, Submission::Eager, &|stream| {
         count.set(count.get() + 1);

@@ -52,11 +52,11 @@ pub(super) fn ends(
     let memory = &machine.memory;
     let (target, source) = match protocol {
         Protocol::Put => {
-            let remote = memory.into_of((rank + distance) % world)?;
+            let remote = memory.remote_into((rank + distance) % world)?;
             (remote.memory(), memory.own.memory())
         }
         Protocol::Get => {
-            let remote = memory.own_of((rank + world - distance) % world)?;
+            let remote = memory.remote_own((rank + world - distance) % world)?;
             (memory.into.memory(), remote.memory())
         }
     };

@@ -237,9 +237,8 @@ impl<'a> ChannelRunner<'a> {
         let works = names.iter().map(|name| -> Result<Work<'_>> {
             let kernel = self.kernels.get(name)?;
             Ok(Box::new(move |stream| {
-                match arguments {
-                    Some(arguments) => kernel.launch(stream, &launch, arguments)?,
-                    None => {}
+                if let Some(arguments) = arguments {
+                    kernel.launch(stream, &launch, arguments)?;
                 }
                 Ok(())
             }))

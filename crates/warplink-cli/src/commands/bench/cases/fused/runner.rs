@@ -9,8 +9,7 @@ use crate::report::Object;
 use anyhow::Result;
 use warplink::collective::{Fused, FusedMemory, Quantization, Wire};
 use warplink::device::{DeviceSlice, Priority, ReduceOp};
-use warplink::dtype::F8E4M3;
-use warplink::{Collectives, Communicator};
+use warplink::{Collectives, Communicator, DType};
 
 /// The scale of static quantisation.
 const SCALE: f32 = 0.0625;
@@ -227,12 +226,12 @@ impl<'a> FusedRunner<'a> {
                 powers.collect()
             }
             Some(Quantization::Nvfp4) => {
-                let scales = warplink::DType::F8E4M3.decode(&scale);
+                let scales = DType::F8E4M3.decode(&scale);
                 scales
                     .map(|scale| scale / f64::from(GLOBAL_SCALE))
                     .collect()
             }
-            _ => warplink::DType::F32.decode(&scale).collect(),
+            _ => DType::F32.decode(&scale).collect(),
         };
         let output: Vec<f64> = match call.epilogue.quantization {
             None => call.dtype.decode(&output).collect(),
@@ -240,10 +239,7 @@ impl<'a> FusedRunner<'a> {
                 let rows = output.chunks(call.width.div_ceil(2));
                 rows.flat_map(|row| fours(row).take(call.width)).collect()
             }
-            Some(_) => {
-                let values = output.iter().map(|byte| F8E4M3(*byte).to_f32());
-                values.map(f64::from).collect()
-            }
+            Some(_) => DType::F8E4M3.decode(&output).collect(),
         };
         let ranks = 0..comm.world();
         let inputs = |at: usize| ranks.clone().map(move |rank| number(rank + 1, at));

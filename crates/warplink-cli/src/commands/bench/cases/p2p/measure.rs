@@ -99,7 +99,7 @@ impl P2pRunner<'_> {
         // Enough that the time at the two ends does not count.
         let round_trips = ((512usize << 20) / bytes).clamp(2, 50);
         let (own, into) = self.buffers(bytes)?;
-        let remote = self.memory.into_of(self.right)?.slice(0..bytes)?;
+        let remote = self.memory.remote_into(self.right)?.slice(0..bytes)?;
         let rank = self.clock.comm.rank();
         let send_by_engine = self.exchange(Some(&own), None);
         let receive_by_engine = self.exchange(None, Some(&into));
@@ -163,8 +163,8 @@ impl P2pRunner<'_> {
         let most = by_device(self.clock.comm.device().kind(), [96, 16]);
         let repeat = ((4usize << 30) / bytes).clamp(8, most);
         let (own, into) = self.buffers(bytes)?;
-        let remote_into = self.memory.into_of(self.right)?.slice(0..bytes)?;
-        let remote_own = self.memory.own_of(self.left)?.slice(0..bytes)?;
+        let remote_into = self.memory.remote_into(self.right)?.slice(0..bytes)?;
+        let remote_own = self.memory.remote_own(self.left)?.slice(0..bytes)?;
         let rank = self.clock.comm.rank();
         let (sends, receives) = (self.ring || rank == 0, self.ring || rank == 1);
         let times = self.clock.measure(samples, submission, &|stream| {

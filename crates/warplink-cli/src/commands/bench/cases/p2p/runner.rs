@@ -50,7 +50,7 @@ impl<'a> P2pRunner<'a> {
             engine,
             right,
             left,
-            remote_words: memory.words_of(right)?,
+            remote_words: memory.remote_words(right)?,
             memory,
             sent: Cell::new(0),
             received: Cell::new(0),
