@@ -5,7 +5,6 @@ use crate::report::{has_colour, print_message};
 use anyhow::{Context, Result, ensure};
 use clap::{Arg, Args};
 use std::io;
-use std::str::FromStr;
 use tracing_subscriber::EnvFilter;
 use warplink::DeviceKind;
 use warplink::{device, variables};
@@ -140,14 +139,6 @@ pub(crate) fn without_ranks(ranks: &'static str, unused: &[Unused]) -> Vec<Arg> 
         .help_heading("Global options");
     let unused = unused.iter().map(|option| option.argument());
     unused.chain([ranks]).collect()
-}
-
-/// Parses the factor between sizes.
-pub(crate) fn step<T: FromStr + PartialOrd + From<u8>>(text: &str) -> Result<T, String> {
-    match text.parse() {
-        Ok(factor) if factor >= T::from(2) => Ok(factor),
-        _ => Err("expected a whole number of at least 2".to_owned()),
-    }
 }
 
 fn rank_count(text: &str) -> Result<usize, String> {

@@ -117,9 +117,7 @@ impl Ranks {
             let _ = kill_process_group(group, signal);
         }
     }
-}
 
-impl Ranks {
     /// Kills stopped ranks and what they started, since they cannot react to a signal.
     pub(super) fn kill_stopped(&self) {
         for group in self.children.iter().filter_map(pid) {

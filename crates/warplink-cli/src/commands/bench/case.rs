@@ -8,7 +8,7 @@ use super::plot;
 use super::report::Figures;
 use crate::commands::ranks;
 use crate::names::OneOrBoth;
-use crate::options::{Options, step};
+use crate::options::Options;
 use crate::report::bytes::ByteSize;
 use crate::report::progress::Progress;
 use crate::report::{Object, check_output, exit_code, print_result, write_file};
@@ -150,7 +150,7 @@ struct Sizes {
     from: Option<ByteSize>,
     #[arg(long, display_order = 2)]
     to: Option<ByteSize>,
-    #[arg(long, value_name = "N", display_order = 3, value_parser = step::<u64>)]
+    #[arg(long, value_name = "N", display_order = 3, value_parser = factor)]
     step: Option<u64>,
     /// These sizes instead, separated by commas
     #[arg(long, value_delimiter = ',', display_order = 4, conflicts_with_all = ["from", "to", "step"])]
@@ -328,6 +328,12 @@ struct BenchReport<'a> {
     head: Object,
     #[serde(flatten)]
     figures: &'a Object,
+}
+
+/// Parses the factor between sizes.
+fn factor(text: &str) -> Result<u64, String> {
+    let factor = text.parse().ok().filter(|factor| *factor >= 2);
+    factor.ok_or_else(|| "expected a whole number of at least 2".to_owned())
 }
 
 impl Sizes {

@@ -5,6 +5,7 @@ use anyhow::{Context, Result, ensure};
 use warplink::collective::{CollectiveOptions, CollectivePath, Collectives};
 use warplink::device::{AllocationKind, DeviceSlice, Event, Priority, Stream, Word};
 use warplink::memory::{Region, RemoteRegion};
+use warplink::p2p::{Batch, Transfer};
 use warplink::{Communicator, DType, ErrorKind};
 
 /// Collectives by the vendor's library, and its name.
@@ -137,6 +138,15 @@ fn of_rank(all: &[Option<RemoteRegion>], rank: usize) -> Result<&RemoteRegion> {
 /// Two words on different cache lines.
 fn word_pair(slice: &DeviceSlice) -> Result<[Word; 2]> {
     Ok([slice.word(0)?, slice.word(64)?])
+}
+
+/// A message there and back, from the rank that is `first`. It announces its receive together with its send.
+pub(crate) fn round_trip<'t>(first: bool, [send, receive]: &'t [Transfer; 2]) -> Batch<'t> {
+    if first {
+        return Batch::new().post([send, receive]).wait([receive, send]);
+    }
+    let received = Batch::new().post([receive]).wait([receive]);
+    received.post([send]).wait([send])
 }
 
 /// A second stream that runs every other transfer: starting one takes a few microseconds in which its

@@ -2,11 +2,12 @@
 
 use super::machine::TunedMachine;
 use crate::commands::bench::clock::Submission;
+use crate::commands::bench::peers::round_trip;
 use anyhow::{Context, Result};
 use std::cell::Cell;
 use std::sync::Arc;
 use warplink::device::{Elementwise, ElementwiseOp, MatmulSpec, MemoryOp, PreparedLaunch, Stream};
-use warplink::p2p::{Batch, Path, Protocol, Transfer, TransferRequest, post_all, wait_all};
+use warplink::p2p::{Path, Protocol, Transfer, TransferRequest, post_all, wait_all};
 use warplink::program::cost::HardwareModel;
 use warplink::{Communicator, DType};
 
@@ -126,17 +127,10 @@ pub(super) fn one_way(
     protocol: Protocol,
     path: Path,
 ) -> Result<f64> {
-    let [send, receive] = pair_by(machine, bytes, protocol, path)?;
+    let pair = pair_by(machine, bytes, protocol, path)?;
     let world = machine.comm.world();
     let seconds = machine.each(ROUND_TRIPS, Submission::Captured, &|stream| {
-        let batch = Batch::new();
-        let batch = if machine.comm.rank() == 0 {
-            batch.post([&send, &receive]).wait([&receive, &send])
-        } else {
-            let batch = batch.post([&receive]).wait([&receive]);
-            batch.post([&send]).wait([&send])
-        };
-        Ok(batch.enqueue(stream)?)
+        Ok(round_trip(machine.comm.rank() == 0, &pair).enqueue(stream)?)
     })?;
     Ok(seconds / world as f64)
 }

@@ -37,7 +37,7 @@ pub(crate) struct ExpertParallel {
     #[arg(long, value_name = "N", default_value = "7168", value_parser = clap::value_parser!(u32).range(1..))]
     elements: u32,
     /// Element type: bf16, f16 or f32
-    #[arg(long, alias = "type", value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::MATMUL))]
+    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::MATMUL))]
     dtype: DType,
     /// Experts of all ranks
     #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]

@@ -4,6 +4,7 @@ use super::runner::P2pRunner;
 use super::{Method, P2pTimes};
 use crate::commands::bench::case::by_device;
 use crate::commands::bench::clock::{Submission, Times};
+use crate::commands::bench::peers::round_trip;
 use anyhow::Result;
 use warplink::device::{CollectiveRequest, DeviceSlice, Stream};
 use warplink::memory::Region;
@@ -119,21 +120,7 @@ impl P2pRunner<'_> {
         let times = self.clock.measure(samples, submission, &|stream| {
             for _ in 0..round_trips {
                 match (rank, transfers) {
-                    // The rank that begins announces at once that it will receive.
-                    (0, [[send, receive], ..]) => {
-                        Batch::new()
-                            .post([send, receive])
-                            .wait([receive, send])
-                            .enqueue(stream)?;
-                    }
-                    (1, [[send, receive], ..]) => {
-                        Batch::new()
-                            .post([receive])
-                            .wait([receive])
-                            .post([send])
-                            .wait([send])
-                            .enqueue(stream)?;
-                    }
+                    (0 | 1, [pair, ..]) => round_trip(rank == 0, pair).enqueue(stream)?,
                     (0, _) => {
                         send(stream)?;
                         receive(stream)?;
