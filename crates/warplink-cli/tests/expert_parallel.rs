@@ -67,7 +67,7 @@ fn dispatch_and_combine_are_right_and_measured_beside_their_peer() {
                 assert_eq!(row["rows"].as_u64().unwrap(), all, "{row}");
             }
         }
-        let table = bench(&["-n", ranks, "--routing", routing, "--type", dtype]);
+        let table = bench(&["-n", ranks, "--routing", routing, "--dtype", dtype]);
         assert!(stdout(&table).contains("top 3 of 12 experts"));
     }
 }
@@ -85,7 +85,7 @@ fn layers_that_cannot_be_measured_are_refused_at_once() {
         ),
         (&["-n", "2", "--dtype", "i32"], "expected f16, bf16 or f32"),
         // The option's old name.
-        (&["-n", "2", "--type", "i32"], "expected f16, bf16 or f32"),
+        (&["-n", "2", "--dtype", "i32"], "expected f16, bf16 or f32"),
         (&["-n", "2", "--from", "9"], "--from is 9 and --to is 8"),
     ] {
         let output = bench(arguments);
