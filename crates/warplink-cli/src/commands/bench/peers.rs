@@ -1,4 +1,4 @@
-//! What measurements share: the vendor's library, sums over all ranks, memory of the neighbours, a second stream.
+//! Shared parts of measurements: the vendor's library, sums over all ranks, memory of the neighbours, a second stream.
 
 use crate::report::print_message;
 use anyhow::{Context, Result, ensure};
