@@ -15,7 +15,7 @@ use crate::watch::{Limits, Watch, Watched};
 use pyo3::prelude::*;
 use std::sync::Arc;
 use warplink::Rank;
-use warplink::collective::{CollectiveKind, CollectivePath, ExpertOptions, Message};
+use warplink::collective::{CollectiveKind, CollectivePath, ExpertOptions};
 use warplink::device::{AllocationKind, DeviceSlice};
 
 /// Bytes of an allocation of which none are used.
@@ -384,19 +384,10 @@ impl Collectives {
         sends: Vec<(Rank, Bound<'_, PyAny>)>,
         receives: Vec<(Rank, Bound<'_, PyAny>)>,
     ) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
         let reader = self.reader(stream);
         let sends = reader.ends("sends", &sends)?;
         let receives = reader.for_targets().ends("receives", &receives)?;
-        let sends = sends.iter().map(|(peer, data)| Message::send(*peer, data));
-        let receives = receives
-            .iter()
-            .map(|(peer, data)| Message::receive(*peer, data));
-        let messages: Vec<Message<'_>> = sends.chain(receives).collect();
-        py.detach(|| inner.send_receive(&messages, live))
-            .map_err(raise)?;
-        self.watched.made();
-        Ok(())
+        self.messages(py, stream, &sends, &receives)
     }
 
     /// `send_receive` of bytes between memory of the device: sends and receives are `(peer, (address, nbytes))` each. The

@@ -7,6 +7,7 @@ use crate::parts::{Cut, check_counts, unit};
 use crate::stream::Stream;
 use pyo3::prelude::*;
 use warplink::collective::{Call, CollectiveKind, Message};
+use warplink::device::DeviceSlice;
 use warplink::{DType, Rank};
 
 impl Collectives {
@@ -100,17 +101,26 @@ impl Collectives {
         sends: &[(Rank, (u64, usize))],
         receives: &[(Rank, (u64, usize))],
     ) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
         let memory = |&(peer, (address, bytes)): &(Rank, (u64, usize))| match bytes {
             0 => Ok((peer, self.nothing.clone())),
             _ => Ok((peer, self.place.borrow_unowned(address, bytes)?)),
         };
-        let sends: Vec<_> = sends.iter().map(memory).collect::<PyResult<_>>()?;
-        let receives: Vec<_> = receives.iter().map(memory).collect::<PyResult<_>>()?;
+        let memory = |ends: &[_]| ends.iter().map(memory).collect::<PyResult<Vec<_>>>();
+        self.messages(py, stream, &memory(sends)?, &memory(receives)?)
+    }
+
+    /// Enqueues sends and receives.
+    pub(crate) fn messages(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        sends: &[(Rank, DeviceSlice)],
+        receives: &[(Rank, DeviceSlice)],
+    ) -> PyResult<()> {
+        let (inner, live) = (self.inner()?, stream.live()?);
         let sends = sends.iter().map(|(peer, data)| Message::send(*peer, data));
-        let receives = receives
-            .iter()
-            .map(|(peer, data)| Message::receive(*peer, data));
+        let receives = receives.iter();
+        let receives = receives.map(|(peer, data)| Message::receive(*peer, data));
         let messages: Vec<Message<'_>> = sends.chain(receives).collect();
         py.detach(|| inner.send_receive(&messages, live))
             .map_err(raise)?;

@@ -17,7 +17,6 @@ use crate::p2p::{Direction, Protocol, Transfer, TransferRequest};
 use crate::program::diagnostic::Diagnostic;
 use crate::program::ir::Backend;
 use crate::program::rank_program::{RankProgram, TensorId, TransferInstance};
-use crate::program::section::SectionInstance;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -131,9 +130,9 @@ impl Prepared {
             let kernels =
                 kernels.map(|kernels| kernels.exchange(&self.context, memory.slices(), |_| true));
             let kernels = kernels.transpose()?;
-            let reads_values = |section: &SectionInstance| !section.read_as_values().is_empty();
+            let mut sections = self.program.sections();
             if let Some(kernels) = &kernels
-                && self.program.sections().any(|section| reads_values(section))
+                && sections.any(|section| !section.read_as_values().is_empty())
             {
                 self.context.value_notes.watch(&kernels.reach);
             }
