@@ -7,16 +7,16 @@ use crate::device::{DeviceSlice, MemoryOp, Stream, StreamOp, Unit};
 use crate::error::Result;
 use crate::signal::{SignalOp, SignalWord};
 
-/// Posts and waits to be enqueued together, which a device does in fewer steps than one by one: a
-/// small transfer, with what it waits for and what waits for it, becomes one kernel.
+/// Posts and waits that are enqueued as one sequence, which takes a device fewer steps than one at a time: a small
+/// transfer becomes one kernel together with the waits before and after it.
 ///
-/// Posts that follow one another form a group: first everything that only tells a peer, then what
-/// has to wait for one, then the copies, then what tells of them. So a group completes whatever the
-/// order of its members, here and on the other ranks, as long as each rank posts the other end of
-/// every member in a group that this one does not wait for. Copies that peers should hear of one by
-/// one are posted one by one.
+/// Consecutive posts form a group, enqueued in this order: signals to peers that depend on no wait, waits for peers,
+/// copies, completion signals. A group therefore completes regardless of the order of its members here and on other
+/// ranks, as long as each rank posts the other end of every member in a group that this one does not wait for. To
+/// notify peers of each copy as it finishes, post the copies one by one.
 ///
-/// In a graph, a post of what was posted there before waits until that is done, and if all posts of a
+/// In a graph, a second post of a transfer waits until its first post is done. If a graph waits for all posts of a
+/// batch, a wait for one of them on another stream is ordered after the whole batch.
 /// batch are waited for in it, a wait for one of them on another stream comes behind the whole batch.
 #[derive(Clone, Debug, Default)]
 pub struct Batch<'a> {
@@ -35,7 +35,7 @@ enum Kind {
 struct BatchPart<'a> {
     kind: Kind,
     transfer: &'a Transfer,
-    /// Memory that a send copies instead of its buffer.
+    /// Memory that a send copies from instead of its buffer.
     source: Option<&'a DeviceSlice>,
 }
 
@@ -45,12 +45,13 @@ impl<'a> Batch<'a> {
         Self::default()
     }
 
-    /// Posts `transfers` after what the batch holds.
+    /// Appends posts of `transfers`.
     pub fn post(self, transfers: impl IntoIterator<Item = &'a Transfer>) -> Self {
         self.add(Kind::Post, transfers.into_iter().map(|each| (each, None)))
     }
 
-    /// As [`post`](Self::post), with what sends by put copy instead of their buffers, of as many bytes.
+    /// Like [`post`](Self::post), but sends by put copy from the given memory of the same length instead of their
+    /// buffers.
     pub(crate) fn post_from(
         self,
         transfers: impl IntoIterator<Item = (&'a Transfer, Option<&'a DeviceSlice>)>,
@@ -58,19 +59,19 @@ impl<'a> Batch<'a> {
         self.add(Kind::Post, transfers)
     }
 
-    /// Waits for every post so far of `transfers` after what the batch holds.
+    /// Appends waits for every post so far of `transfers`.
     pub fn wait(self, transfers: impl IntoIterator<Item = &'a Transfer>) -> Self {
         self.add(Kind::Wait, transfers.into_iter().map(|each| (each, None)))
     }
 
-    /// If the batch has no copy, enqueues its signals in a kernel where that is faster. For streams
-    /// beside which no matmul runs that would leave a kernel no room.
+    /// If the batch has no copy, enqueues its signals in a kernel where that is faster. Only for streams that run no
+    /// matmul concurrently: it could occupy every multiprocessor, and the kernel would have none.
     pub fn in_kernel(mut self) -> Self {
         self.in_kernel = true;
         self
     }
 
-    /// Enqueues it as a part of the [launch](super::next_launch) `launch`, if there is one.
+    /// Enqueues the batch as a part of the [launch](super::next_launch) `launch`, if there is one.
     pub(crate) fn in_launch(mut self, launch: Option<u64>) -> Self {
         self.launch = launch;
         self
@@ -104,7 +105,7 @@ impl<'a> Batch<'a> {
             }
         }
         let enqueued = self.enqueue_parts(stream);
-        // Once more, as in `InUse::used_by`.
+        // Noted again, as in `InUse::used_by`: another thread may have found the stream idle and removed it.
         let transfers = self.parts.iter().map(|part| part.transfer);
         transfers.for_each(|transfer| transfer.end.note(stream));
         enqueued
@@ -112,7 +113,7 @@ impl<'a> Batch<'a> {
 
     fn enqueue_parts(&self, stream: &Stream) -> Result<()> {
         let mut queue = Queue::new(stream, self.in_kernel, self.launch)?;
-        // Before any post is numbered: a number without a post would be waited for in vain.
+        // Check before numbering any post: a number without an enqueued post would be waited for forever.
         for (index, BatchPart { kind, transfer, .. }) in self.parts.iter().enumerate() {
             if *kind == Kind::Wait {
                 continue;
@@ -152,33 +153,34 @@ impl<'a> Batch<'a> {
 
 impl Transfer {
     /// Enqueues this end's part on `stream`; see the table in the [module](super). Does not block.
-    /// Posts of one transfer must be ordered among one another: one on another stream than the one before
-    /// comes behind a wait for this transfer, or behind what that stream did next. A wait for another
-    /// transfer of the same group does not order them, as the words of a group are set one by one. A graph
-    /// must hold as many posts of this end as the peer's graph of the other, and the waits for them; where it
-    /// holds several, each waits until the one before is done.
+    ///
+    /// Posts of one transfer must be ordered: a post on another stream than the previous one must follow a wait for
+    /// this transfer, or later work of the previous stream. A wait for another transfer of the same group does not
+    /// order them, because the words of a group are set one by one. A graph must contain as many posts of this end as
+    /// the peer's graph has of the other end, and their waits; where it contains several, each waits until the
+    /// previous one is done.
     pub fn post(&self, stream: &Stream) -> Result<()> {
         post_all(&[self], stream)
     }
 
-    /// Enqueues the wait for every post so far on `stream`; under capture, for the last in the same
-    /// graph. Does not block. Without a post it does nothing. Any number of streams may wait.
+    /// Enqueues a wait for every post so far on `stream`; under capture, for the last one in the same graph. Does not
+    /// block. No-op without a post. Any number of streams may wait.
     pub fn wait(&self, stream: &Stream) -> Result<()> {
         wait_all(&[self], stream)
     }
 }
 
-/// Operations that a stream is to get together.
+/// Operations collected for one stream.
 struct Queue<'a, 's> {
     stream: &'s Stream,
-    /// The graph that the stream records, or the launch that it is a part of, if there is one.
+    /// The graph being captured on the stream, or the launch it belongs to.
     capture: Option<u64>,
     in_kernel: bool,
-    /// Whether what is posted is waited for here too, so that other streams hardly will, and a place
-    /// in a graph may be marked behind all of it.
+    /// Whether the batch also waits for all of its posts. Other streams then rarely wait for one, so marks in a graph
+    /// may be set after the whole batch.
     whole: bool,
     operations: Vec<StreamOp<'a>>,
-    /// Marks to set behind the operations.
+    /// Marks to record after the operations.
     marks: Vec<(&'a Transfer, PostMark)>,
 }
 
@@ -189,7 +191,7 @@ struct CopyOf<'a> {
     source: Option<&'a DeviceSlice>,
     post: PostNumber,
     steps: Steps,
-    /// Whether its place is to be marked.
+    /// Whether to record a mark after it.
     marks: bool,
 }
 
@@ -201,14 +203,14 @@ impl<'a> CopyOf<'a> {
     }
 }
 
-/// A place in a stream that others may have to follow.
+/// Positions in a stream that other streams may have to follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum PostMark {
     /// A post in a graph.
     Post,
-    /// A post outside of graphs that will be unpacked on another stream, perhaps.
+    /// A post outside of graphs that another stream may unpack.
     EagerPost,
-    /// An unpacking in a graph.
+    /// An unpack in a graph.
     Unpacked,
 }
 
@@ -228,7 +230,7 @@ impl<'a, 's> Queue<'a, 's> {
         })
     }
 
-    /// Posts a group; the order of its steps is what [`Batch`] says. `rest` follows in the batch.
+    /// Enqueues a group, in the order described at [`Batch`]. `rest` follows in the batch.
     fn post(&mut self, group: &[BatchPart<'a>], rest: &[BatchPart<'_>]) -> Result<()> {
         let (mut again, mut copies) = (Vec::new(), Vec::new());
         for BatchPart {
@@ -261,7 +263,7 @@ impl<'a, 's> Queue<'a, 's> {
                     .extend(marks.then_some((transfer, PostMark::Post)));
             }
         }
-        // These wait for their post before.
+        // These wait for their previous post.
         for (transfer, post, steps) in again {
             self.signals(transfer, post, steps.before)?;
         }
@@ -277,8 +279,8 @@ impl<'a, 's> Queue<'a, 's> {
         self.mark()
     }
 
-    /// Enqueues what initiators do: packets, which wait for nobody as a rule; then all waits, all copies, all
-    /// signals, so that the copy engine is not held up between the copies.
+    /// Enqueues the initiators' part: packets first, which rarely wait for a peer; then all waits, all copies and all
+    /// signals, so that the copy engine does not stall between copies.
     fn move_bytes(&mut self, copies: &[CopyOf<'a>]) -> Result<()> {
         let (packets, others): (Vec<_>, Vec<_>) = copies
             .iter()
@@ -330,7 +332,7 @@ impl<'a, 's> Queue<'a, 's> {
         if unpacking.is_empty() {
             return Ok(());
         }
-        // One thread locks them in the same order as another, and none twice.
+        // Sorted, so that all threads lock in one order, and without duplicates: no deadlock.
         unpacking.sort_unstable_by_key(|transfer| std::ptr::from_ref(*transfer));
         unpacking.dedup_by_key(|transfer| std::ptr::from_ref(*transfer));
         let mut turns: Vec<_> = unpacking
@@ -340,11 +342,11 @@ impl<'a, 's> Queue<'a, 's> {
         for (transfer, turns) in unpacking.into_iter().zip(&mut turns) {
             self.unpack(transfer, turns)?;
         }
-        // Before others may wait for the same.
+        // Flush while the locks are held: another stream must be able to follow these unpacks.
         self.flush()
     }
 
-    /// Unpacks what was posted of a receive by packets, or follows the stream that did.
+    /// Unpacks the posts of a receive by packets, or follows the stream that has done so.
     fn unpack(&mut self, transfer: &'a Transfer, turns: &mut Turns) -> Result<()> {
         let end = &*transfer.end;
         let captured = self.capture.is_some();
@@ -395,8 +397,8 @@ impl<'a, 's> Queue<'a, 's> {
         Ok(())
     }
 
-    /// Has places marked here, if there are any and it matters: another stream that follows one waits
-    /// for nothing that comes behind.
+    /// Records the marks collected so far, if any and if it matters: another stream that follows one then waits for
+    /// no later operation.
     fn mark(&mut self) -> Result<()> {
         if self.marks.is_empty() || self.whole {
             return Ok(());
@@ -404,7 +406,7 @@ impl<'a, 's> Queue<'a, 's> {
         self.flush()
     }
 
-    /// Enqueues what was collected.
+    /// Enqueues the collected operations.
     fn flush(&mut self) -> Result<()> {
         if !self.operations.is_empty() {
             let signals = if self.in_kernel {
@@ -429,7 +431,7 @@ impl<'a, 's> Queue<'a, 's> {
     }
 }
 
-/// The operations, if no copy is among them.
+/// The memory operations, if none of `operations` is a copy.
 fn only_signals<'a>(operations: &[StreamOp<'a>]) -> Option<Vec<MemoryOp<'a>>> {
     operations
         .iter()
@@ -456,18 +458,17 @@ pub fn wait_all(transfers: &[&Transfer], stream: &Stream) -> Result<()> {
     Batch::new().wait(transfers.iter().copied()).enqueue(stream)
 }
 
-/// Posts sends whose bytes are not copied but stored into the receivers' memory by something else: a
-/// kernel, or a matmul whose result lies there. `store` gets the receivers' buffers, in the order of
-/// `transfers`, and enqueues on `stream` what writes each of them in full; before it stands the wait
-/// until all of them may be written, behind it what tells that they are. Does not block.
+/// Posts sends whose bytes are stored into the receivers' memory by other work than a copy: a kernel, or a matmul
+/// that writes its result there. `store` gets the receivers' buffers, in the order of `transfers`, and enqueues on
+/// `stream` work that writes each of them completely. The wait until all of them may be written is enqueued before
+/// that work, the completion signals after it. Does not block.
 ///
-/// As a group it completes in any order of its members, but the receivers' posts must not wait for
-/// it on any rank's `stream`.
+/// Like any group it completes regardless of the order of its members, but the receivers' posts must not wait for it
+/// on any rank's `stream`.
 ///
 /// # Errors
-/// As [`Batch::enqueue`], what `store` says, and
-/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a receive or a send by get.
-/// If `store` fails, the receivers are not told.
+/// As [`Batch::enqueue`], any error of `store`, and [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument)
+/// for a receive or a send by get. If `store` fails, the receivers are not signalled.
 pub fn post_stores(
     transfers: &[&Transfer],
     stream: &Stream,
@@ -490,7 +491,7 @@ pub(crate) fn post_stores_in_launch(
     if targets.is_empty() {
         return Ok(());
     }
-    // What stores is a kernel as a rule, and so finds no more room than these do.
+    // The storing work is usually a kernel, so this launch may use kernels as well.
     let mut queue = Queue::new(stream, true, launch)?;
     transfers
         .iter()
@@ -512,7 +513,7 @@ pub(crate) fn post_stores_in_launch(
             .extend(marks.then_some((transfer, PostMark::Post)));
     }
     let flushed = queue.flush();
-    // As for a batch; what failed before has given the stream nothing that lasts.
+    // Noted again, as in `Batch::enqueue`. Failures that return earlier leave nothing in the stream that uses the transfers.
     transfers
         .iter()
         .for_each(|transfer| transfer.end.note(stream));

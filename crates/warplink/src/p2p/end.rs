@@ -1,4 +1,4 @@
-//! One rank's end of a transfer: its memory, its words and the peer's, and what they are set to.
+//! One rank's end of a transfer: its memory, both ends' signal words, and their values.
 
 use super::packets::{Turn, Turns, Unpacking};
 use super::path::{Flow, Path};
@@ -15,8 +15,8 @@ use crate::signal::{SignalOp, SignalWord, SlotPair};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Resources of an end of a transfer. When they are dropped, its signal words may be used for other
-/// transfers as soon as the other end is gone too, so no stream may use it any more.
+/// Resources of one end of a transfer. Its signal words are reused by other transfers once both ends are dropped, so
+/// no stream may still use them.
 #[derive(Debug)]
 pub(super) struct TransferEnd {
     pub(super) direction: Direction,
@@ -36,7 +36,7 @@ pub(super) struct TransferEnd {
     pub(super) line: Option<PacketLine>,
     pub(super) _scratch: Option<(Region, RemoteRegion)>,
     pub(super) unpacking: Unpacking,
-    // The stream of the last post, by its number.
+    // Id of the stream of the last post.
     pub(super) posted_on: AtomicU64,
 }
 
@@ -45,8 +45,8 @@ impl TransferEnd {
         self.direction.role(self.protocol)
     }
 
-    /// Fails where a post cannot be, in the graph `capture` if there is one. `posts` and `waited` tell what is
-    /// still to be noted of the transfer: this number of posts, and whether there is a wait before these.
+    /// Fails if the transfer cannot be posted, in the graph `capture` if there is one. `posts` is the number of posts
+    /// that are checked but not recorded yet, `waited` whether a wait precedes them.
     pub(super) fn check_post(
         &self,
         capture: Option<u64>,
@@ -63,13 +63,13 @@ impl TransferEnd {
         checked.map_err(|error| error.with_peer(self.peer).with_key(self.key()))
     }
 
-    /// Whether its waits unpack what the peer sends.
+    /// Whether waits on this end unpack packets from the peer.
     pub(super) fn unpacks(&self) -> bool {
         self.role() == Role::Target && self.line.is_some()
     }
 
-    /// Fails where the graph that was recorded last has a post that it does not wait for and would
-    /// meet again at its next launch.
+    /// Fails if the last captured graph has a post without a wait: the next launch of the graph would repeat the post
+    /// before the previous one is known to be done.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`].
@@ -86,7 +86,7 @@ impl TransferEnd {
         Ok(())
     }
 
-    /// Notes what a post on `stream` is work for. An initiator's says so by its wait.
+    /// Records the work that a post on `stream` belongs to. At an initiator, the wait records it.
     pub(super) fn note_work(&self, stream: &Stream) {
         if self.role() == Role::Target
             && let Some(fault) = self.slots.own.inbound_word().fault()
@@ -95,8 +95,8 @@ impl TransferEnd {
         }
     }
 
-    /// Numbers a post on `stream`, in the graph `capture` if there is one. What it enqueues, and
-    /// whether its place in the graph is to be marked.
+    /// Numbers a post on `stream`, in the graph `capture` if there is one. Returns its steps, and whether its
+    /// position in the graph has to be marked.
     pub(super) fn begin_post(
         &self,
         stream: &Stream,
@@ -104,7 +104,7 @@ impl TransferEnd {
     ) -> Result<(PostNumber, Steps, bool)> {
         self.check_post(capture, (0, false))?;
         let (post, marks) = match capture {
-            // Where the buffer is free is said by the last post.
+            // The last post determines when the buffer is free.
             Some(capture) if self.unpacks() => {
                 let recording = &self.recording;
                 recording.post(Role::Initiator, capture, stream.raw())
@@ -122,8 +122,8 @@ impl TransferEnd {
         Ok((post, Steps::post(self.role(), post), marks))
     }
 
-    /// The posts that a wait on `stream` covers, its operations, and whether it has to follow the place that
-    /// was marked.
+    /// Returns the posts that a wait on `stream` covers, its steps, and whether the stream has to follow the recorded
+    /// mark first.
     pub(super) fn begin_wait(
         &self,
         stream: &Stream,
@@ -143,7 +143,7 @@ impl TransferEnd {
         Ok(posts.map(|post| (post, Steps::wait(self.role(), post, same_stream), false)))
     }
 
-    /// The operations of a wait on `stream` that unpacks. `turns` are this end's.
+    /// Returns the steps of a wait on `stream` that unpacks. `turns` are those of this end.
     pub(super) fn begin_unpacking(
         &self,
         turns: &mut Turns,
@@ -164,7 +164,7 @@ impl TransferEnd {
         })
     }
 
-    /// The operation on a word that `signal` means for this transfer.
+    /// Translates `signal` into an operation on this transfer's words.
     pub(super) fn operation(&self, signal: SignalOp, post: PostNumber) -> Result<MemoryOp<'_>> {
         let captured = matches!(post, PostNumber::Captured(_));
         Ok(match signal {
@@ -188,7 +188,7 @@ impl TransferEnd {
         })
     }
 
-    /// The member of a sequence that `signal` means for this transfer.
+    /// Translates `signal` into a stream operation on this transfer's words.
     pub(super) fn stream_op(&self, signal: SignalOp, post: PostNumber) -> Result<StreamOp<'_>> {
         let unit = match self.flow {
             Flow::Streams => Unit::Stream,
@@ -198,10 +198,10 @@ impl TransferEnd {
         Ok(StreamOp::Memory(self.operation(signal, post)?, unit))
     }
 
-    /// By how much each post raises the word `name`.
+    /// Increment of the word `name` by each post.
     fn growth(&self, name: SignalWord) -> u64 {
         match (name, self.role()) {
-            // What the target announces.
+            // Announcements of the target: one store each, however many blocks copy.
             (SignalWord::Inbound, Role::Initiator) | (SignalWord::Outbound, Role::Target) => 1,
             (SignalWord::Inbound, Role::Target)
             | (SignalWord::Outbound, Role::Initiator)
@@ -214,8 +214,8 @@ impl TransferEnd {
         self.buffer.bytes() == 0
     }
 
-    /// The operation that moves the bytes of a post at the initiator, unless another end enqueues it, and whether
-    /// it also tells of them. A send copies `from` instead of its buffer, if that is there.
+    /// The operation that moves the bytes of a post at the initiator (unless other work stores them), and whether it
+    /// also signals completion. A send copies from `from` instead of its buffer, if given.
     pub(super) fn movement<'a>(
         &'a self,
         post: PostNumber,
@@ -228,7 +228,7 @@ impl TransferEnd {
         Ok(match self.flow {
             Flow::Streams => (StreamOp::Copy { target, source }, false),
             Flow::Stores { blocks } => {
-                // One block tells of it by a store, which every link knows.
+                // One block signals by a plain store, which works over every link; several need atomic adds.
                 let tells = blocks > 1;
                 let arrival = |signal: Option<SignalOp>| match signal {
                     Some(SignalOp::Set(name, _)) if tells => Some(self.word(name, captured)),
@@ -247,7 +247,7 @@ impl TransferEnd {
         })
     }
 
-    /// This end's part of a transfer by packets, of `data`. Outside of graphs it also counts what is done.
+    /// This end's part of a transfer of `data` by packets. Outside of graphs it also counts completed posts.
     fn packets<'a>(&'a self, data: &'a DeviceSlice, captured: bool) -> Result<StreamOp<'a>> {
         let Some(line) = &self.line else {
             return Err(Error::new(
@@ -264,7 +264,7 @@ impl TransferEnd {
         }))
     }
 
-    /// The unpacking of one post, where waits do that.
+    /// The unpack of one post, for ends whose waits unpack.
     pub(super) fn unpack(&self, captured: bool) -> Result<StreamOp<'_>> {
         match self.buffer.region() {
             Some(region) => self.packets(region.memory(), captured),

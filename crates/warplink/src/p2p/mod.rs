@@ -1,22 +1,21 @@
-//! Send and receive between two ranks, by tag, in stream order and without copies in between.
+//! Send and receive between two ranks, matched by tag, in stream order and without intermediate copies.
 //!
-//! Two ranks first *exchange* what the other needs to know of a transfer ([`TransferExchange::exchange`]),
-//! which gives each a [`Transfer`]. From then on they *post* it and *wait* for it on their streams
-//! as often as they like, and no rank's host waits for another's:
+//! Two ranks first *exchange* the two ends of a transfer ([`TransferExchange::exchange`]), which returns a
+//! [`Transfer`] on each. They then *post* it and *wait* for it on their streams any number of times, without any host
+//! waiting for another rank:
 //!
 //! | | get | put |
 //! |---|---|---|
-//! | post send | says that the buffer may be read | waits until it may write, copies, says so |
-//! | post receive | waits until it may read, copies, says so | says that the buffer may be written |
+//! | post send | signals that the buffer may be read | waits until it may write, copies, signals completion |
+//! | post receive | waits until it may read, copies, signals completion | signals that the buffer may be written |
 //! | wait send | waits until it was read | nothing, on the stream of the post |
 //! | wait receive | nothing, on the stream of the post | waits until it was written |
 //!
-//! After *wait send* the buffer may change; after *wait receive* it holds the data. Everything in
-//! the table happens in stream order, and can be captured into a graph. The n-th post of one end
-//! meets the n-th post of the other.
+//! After *wait send* the buffer may change; after *wait receive* it holds the data. Everything in the table happens
+//! in stream order and can be captured into a graph. The n-th post of one end matches the n-th post of the other.
 //!
-//! The protocols are those of nvFuser's CUDA IPC backend (pull requests 3910 and 5325), with
-//! counting signals in the place of its two-state semaphores.
+//! The protocols are those of nvFuser's CUDA IPC backend (pull requests 3910 and 5325), with counting signals instead
+//! of two-state semaphores.
 
 mod batch;
 mod end;

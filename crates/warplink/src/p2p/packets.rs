@@ -1,9 +1,9 @@
-//! When a receive by packets is unpacked, and behind what.
+//! Deferred unpacking of receives by packets, and the order of streams around it.
 //!
-//! Nobody writes the receiver's buffer before its own kernel unpacks the packets. So a post only notes where
-//! in its stream the buffer is free, and the first wait after it unpacks; waits on other streams follow
-//! that one. A sender gets two posts ahead of what was unpacked, and a receive may be posted as often before
-//! it is waited for.
+//! Nobody writes the receiver's buffer before its own kernel unpacks the packets. A post therefore only records the
+//! position in its stream from which the buffer is free, and the first wait after it unpacks; waits on other streams
+//! follow that one. A sender may be two posts ahead of the unpacking, and a receive may be posted as often before it
+//! is waited for.
 
 use super::recording::GraphMark;
 use crate::device::Device;
@@ -11,16 +11,16 @@ use crate::error::{Error, Result};
 use crate::sync::{Mutex, MutexGuard, guard};
 use std::sync::Arc;
 
-/// How often a receive may be posted without a wait: so often, a sender does not wait for it.
+/// Maximum posts of a receive without a wait. Up to this number, a sender does not wait for the receiver.
 const MAX_AHEAD: u64 = 2;
 
-/// The receives of one end that are still to be unpacked, and the marks that order streams.
+/// Receives of one end that are not unpacked yet, and the marks that order streams.
 #[derive(Debug)]
 pub(super) struct Unpacking {
     turns: Mutex<Turns>,
-    /// Behind the last post, outside of graphs.
+    /// After the last post outside of graphs.
     pub(super) posted: GraphMark,
-    /// Behind the last unpacking in a graph.
+    /// After the last unpack in a graph.
     pub(super) unpacked: GraphMark,
 }
 
@@ -33,8 +33,8 @@ impl Unpacking {
         }
     }
 
-    /// Fails where another post outside of graphs would be one too many before a wait: behind `more` that are
-    /// not noted yet, and before these a wait if `waited`.
+    /// Fails if another post outside of graphs would exceed the maximum without a wait, given `more` posts that are
+    /// not recorded yet, with a wait before these if `waited`.
     pub(super) fn check(&self, more: u64, waited: bool) -> Result<()> {
         let turns = self.turns();
         let noted = if waited {
@@ -53,7 +53,7 @@ impl Unpacking {
         .with_help("wait for it first, exchange a second transfer, or use the path copy-engine"))
     }
 
-    /// Held while a wait is enqueued, so that another on another stream follows what this enqueues.
+    /// Held while a wait is enqueued, so that a wait on another stream follows its operations.
     pub(super) fn turns(&self) -> MutexGuard<'_, Turns> {
         guard(&self.turns)
     }
@@ -66,7 +66,7 @@ pub(super) struct Turns {
     unpacked: u64,
     posted_on: u64,
     unpacked_on: u64,
-    /// The last one in a graph: the graph, the number of the post in it, and the stream.
+    /// The last unpack in a graph: the graph, the number of the post in it, and the stream.
     in_graph: Option<(u64, u64, u64)>,
 }
 
@@ -74,12 +74,12 @@ pub(super) struct Turns {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Turn {
     Nothing,
-    /// So many posts are unpacked, on this stream; it has to follow the last of them first, or is its stream.
+    /// This stream unpacks so many posts; unless it is the stream of the last one, it has to follow that first.
     Unpack {
         times: u64,
         follows: bool,
     },
-    /// So many posts were unpacked on another stream.
+    /// Another stream unpacked so many posts.
     Follow(u64),
 }
 
@@ -107,8 +107,8 @@ impl Turns {
         Turn::Follow(self.unpacked)
     }
 
-    /// Action of a wait on `stream` for post `number` in the graph `capture`; `follows` states whether the post
-    /// is on another stream.
+    /// Action of a wait on `stream` for post `number` in the graph `capture`; `follows` if the post is on another
+    /// stream.
     pub(super) fn wait_in_graph(
         &mut self,
         (capture, number): (u64, u64),

@@ -1,4 +1,4 @@
-//! How the bytes of a transfer reach the peer: the path that is asked for, and what follows from it.
+//! Transfer paths: the requested path, and the flow selected from it.
 
 use super::protocol::Protocol;
 use crate::device::{MAX_PACKET_BLOCKS, PACKET};
@@ -8,24 +8,24 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 
 named! {
-    /// Which part of the device moves the bytes of a transfer; the same on both ranks.
+    /// Engine that moves the bytes of a transfer; the same on both ranks.
     #[derive(Default)]
     pub enum Path: "path", help "use copy-engine where kernels of your own wait for transfers, else fastest" {
-        /// The copy engine, and operations on words in the stream. No kernel runs at either end, so the transfer
-        /// is done also where a kernel fills the device and waits for it.
+        /// The copy engine, and stream memory operations on words. Runs no kernel at either end, so a transfer
+        /// completes even if a kernel that waits for it occupies the whole device.
         #[default]
         CopyEngine = "copy-engine",
-        /// Kernels at both ends, whatever the length: packets where the hardware model says so, else several
-        /// blocks that copy. Small transfers are several times as fast as by the copy engine. Each kernel waits
-        /// for its peer, and needs multiprocessors that no other kernel keeps until the transfer is done. The
-        /// first wait for a receive may unpack it: waits on other streams follow that one, whatever else it waits
-        /// for, and a receive may be posted twice before a wait at most.
+        /// Kernels at both ends for any length: packets where the hardware model prefers them, else several blocks
+        /// that copy. Small transfers are several times as fast as with the copy engine. Each kernel waits for its
+        /// peer, and needs multiprocessors that no other kernel occupies until the transfer is done. The first wait
+        /// for a receive may unpack it: waits on other streams follow that one and everything else it waits for, and
+        /// a receive may be posted at most twice before a wait.
         Multiprocessors = "multiprocessors",
-        /// Kernels up to the length from which the hardware model finds the copy engine faster; then that. For
+        /// Kernels up to the length at which the hardware model prefers the copy engine, then the copy engine. For
         /// programs whose own kernels end without this transfer.
         Fastest = "fastest",
-        /// A kernel of one block up to the length to which the hardware model finds that faster, else the copy
-        /// engine: for transfers beside matmuls, which leave little room.
+        /// A kernel of one block up to the length for which the hardware model finds that faster, else the copy
+        /// engine: for transfers concurrent with matmuls, which leave few multiprocessors free.
         OneBlock = "one-block",
     }
 }
@@ -33,25 +33,25 @@ named! {
 /// Performance of transfers by kernels, from the hardware model.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct TransferKernels {
-    /// Up to this number of bytes, a kernel of one block is faster than the copy engine.
+    /// Maximum bytes for which a kernel of one block is faster than the copy engine.
     #[serde(skip)]
     pub one_block_limit: u64,
-    /// Up to this number of bytes, kernels are faster than the copy engine.
+    /// Maximum bytes for which kernels are faster than the copy engine.
     pub limit: u64,
-    /// Up to this number of bytes, packets are faster than stores behind a signal.
+    /// Maximum bytes for which packets are faster than stores followed by a signal.
     pub packet_limit: u64,
-    /// Most blocks that move packets, and the least threads of each; beyond that, blocks get more threads.
+    /// Maximum blocks that move packets, and minimum threads of each; larger transfers get more threads per block.
     pub packet_blocks: u32,
-    /// See there.
+    /// See `packet_blocks`.
     pub packet_threads: u32,
-    /// How many blocks store without packets: pairs of a number of bytes and the blocks up to there, in order of
-    /// bytes. What is longer has as many as the last.
+    /// Number of blocks that store without packets: pairs of a maximum number of bytes and the blocks up to it, in
+    /// ascending order. Longer transfers use the blocks of the last pair.
     pub store_blocks: Vec<(u64, u32)>,
 }
 
 impl TransferKernels {
-    /// The same for each of `ranks` ranks that share a device. Together they keep no more multiprocessors than one alone
-    /// would: the ranks that they wait for need some as well.
+    /// The same for each of `ranks` ranks that share a device. Together they occupy no more multiprocessors than one
+    /// alone would, because the ranks that they wait for need some as well.
     #[must_use]
     pub(crate) fn shared_by(self, ranks: usize) -> Self {
         let ranks = u32::try_from(ranks).unwrap_or(u32::MAX).max(1);
@@ -64,7 +64,7 @@ impl TransferKernels {
         self.with_blocks(|blocks| blocks.min(most))
     }
 
-    /// The same with other counts of blocks, at least one.
+    /// The same with each count of blocks mapped by `blocks`, at least one.
     fn with_blocks(mut self, blocks: impl Fn(u32) -> u32) -> Self {
         self.packet_blocks = blocks(self.packet_blocks).max(1);
         for (_, stored) in &mut self.store_blocks {
@@ -82,13 +82,13 @@ impl TransferKernels {
     }
 }
 
-/// How a transfer is done; the same at both ends.
+/// Flow of a transfer; the same at both ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Flow {
-    /// Operations on words in the streams, around a copy by the copy engine or what else stores the bytes.
+    /// Operations on words in the streams, before and after a copy by the copy engine or by other work that stores
+    /// the bytes.
     Streams,
-    /// The initiator's kernel copies. Where it has several blocks, each adds one to the words that tell of
-    /// it.
+    /// The initiator's kernel copies. With several blocks, each adds one to the completion words.
     Stores { blocks: u32 },
     /// The sender's kernel stores packets, which the receiver's kernel unpacks.
     Packets { blocks: u32, threads: u32 },
@@ -98,7 +98,7 @@ pub(super) enum Flow {
 const MAX_THREADS: u32 = 1024;
 
 impl Flow {
-    /// How `bytes` go by `path`.
+    /// Selects the flow of `bytes` for `path`.
     pub(super) fn new(
         path: Path,
         protocol: Protocol,
@@ -139,7 +139,7 @@ impl Flow {
         }
     }
 
-    /// The same to a peer whose words cannot be counted up from here, as several blocks would.
+    /// The same for a peer whose words this device cannot add to atomically, as several blocks would have to.
     pub(super) fn without_atomics(self, path: Path) -> Self {
         match self {
             Self::Stores { blocks: 2.. } if path == Path::Multiprocessors => {
@@ -150,7 +150,7 @@ impl Flow {
         }
     }
 
-    /// By how much the words that tell of a copy grow with each.
+    /// Increment of the completion words by each copy.
     pub(super) fn arrivals(self) -> u64 {
         match self {
             Self::Streams => 1,
@@ -243,7 +243,7 @@ mod tests {
         assert_eq!(blocks(4, 4 << 20), 16);
         assert_eq!(blocks(4, 1 << 20), 8);
         assert_eq!(blocks(4, 64 << 10), 16);
-        // What is left of less than a block is one.
+        // A remainder of less than a block gets one block.
         assert_eq!(blocks(100, 4 << 20), 1);
         assert_eq!(blocks(0, 4 << 20), 64);
     }
@@ -261,9 +261,9 @@ mod tests {
         let one = Flow::Stores { blocks: 1 };
         assert_eq!(flow(Path::OneBlock, Protocol::Get, 64 << 10), one);
         assert_eq!(flow(Path::OneBlock, Protocol::Put, 65 << 10), Flow::Streams);
-        // Nobody pushes packets for a get.
+        // Get has no sender's kernel that could push packets.
         assert_eq!(flow(Path::Fastest, Protocol::Get, 4096), one);
-        // A model without figures leaves a path that works.
+        // A model without data still yields a working path.
         let none = TransferKernels::default();
         assert_eq!(
             Flow::new(Path::Fastest, Protocol::Put, 8, &none),

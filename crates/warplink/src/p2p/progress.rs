@@ -1,4 +1,4 @@
-//! Which transfers wait for their peers, for the errors of waits that time out.
+//! Transfers that wait for their peers, reported in errors of waits that time out.
 
 use super::protocol::{PostCounter, PostNumber};
 use super::request::{Direction, TransferRequest};
@@ -14,13 +14,13 @@ use std::time::{Duration, Instant};
 /// Origin of the times of posts.
 static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-/// How far one end has come outside of graphs.
+/// Progress of one end outside of graphs.
 #[derive(Debug)]
 pub(super) struct TransferProgress {
     direction: Direction,
     peer: Rank,
     tag: u64,
-    /// Word that counts the posts that the peer has met, and its increment for each.
+    /// Word that counts the posts matched by the peer, and its increment for each.
     met: (Word, u64),
     posts: PostCounter,
     /// When the last post was enqueued, in nanoseconds since `START`.
@@ -35,13 +35,12 @@ impl TransferProgress {
         self.posts.next()
     }
 
-    /// The posts that a wait covers: every one so far. `None` if there was none.
+    /// The posts that a wait covers: all so far. `None` if there was none.
     pub(super) fn posts(&self) -> Option<PostNumber> {
         self.posts.so_far()
     }
 
-    /// The posts that the peer has not met yet, if there are any. Reads device memory, and blocks
-    /// for that.
+    /// The posts that the peer has not matched yet, if any. Blocks to read device memory.
     fn waiting(&self, device: &dyn Device) -> Option<Waiting> {
         let Some(PostNumber::Eager(posts)) = self.posts.so_far() else {
             return None;
@@ -62,23 +61,23 @@ impl TransferProgress {
     }
 }
 
-/// An end whose last post the peer has not met.
+/// An end whose last post the peer has not matched.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Waiting {
     pub(super) direction: Direction,
     pub(super) peer: Rank,
     pub(super) tag: u64,
-    /// For how long.
+    /// Time since that post.
     pub(super) since: Duration,
 }
 
-/// The ends of one rank, as long as they exist.
+/// The live ends of one rank.
 #[derive(Debug, Default)]
 pub(super) struct ProgressList(Mutex<Vec<Weak<TransferProgress>>>);
 
 impl ProgressList {
-    /// Adds the end of `request`; `met` is the word that tells of the posts that the peer has met, and by
-    /// how much each raises it.
+    /// Adds the end of `request`; `met` is the word that counts the posts matched by the peer, and its increment for
+    /// each.
     pub(super) fn add(&self, request: &TransferRequest, met: (Word, u64)) -> Arc<TransferProgress> {
         let progress = Arc::new(TransferProgress {
             direction: request.direction,
@@ -89,7 +88,7 @@ impl ProgressList {
             posted_at: AtomicU64::new(0),
         });
         let mut list = lock(&self.0);
-        // Swept when the list would grow, so that adding takes constant time on average.
+        // Swept only when the list would grow, so that adding takes amortized constant time.
         if list.len() == list.capacity() {
             list.retain(|progress| progress.strong_count() > 0);
         }
@@ -97,8 +96,8 @@ impl ProgressList {
         progress
     }
 
-    /// The ends that wait for their peers. First those of the peer that most wait for: what has come from a peer in part may
-    /// be held up by another rank. Of those, the longest waiting first.
+    /// The ends that wait for their peers. Ends of the peer with most waiting ends come first: a peer that has
+    /// matched some may itself be blocked by another rank. Of one peer, the longest waiting comes first.
     pub(super) fn waiting(&self, device: &dyn Device) -> Vec<Waiting> {
         let ends: Vec<Arc<TransferProgress>> =
             lock(&self.0).iter().filter_map(Weak::upgrade).collect();

@@ -1,9 +1,8 @@
-//! The get and put protocols, as data: which end of a transfer sets which word, waits for which, and
-//! copies.
+//! The get and put protocols as data: which end of a transfer sets which word, waits for which word, and copies.
 //!
-//! A transfer has two ends. The *initiator* is the end whose stream copies: the receiver under
-//! [`Protocol::Get`], the sender under [`Protocol::Put`]. The *target* is the other end: it says that
-//! its buffer may be read (get) or written (put), and learns when that is done.
+//! A transfer has two ends. The *initiator* is the end whose stream copies: the receiver under [`Protocol::Get`], the
+//! sender under [`Protocol::Put`]. The *target* is the other end: it signals that its buffer may be read (get) or
+//! written (put), and waits for the completion signal.
 //!
 //! ```text
 //!   target's stream                    initiator's stream
@@ -13,21 +12,20 @@
 //! ```
 //!
 //! # Invariants
-//! 1. *Counting.* Outside of graphs the n-th post of an end uses the value n, and waits are for "at
-//!    least n": an end that runs ahead loses no signal.
-//! 2. *Counting in graphs.* What a graph captures has its values fixed, so captured steps use words
-//!    of their own, which start anew with every launch. A target's first post of a launch resets its
-//!    own word; the initiator sets it to the number of its post in the graph, and waits are for "at
-//!    least" that. The other way the word toggles: the initiator resets it as it reads it, and a
-//!    target's next post of a launch waits until the one before is done. A launch follows the one
-//!    before, and the last post in a graph is waited for in it, so no signal meets a reset that it
-//!    should have followed. Both ends must be captured with as many posts, and the graph has to order the
-//!    posts of an end one behind the other: two that wait at the same time may take each other's signal.
-//! 3. A wait is always for a word in the waiter's own memory.
-//! 4. *Order.* Eager posts of an end set their words to rising values, so a post begins when all words of the
-//!    one before are set. At an initiator, *completed* says that: it is set last, behind the peer's inbound
-//!    word. Were it set first, a post behind a wait for it could overtake the peer's. At a target, its inbound
-//!    word says it. That another transfer of the group has told its peer says it of neither.
+//! 1. *Counting.* Outside of graphs the n-th post of an end uses the value n, and waits are for "at least n": no
+//!    signal is lost when an end runs ahead.
+//! 2. *Counting in graphs.* A graph captures fixed values, so captured steps use separate words that restart with
+//!    every launch. A target's first post of a launch resets its own word; the initiator sets it to the number of its
+//!    post in the graph, and waits are for "at least" that number. In the opposite direction the word toggles: the
+//!    initiator resets it when it has read it, and a target's next post of a launch waits until the previous one is
+//!    done. Launches are ordered, and a graph waits for its last post, so no signal can arrive before the reset that
+//!    has to precede it. Both ends must be captured with the same number of posts, and the graph has to order the
+//!    posts of an end: two that wait at the same time may consume each other's signal.
+//! 3. A rank waits only for words in its own memory.
+//! 4. *Order.* Eager posts of an end set its words to increasing values, so a post begins only when all words of the
+//!    previous one are set. At an initiator, *completed* indicates that, because it is set last, after the peer's
+//!    inbound word. If it were set first, a post after a wait for it could overtake the signal to the peer. At a
+//!    target, the inbound word indicates it. Signals of another transfer of the group indicate it for neither.
 
 use crate::named::named;
 use crate::signal::{SignalOp, SignalWord};
@@ -37,9 +35,9 @@ named! {
     /// Which end of a transfer copies.
     #[derive(Default)]
     pub enum Protocol: "protocol" {
-        /// The receiver reads the sender's memory once the sender has said that it may.
+        /// The receiver reads the sender's memory after the sender's signal.
         Get = "get",
-        /// The sender writes the receiver's memory once the receiver has said that it may.
+        /// The sender writes the receiver's memory after the receiver's signal.
         #[default]
         Put = "put",
     }
@@ -52,12 +50,12 @@ pub(super) enum Role {
     Initiator,
 }
 
-/// Which post of an end: done once, or recorded into a graph.
+/// Number of a post of an end: executed once, or recorded into a graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum PostNumber {
-    /// Done once; counted from 1.
+    /// Executed once; numbered from 1.
     Eager(u64),
-    /// Recorded, on words of its own; counted from 1 in its graph.
+    /// Recorded, on separate words; numbered from 1 in its graph.
     Captured(u64),
 }
 
@@ -108,8 +106,8 @@ impl Steps {
         }
     }
 
-    /// Operations of a wait at the end with `role`; `same_stream` if that is the stream of the
-    /// post. In a graph, a stream that is not comes behind the post.
+    /// Operations of a wait at the end with `role`; `same_stream` if it is on the stream of the post. In a graph, any
+    /// other stream is ordered after the post.
     pub(super) fn wait(role: Role, post: PostNumber, same_stream: bool) -> Self {
         let wait = match (role, post) {
             (Role::Target, PostNumber::Eager(number) | PostNumber::Captured(number)) => {
@@ -137,7 +135,7 @@ impl PostCounter {
         PostNumber::Eager(self.0.fetch_add(1, Ordering::Relaxed) + 1)
     }
 
-    /// The posts that a wait covers: every one so far. `None` if there was none.
+    /// The posts that a wait covers: all so far. `None` if there was none.
     pub(super) fn so_far(&self) -> Option<PostNumber> {
         let posts = self.0.load(Ordering::Relaxed);
         (posts > 0).then_some(PostNumber::Eager(posts))
@@ -146,7 +144,7 @@ impl PostCounter {
 
 #[cfg(all(test, loom))]
 mod loom_tests {
-    //! The steps above, run by loom's threads in the place of streams.
+    //! Runs the steps above on loom threads in place of streams.
 
     use super::*;
     use loom::cell::UnsafeCell;
@@ -162,12 +160,12 @@ mod loom_tests {
     struct Pair {
         target: EndWords,
         initiator: EndWords,
-        // What the initiator copies: written by the target's side under get.
+        // Source of the initiator's copy: written by the target's side under get.
         source: UnsafeCell<u64>,
         destination: UnsafeCell<u64>,
     }
 
-    // SAFETY: loom checks every access to the cells; that they are ordered is what is tested.
+    // SAFETY: loom checks every access to the cells; their order is the subject of the test.
     unsafe impl Sync for Pair {}
     // SAFETY: as above.
     unsafe impl Send for Pair {}
@@ -188,7 +186,7 @@ mod loom_tests {
         fn run(&self, role: Role, steps: Steps) {
             let signal = |signal: SignalOp| match signal {
                 SignalOp::Set(name, value) => self.word(role, name).store(value, Ordering::Release),
-                // Ordered before later sets by their release, and by nothing else.
+                // Relaxed: later sets order it by their release.
                 SignalOp::Reset(name) => self.word(role, name).store(0, Ordering::Relaxed),
                 SignalOp::Wait(name, value) => {
                     while (self
@@ -221,8 +219,8 @@ mod loom_tests {
         })
     }
 
-    /// Get: the target changes its buffer only after its wait, and the initiator reads what was
-    /// announced; eager counting and captured toggling alike.
+    /// Get: the target changes its buffer only after its wait, and the initiator reads the announced value; for eager
+    /// counting and captured toggling alike.
     fn rounds(posts: [PostNumber; 2]) {
         loom::model(move || {
             let pair = pair();
@@ -295,7 +293,7 @@ mod loom_tests {
         put_rounds([PostNumber::Captured(1), PostNumber::Captured(1)]);
     }
 
-    /// A target that posts twice before it waits loses nothing.
+    /// No signal is lost if a target posts twice before it waits.
     #[test]
     fn loom_running_ahead_loses_no_signal() {
         loom::model(|| {
@@ -327,8 +325,8 @@ mod loom_tests {
         });
     }
 
-    /// A group of a send and a receive on each of two ranks: both tell the peer first, so that it
-    /// completes whatever the order of its members.
+    /// A group of a send and a receive on each of two ranks: both signal the peer first, so the group completes
+    /// regardless of the order of its members.
     fn groups(post: PostNumber) {
         loom::model(move || {
             let (here, there) = (pair(), pair());

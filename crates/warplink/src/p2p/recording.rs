@@ -1,9 +1,9 @@
 //! State of a transfer in a graph that is being captured.
 //!
-//! The words of a graph start anew with every launch (`p2p/protocol.rs`), so a wait must not look at one
-//! before the launch's first post has reset it. On the stream of that post it does not; on any other
-//! the graph orders it behind the post, by an event. The initiator has no word to wait for:
-//! other streams are ordered behind its post.
+//! Words used by a graph restart with every launch (`p2p/protocol.rs`), so a wait must not read one before the
+//! launch's first post has reset it. On the stream of that post stream order guarantees that; any other stream is
+//! ordered after the post by an event. The initiator has no word to wait for: other streams are ordered after its
+//! post.
 
 use super::protocol::{PostNumber, Role};
 use crate::device::{Device, Event, Stream};
@@ -11,18 +11,18 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{Mutex, guard};
 use std::sync::{Arc, OnceLock};
 
-/// The first number of a launch. Devices count captures from below.
+/// The first number of a launch. Devices number captures below it, so the ranges do not overlap.
 const FIRST_LAUNCH: u64 = 1 << 63;
 
-/// A number for work that is enqueued as the launch of a graph would be: on the words of graphs, which start anew, so that
-/// another rank may launch a graph of the same work, and this one the next time. Such work follows the launch before it,
-/// and holds the wait for each of its posts.
+/// Returns an id for work that is enqueued like the launch of a graph: it uses the words of graphs, which restart, so
+/// that another rank may launch a graph of the same work, and this rank may do so the next time. Such work follows
+/// the previous launch, and contains the wait for each of its posts.
 pub(crate) fn next_launch() -> u64 {
     static COUNT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(FIRST_LAUNCH);
     COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
 }
 
-/// State of one end of a transfer in the graph that was captured last.
+/// State of one end of a transfer in the most recently captured graph.
 #[derive(Debug, Default)]
 pub(super) struct TransferRecording {
     posted: Mutex<Option<Posted>>,
@@ -33,7 +33,7 @@ pub(super) struct TransferRecording {
 struct Posted {
     capture: u64,
     count: u64,
-    /// The stream of the post that an event marks: a target's first, an initiator's last.
+    /// Stream of the post that the event marks: a target's first, an initiator's last.
     marked_on: u64,
     /// Whether the last post was waited for.
     waited: bool,
@@ -48,8 +48,8 @@ pub(super) struct Waiting {
 }
 
 impl TransferRecording {
-    /// Fails where a post in the graph `capture` cannot be: where a target's before was not waited
-    /// for. `waited` says so of what is still to be noted, if anything is.
+    /// Fails if another post in the graph `capture` is not allowed: a target's previous post was not waited for.
+    /// `waited` is the state after posts and waits that are checked but not recorded yet, if there are any.
     pub(super) fn check(&self, role: Role, capture: u64, waited: Option<bool>) -> Result<()> {
         let noted = guard(&self.posted).filter(|before| before.capture == capture);
         let waited = waited.or(noted.map(|before| before.waited));
@@ -68,8 +68,8 @@ impl TransferRecording {
         guard(&self.posted).is_some_and(|posted| !posted.waited)
     }
 
-    /// Notes a post on `stream` in the graph `capture`; its number there, and whether it is to
-    /// be [marked](GraphMark::record).
+    /// Records a post on `stream` in the graph `capture`; returns its number there, and whether it has to be
+    /// [marked](GraphMark::record).
     pub(super) fn post(&self, role: Role, capture: u64, stream: u64) -> (PostNumber, bool) {
         let mut posted = guard(&self.posted);
         let before = posted.filter(|before| before.capture == capture);
@@ -87,10 +87,10 @@ impl TransferRecording {
         (PostNumber::Captured(count), marks)
     }
 
-    /// Notes a wait on `stream` in the graph `capture`; none if there was no post.
+    /// Records a wait on `stream` in the graph `capture`; `None` if there was no post.
     ///
     /// # Errors
-    /// Where what it would be for is in another graph.
+    /// If the post to wait for is in another graph.
     pub(super) fn wait(&self, role: Role, capture: u64, stream: u64) -> Result<Option<Waiting>> {
         match &mut *guard(&self.posted) {
             Some(posted) if posted.capture == capture => {
@@ -101,7 +101,7 @@ impl TransferRecording {
                 }))
             }
             Some(posted) if role == Role::Target && !posted.waited => {
-                // Told once: the recording of that graph may have been given up.
+                // Reported once only: the capture of that graph may have been abandoned.
                 posted.waited = true;
                 Err(Error::invalid("the transfer was posted in another graph")
                     .with_operation("wait for a transfer")
@@ -112,11 +112,11 @@ impl TransferRecording {
     }
 }
 
-/// Marks where a post stands in a graph, so that other streams can be ordered behind it.
+/// Position of a post in a graph, for ordering other streams after it.
 #[derive(Debug)]
 pub(super) struct GraphMark {
     device: Arc<dyn Device>,
-    /// Made for the first graph.
+    /// Created for the first graph.
     event: OnceLock<Event>,
 }
 
@@ -128,7 +128,7 @@ impl GraphMark {
         }
     }
 
-    /// Marks where `stream` is now.
+    /// Moves the mark to the current position of `stream`.
     pub(super) fn record(&self, stream: &Stream) -> Result<()> {
         let event = match self.event.get() {
             Some(event) => event,
@@ -140,7 +140,7 @@ impl GraphMark {
         stream.record(event)
     }
 
-    /// Orders what `stream` gets from now on behind the last mark.
+    /// Orders later work of `stream` after the mark.
     pub(super) fn wait(&self, stream: &Stream) -> Result<()> {
         match self.event.get() {
             Some(event) => stream.wait_event(event),
@@ -194,12 +194,12 @@ mod tests {
     fn another_graph_starts_anew() {
         let (recording, role) = (TransferRecording::default(), Role::Target);
         recording.post(role, 7, 1);
-        // What was not waited for cannot be in another graph.
+        // A post without a wait cannot be waited for in another graph.
         assert_eq!(
             recording.wait(role, 8, 1).unwrap_err().kind(),
             ErrorKind::InvalidArgument
         );
-        // Or the recording of that graph was given up.
+        // Unless the capture of that graph was abandoned.
         assert_eq!(recording.wait(role, 8, 1).unwrap(), None);
         recording.check(role, 8, None).unwrap();
         assert_eq!(recording.post(role, 8, 1), (PostNumber::Captured(1), true));
@@ -210,7 +210,7 @@ mod tests {
 
 #[cfg(all(test, loom))]
 mod loom_tests {
-    //! Threads that record one transfer into one graph, on streams of their own.
+    //! Threads record one transfer into one graph, each on its own stream.
 
     use super::*;
     use loom::sync::Arc as Shared;
@@ -225,7 +225,8 @@ mod loom_tests {
                 let thread = thread::spawn(move || other.post(role, 7, 2));
                 let posts = [recording.post(role, 7, 1), thread.join().unwrap()];
                 let marks = posts.iter().filter(|(_, marks)| *marks).count();
-                // A target's first marks where its words start anew, an initiator's each where it is.
+                // A target's first post marks the position at which its words restart, an initiator's every post its
+                // position.
                 assert_eq!(marks, marked);
                 let mut numbers = posts.map(|(number, _)| match number {
                     PostNumber::Captured(number) | PostNumber::Eager(number) => number,
@@ -238,7 +239,7 @@ mod loom_tests {
         }
     }
 
-    /// A wait beside a post is for that post, behind its mark, or for nothing.
+    /// A wait concurrent with a post covers that post and follows its mark, or covers nothing.
     #[test]
     fn loom_a_recorded_wait_is_for_what_was_posted() {
         loom::model(|| {
@@ -253,7 +254,7 @@ mod loom_tests {
                     assert!(waiting.follows && !recording.is_open());
                     recording.check(Role::Target, 7, None).unwrap();
                 }
-                // The post came after it, and is to be waited for still.
+                // The post came later and still needs a wait.
                 None => {
                     assert!(recording.is_open());
                     assert!(recording.check(Role::Target, 7, None).is_err());

@@ -7,7 +7,7 @@ use crate::memory::Region;
 use crate::named::named;
 
 named! {
-    /// Which way the bytes go, seen from this rank.
+    /// Direction of the bytes as seen from this rank.
     pub enum Direction: "direction" {
         /// From this rank to the peer.
         Send = "send",
@@ -34,12 +34,12 @@ impl Direction {
     }
 }
 
-/// Where the bytes of one end are.
+/// Location of the bytes of one end.
 #[derive(Clone, Debug)]
 pub(super) enum Buffer {
     /// In registered memory of this rank.
     Region(Region),
-    /// Nowhere: this number of bytes is stored straight into the receiver's memory.
+    /// None: this number of bytes is stored directly into the receiver's memory.
     Stored(usize),
 }
 
@@ -59,7 +59,7 @@ impl Buffer {
     }
 }
 
-/// Key that matches the two ends of transfers; of those with one key, the n-th meets the peer's n-th.
+/// Key that matches the two ends of transfers; among those with the same key, the n-th matches the peer's n-th.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct MatchKey {
     pub(crate) peer: Rank,
@@ -89,8 +89,8 @@ impl TransferRequest {
         }
     }
 
-    /// Sends `region` to `peer`. `tag` tells transfers between the same two ranks apart; those with
-    /// one tag and direction are matched in the order in which they are exchanged.
+    /// Sends `region` to `peer`. `tag` distinguishes transfers between the same two ranks; those with the same tag
+    /// and direction are matched in the order in which they are exchanged.
     pub fn send(region: &Region, peer: Rank, tag: u64) -> Self {
         Self {
             direction: Direction::Send,
@@ -116,9 +116,9 @@ impl TransferRequest {
         }
     }
 
-    /// Sends `bytes` to `peer` that this rank has nowhere in memory: what is enqueued within
-    /// [`post_stores`](super::post_stores) stores them straight into the receiver's. The protocol is
-    /// put; the receiver sees no difference.
+    /// Sends `bytes` to `peer` that are not in memory of this rank: work enqueued within
+    /// [`post_stores`](super::post_stores) stores them directly into the receiver's memory. The protocol is put; the
+    /// receiver sees no difference.
     pub fn store(bytes: usize, peer: Rank, tag: u64) -> Self {
         Self {
             direction: Direction::Send,
@@ -131,14 +131,13 @@ impl TransferRequest {
         }
     }
 
-    /// Chooses the protocol of this transfer, the same on both ranks; otherwise it is the
-    /// communicator's.
+    /// Sets the protocol of this transfer, the same on both ranks. Default: the communicator's protocol.
     pub fn with_protocol(mut self, protocol: Protocol) -> Self {
         self.protocol = Some(protocol);
         self
     }
 
-    /// Chooses the path of this transfer, the same on both ranks; otherwise it is the communicator's
+    /// Sets the path of this transfer, the same on both ranks. Default: the communicator's path
     /// ([`Config::path`](crate::Config::path)).
     pub fn with_path(mut self, path: Path) -> Self {
         self.path = Some(path);

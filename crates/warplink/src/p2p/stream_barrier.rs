@@ -1,4 +1,4 @@
-//! A barrier of the ranks' streams.
+//! A barrier across the ranks' streams.
 
 use super::exchange::TransferExchange;
 use super::{Path, Protocol, Transfer, TransferRequest, post_all, wait_all};
@@ -8,18 +8,17 @@ use crate::error::Result;
 use crate::memory::{MemoryRegistry, Region};
 use std::fmt;
 
-/// Bytes that travel; the least that a transfer has.
+/// Length of the token: the smallest length of a transfer.
 const BYTES: usize = 64;
 
-/// The tag of its transfers, out of the way of those that count up from 0.
+/// Tag of its transfers, outside the range of tags that count up from 0.
 const TAG: u64 = u64::MAX >> 1;
 
-/// Holds a stream of every rank until all the others have got there.
+/// Blocks each rank's stream until the streams of all other ranks have reached the barrier.
 ///
-/// It is a token that goes around the ring of ranks once less than there are ranks, in stream order; no
-/// host waits.
+/// A token travels around the ring of ranks, one hop less than there are ranks, in stream order; no host waits.
 pub struct StreamBarrier {
-    // To the right neighbour and from the left one; none where there is one rank.
+    // To the right neighbour and from the left one; empty for one rank.
     ring: Vec<Transfer>,
     rounds: usize,
     _tokens: [Region; 2],
@@ -34,7 +33,8 @@ impl fmt::Debug for StreamBarrier {
 }
 
 impl StreamBarrier {
-    /// Every rank makes one at the same time, whose token goes by `path`. Blocks until the neighbours have.
+    /// Collective call: every rank creates one at the same time, whose token uses `path`. Blocks until the neighbours
+    /// have done so.
     pub(crate) fn new(
         memory: &MemoryRegistry,
         transfers: &TransferExchange,
@@ -62,7 +62,7 @@ impl StreamBarrier {
         })
     }
 
-    /// Enqueues the barrier on `stream`. Does not block. Every rank enqueues it equally often.
+    /// Enqueues the barrier on `stream`. Does not block. Every rank must enqueue it equally often.
     ///
     /// # Errors
     /// The device's fault, and that of the communicator.

@@ -1,4 +1,4 @@
-//! A transfer that was exchanged, to be posted and waited for any number of times.
+//! An exchanged transfer, which can be posted and waited for any number of times.
 
 use super::end::TransferEnd;
 use super::path::Path;
@@ -9,11 +9,10 @@ use crate::error::{Rank, Result};
 use crate::memory::Region;
 use std::sync::Arc;
 
-/// One rank's end of a transfer. It keeps its buffer registered, and the peer's mapped.
+/// One rank's end of a transfer. It keeps its buffer registered and the peer's buffer mapped.
 ///
-/// It may be dropped at any time: what the streams need that it was posted and waited for on is kept
-/// until they are past that. A graph that it was captured into does not keep it, and must not be
-/// launched any more.
+/// It may be dropped at any time: its resources are kept until the streams on which it was posted and waited for have
+/// passed these operations. A graph that captured it does not keep them, and must not be launched any more.
 #[derive(Debug)]
 pub struct Transfer {
     pub(super) end: InUse<TransferEnd>,
@@ -26,7 +25,7 @@ impl Transfer {
         }
     }
 
-    /// Which way the bytes go.
+    /// Direction of the bytes.
     pub fn direction(&self) -> Direction {
         self.end.direction
     }
@@ -41,28 +40,28 @@ impl Transfer {
         self.end.path
     }
 
-    /// The other rank, in the communicator that the transfer was exchanged in.
+    /// The other rank, in the transfer's communicator.
     pub fn peer(&self) -> Rank {
         self.end.peer
     }
 
-    /// The tag that it was exchanged with.
+    /// The tag of the exchange.
     pub fn tag(&self) -> u64 {
         self.end.tag
     }
 
-    /// This rank's buffer; none where the bytes are stored straight into the receiver's.
+    /// This rank's buffer; `None` if the bytes are stored directly into the receiver's buffer.
     pub fn region(&self) -> Option<&Region> {
         self.end.buffer.region()
     }
 
-    /// How many bytes are transferred by each post.
+    /// Bytes moved by each post.
     pub fn bytes(&self) -> usize {
         self.end.buffer.bytes()
     }
 
-    /// The receiver's buffer, mapped here, for what is enqueued by [`post_stores`](super::post_stores)
-    /// to store into it. Anything else that touches it is a race.
+    /// The receiver's buffer, mapped here as the destination of work enqueued by [`post_stores`](super::post_stores).
+    /// Any other access to it is a race.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a receive, and for a
@@ -71,8 +70,8 @@ impl Transfer {
         self.end.receive_buffer()
     }
 
-    /// Fails where the graph that was recorded last has a post that it does not wait for and would
-    /// meet again at its next launch.
+    /// Fails if the last captured graph has a post without a wait: the next launch of the graph would repeat the post
+    /// before the previous one is known to be done.
     pub(crate) fn check_recorded(&self) -> Result<()> {
         self.end.check_recorded()
     }

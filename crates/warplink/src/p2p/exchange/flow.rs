@@ -1,4 +1,4 @@
-//! How the transfers of a communicator are done: what each end finds by itself, and that both find the same.
+//! Selection of a transfer's flow by each end, and the check that both ends select the same.
 
 use super::{End, EndOffer, TransferExchange};
 use crate::device::{DeviceSlice, PacketLine, PacketShape, Word};
@@ -12,10 +12,10 @@ use std::borrow::Cow;
 use std::fmt;
 use std::sync::OnceLock;
 
-/// Finds what the hardware model says about transfers by kernels.
+/// Reads the performance of transfers by kernels from the hardware model.
 type Find = dyn Fn() -> Result<TransferKernels> + Send + Sync;
 
-/// Where an exchange has its figures from, once a transfer asks for them.
+/// Source of the hardware model's data, read when a transfer first needs them.
 pub(crate) struct PathModel {
     find: Box<Find>,
     found: OnceLock<TransferKernels>,
@@ -45,14 +45,14 @@ impl fmt::Debug for PathModel {
 }
 
 impl TransferExchange {
-    /// How this end of a transfer is done by `path`. The device must have signals.
+    /// Selects the flow of this end for `path`. The device must have signals.
     pub(super) fn flow(
         &self,
         request: &TransferRequest,
         protocol: Protocol,
         path: Path,
     ) -> Result<Flow> {
-        // Of a buffer without bytes there are signals alone.
+        // An empty buffer needs signals only.
         let is_empty = request.buffer.bytes() == 0;
         if path == Path::CopyEngine || request.buffer.region().is_none() || is_empty {
             return Ok(Flow::Streams);
@@ -80,7 +80,7 @@ impl TransferExchange {
         Ok(flow.without_atomics(path))
     }
 
-    /// The scratch memory that this end has under `flow`, in its `slot`.
+    /// Scratch memory that `flow` needs at this end, in the `slot`.
     pub(super) fn scratch(
         &self,
         request: &TransferRequest,
@@ -98,8 +98,8 @@ impl TransferExchange {
         scratch.map(Some)
     }
 
-    /// The line of an end under `flow`, if it has one, and the scratch memory that it keeps: its own and the peer's.
-    /// `abort` ends the waits on it.
+    /// The packet line of an end under `flow`, if it has one. It keeps the scratch memory of this end and of the peer
+    /// alive. `abort` ends waits on it.
     pub(super) fn line(
         &self,
         request: &TransferRequest,
@@ -124,7 +124,7 @@ impl TransferExchange {
     }
 }
 
-/// How packets are divided, where there are packets.
+/// Division of the data into packets; `None` without packets.
 fn packet_shape(request: &TransferRequest, flow: Flow) -> Option<PacketShape> {
     match flow {
         Flow::Packets { blocks, threads } => Some(PacketShape {
@@ -136,7 +136,7 @@ fn packet_shape(request: &TransferRequest, flow: Flow) -> Option<PacketShape> {
     }
 }
 
-/// How both ends do a transfer.
+/// The flow that both ends use.
 ///
 /// # Errors
 /// [`ErrorKind::Mismatch`] where they do not agree.
@@ -150,7 +150,7 @@ pub(super) fn agreed(end: &End, offer: &EndOffer) -> Result<Flow> {
             Error::new(ErrorKind::Mismatch, what).with_help("choose the same path on both ranks")
         );
     }
-    // Who stores knows nothing of packets or blocks.
+    // An end whose bytes are stored by other work has neither packets nor blocks to agree on.
     if offer.stored || end.request.buffer.region().is_none() {
         return Ok(Flow::Streams);
     }

@@ -1,4 +1,4 @@
-//! Making a transfer of both ends.
+//! Builds a transfer from both matched ends.
 
 use super::flow::agreed;
 use super::{End, EndOffer, TransferExchange};
@@ -12,7 +12,7 @@ use crate::p2p::transfer::Transfer;
 use std::sync::atomic::AtomicU64;
 
 impl TransferExchange {
-    /// The transfer of this rank's `end` and its peer's.
+    /// Builds the transfer of this rank's `end` and the peer's.
     pub(super) fn make(&self, end: End, job_peer: Rank, terms: EndOffer) -> Result<Transfer> {
         let agreed = check_alike(&end, &terms).and_then(|()| agreed(&end, &terms));
         let handle = |wire| self.pairs.memory.peer_handle(job_peer, wire);
@@ -27,7 +27,7 @@ impl TransferExchange {
             ..
         } = end;
         let flow = agreed.inspect_err(|_| {
-            // The peer finds the same and gives up too, so nobody will write to the slot.
+            // The peer detects the same mismatch and drops its end, so nobody writes to the slot.
             self.pairs.slots.recycle(slot.number);
         })?;
         let slots = self.pairs.pair_slots(slot, job_peer, terms.slot, inbound)?;

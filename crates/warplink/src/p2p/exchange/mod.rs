@@ -1,4 +1,4 @@
-//! Exchanging transfers ([`exchange`](crate::exchange)): their ends, and what each end tells the other.
+//! Transfer [`exchange`](crate::exchange): the ends, and the offer that each end publishes for the other.
 
 mod flow;
 mod matching;
@@ -20,7 +20,7 @@ pub(crate) use flow::PathModel;
 use offer::EndOffer;
 use std::sync::Arc;
 
-/// Exchanges the transfers of one rank in one communicator, whose ranks its requests name.
+/// Exchanges transfers of one rank in one communicator. Requests name ranks of that communicator.
 #[derive(Debug)]
 pub struct TransferExchange {
     pairs: PairExchange<MatchKey>,
@@ -42,8 +42,8 @@ pub(crate) struct End {
 }
 
 impl TransferExchange {
-    /// The exchange of `group`, whose waits end when `fault` is raised. Transfers that choose neither protocol nor path
-    /// take `defaults`.
+    /// Creates the exchange of `group`, whose waits end when `fault` is raised. Transfers without an explicit
+    /// protocol or path use `defaults`.
     pub(crate) fn new(
         group: &Arc<Group>,
         fault: &Arc<Fault>,
@@ -60,18 +60,16 @@ impl TransferExchange {
         }
     }
 
-    /// Matches every request with its peer's, and gives the transfers in the same order. Blocks the
-    /// caller until all peers have exchanged the other ends, in batches cut in any way; two ranks
-    /// that each wait in one batch for what the other has in a later one wait until `deadline`. A
-    /// peer may be this rank: then both ends are in its batches, and the transfer is a copy.
+    /// Matches every request with the peer's and returns the transfers in the same order. Blocks until all peers have
+    /// exchanged the other ends. Batches may be split differently on each rank, but two ranks that each wait in one
+    /// batch for an end that the other exchanges in a later batch wait until `deadline`. The peer may be this rank:
+    /// then its batches contain both ends, and the transfer is a local copy.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a peer that is no rank;
-    /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), on both ranks, where lengths,
-    /// protocols or paths differ;
-    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) or
-    /// [`ErrorKind::PeerLost`](crate::ErrorKind::PeerLost), with the peer and what was waited for. A
-    /// batch that fails for want of a peer is withdrawn, and may be exchanged again.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if a peer is not a rank of the communicator;
+    /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), on both ranks, where lengths, protocols or paths differ;
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) or [`ErrorKind::PeerLost`](crate::ErrorKind::PeerLost), with
+    /// the peer and the missing end. A batch that fails because a peer is missing is withdrawn, and may be retried.
     pub fn exchange(
         &self,
         requests: &[TransferRequest],
@@ -95,9 +93,8 @@ impl TransferExchange {
         self.publish(requests.iter().map(|request| self.end(request)), deadline)
     }
 
-    /// The error of a stream that was waited for in vain, in the terms of the caller: which transfers
-    /// in streams of this rank wait for their peers, and since when. Blocks while it reads their
-    /// signals.
+    /// Translates a timeout of a stream into the caller's terms: which transfers in this rank's streams wait for
+    /// their peers, and since when. Blocks while it reads their signals.
     pub(crate) fn explain_timeout(&self, error: &Error) -> Option<Error> {
         let waiting = self.progress.waiting(&*self.pairs.device);
         let first = waiting.first()?;
@@ -129,7 +126,7 @@ impl TransferExchange {
                 request.peer,
                 ErrorKind::InvalidArgument,
                 "a send without a buffer of its own uses get; expected put",
-                "use put for what is stored into the receiver's memory",
+                "use put for sends that store into the receiver's memory",
             ));
         }
         Ok(())
@@ -152,7 +149,7 @@ impl TransferExchange {
         self.pairs.offer(request.peer, keys, end)
     }
 
-    /// Where the end of `direction` of transfer `number` under `key` is published.
+    /// Store key of the end of `direction` of transfer `number` under `key`.
     fn store_key(&self, key: MatchKey, number: u64, direction: Direction) -> String {
         let rank = self.pairs.group.rank();
         let (from, to) = match key.direction {

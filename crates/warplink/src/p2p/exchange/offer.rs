@@ -10,15 +10,15 @@ pub(crate) struct EndOffer {
     pub(super) bytes: u64,
     pub(super) protocol: Protocol,
     pub(super) path: Path,
-    /// Flow that follows from the path here.
+    /// Flow that this end selected for the path.
     pub(super) flow: Flow,
-    /// Whether something else than this end's copy stores the bytes.
+    /// Whether other work than this end's copy stores the bytes.
     pub(super) stored: bool,
-    /// The handle of this end's scratch memory, where there is one.
+    /// Handle of this end's scratch memory, if it has any.
     pub(super) scratch: Option<Vec<u8>>,
-    /// The handle of the buffer, where the other end copies.
+    /// Handle of the buffer, if the other end copies.
     pub(super) buffer: Option<Vec<u8>>,
-    /// The handle of the inbound words of this end's slot.
+    /// Handle of the inbound words of this end's slot.
     pub(super) inbound: Vec<u8>,
     /// The slot's number.
     pub(super) slot: u64,
