@@ -1,4 +1,4 @@
-//! Words by which streams wait for what the proxy does for them.
+//! Completion words: streams wait on them for copies that the proxy performs.
 
 use crate::device::Word;
 use crate::error::Result;
@@ -8,15 +8,15 @@ use crate::sync::lock;
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-/// The words of one connection. Their values only grow, so a word can be given to the next wait as soon as
-/// the write for the one before is enqueued: that wait stays satisfied.
+/// Completion words of one connection. Their values only grow, so a word can be reused by the next wait as soon as
+/// the write for the previous one is enqueued: the previous wait stays satisfied.
 pub(crate) struct Answers {
     slots: Arc<SlotPool>,
     memory: Arc<MemoryRegistry>,
     state: Mutex<AnswerState>,
 }
 
-/// A word, and the value that it is to reach.
+/// A word, and the value to wait for.
 #[derive(Clone, Debug)]
 pub(crate) struct Answer {
     pub(crate) word: Word,
@@ -26,7 +26,7 @@ pub(crate) struct Answer {
 #[derive(Default)]
 struct AnswerState {
     free: Vec<Answer>,
-    /// The numbers of the slots that the words lie in.
+    /// The slots that contain the words.
     slots: Vec<u64>,
 }
 
@@ -39,7 +39,7 @@ impl Answers {
         })
     }
 
-    /// A word that nobody else waits for with the value that is given.
+    /// Takes a word that no other wait uses, and the value to wait for.
     pub(super) fn take(&self) -> Result<Answer> {
         let mut state = lock(&self.state);
         if let Some(Answer { word, value }) = state.free.pop() {
@@ -54,14 +54,14 @@ impl Answers {
         })
     }
 
-    /// Takes back a word whose write is enqueued, or that nobody waits for.
+    /// Returns a word whose write is enqueued, or that no stream waits for.
     pub(super) fn give_back(&self, answer: Answer) {
         lock(&self.state).free.push(answer);
     }
 }
 
 impl Drop for Answers {
-    /// No stream waits for them any more, and nobody else writes to them.
+    /// No stream waits for these words any more, and nobody else writes to them.
     fn drop(&mut self) {
         for slot in std::mem::take(&mut lock(&self.state).slots) {
             self.slots.recycle(slot);

@@ -1,4 +1,4 @@
-//! Connections that were set up, and the channels that kernels get of them.
+//! Established connections, and their channels for kernels.
 
 use super::answers::Answers;
 use super::proxy::{Proxy, StreamCopy};
@@ -18,26 +18,26 @@ use crate::transport::{NetworkLink, NetworkPath};
 use std::fmt;
 use std::sync::{Arc, Mutex};
 
-/// One rank's end of a connection: a peer and a tag. It keeps its regions registered, and the peer's
-/// mapped. Clones are the same end.
+/// One rank's end of a connection: a peer and a tag. It keeps its regions registered, and the peer's mapped. Clones
+/// share the same end.
 ///
-/// It may be dropped at any time: what kernels need is kept until the streams that they were launched into
-/// are past them. A graph that one was captured into does not keep it, and must not be launched any more.
+/// It may be dropped at any time: resources of kernels are kept until the streams that they were launched into have
+/// passed them. A graph that captured such a kernel does not keep them, and must not be launched any more.
 #[derive(Clone)]
 pub struct Connection {
     device: Arc<dyn Device>,
     end: Arc<InUse<ConnectionEnd>>,
 }
 
-/// An end of a connection. When it is dropped no stream may use it any more; what the proxy needs is kept
-/// until it has done what kernels asked for.
+/// An end of a connection. No stream may use it any more when it is dropped; resources of the proxy are kept until
+/// the proxy has completed the kernels' requests.
 #[derive(Debug)]
 pub(super) struct ConnectionEnd {
     pub(super) peer: Rank,
     /// The peer's rank in the job.
     pub(super) job_peer: Rank,
     pub(super) tag: u64,
-    /// Which of those with this peer and tag.
+    /// Sequence number among the connections with this peer and tag.
     pub(super) number: u64,
     pub(super) transport: Transport,
     pub(super) memory: Arc<ChannelMemory>,
@@ -45,22 +45,22 @@ pub(super) struct ConnectionEnd {
     pub(super) proxy: Option<Arc<Proxy>>,
 }
 
-/// Resources of an end of a connection. When they are dropped, its words may be used for other connections as
-/// soon as the other end is gone too.
+/// Resources of an end of a connection. When they are dropped, its words may be reused by other connections as soon
+/// as the other end is dropped too.
 #[derive(Debug)]
 pub(super) struct HeldEnd {
-    /// Of both sides, in the order of their numbers; the peer's where it is mapped.
+    /// Regions of both sides, in the order of their numbers; the peer's if it is mapped.
     pub(super) regions: Mutex<Vec<(Region, Option<RemoteRegion>)>>,
     pub(super) reach: PeerReach,
     pub(super) table: AddressTable,
-    /// For the streams that have the proxy copy.
+    /// For streams whose copies the proxy performs.
     pub(super) answers: Arc<Answers>,
 }
 
 /// How this rank reaches the other end.
 #[derive(Debug)]
 pub(super) enum PeerReach {
-    /// In memory that is mapped here.
+    /// Through memory mapped here.
     Mapped(Box<SlotPair>),
     /// Over the network; the words are held with the link.
     Network(Arc<NetworkLink>),
@@ -82,22 +82,22 @@ impl Connection {
         &self.end
     }
 
-    /// The other rank, in the communicator that the connection was made in.
+    /// The other rank, in the connection's communicator.
     pub fn peer(&self) -> Rank {
         self.end.peer
     }
 
-    /// The tag that it was made with.
+    /// The tag of the connection.
     pub fn tag(&self) -> u64 {
         self.end.tag
     }
 
-    /// How its bytes move.
+    /// The transport that moves its bytes.
     pub fn transport(&self) -> Transport {
         self.end.transport
     }
 
-    /// How bytes of the device's memory go, where that is over the network.
+    /// The path of device memory over the network; `None` for other transports.
     pub fn network_path(&self) -> Option<NetworkPath> {
         match &self.end.held.reach {
             PeerReach::Mapped(_) => None,
@@ -105,48 +105,48 @@ impl Connection {
         }
     }
 
-    /// This rank's region `number`: 0 is the one that the connection was made with.
+    /// This rank's region `number`; 0 is the region of the connection request.
     pub fn region(&self, number: u32) -> Option<Region> {
         let regions = lock(&self.end.held.regions);
         regions.get(number as usize).map(|(own, _)| own.clone())
     }
 
-    /// Bytes of the peer's region `number`.
+    /// Length of the peer's region `number`, in bytes.
     pub fn peer_bytes(&self, number: u32) -> Option<usize> {
         let windows = &self.end.memory.parts().windows;
         let bytes = windows.bytes(Side::Peers, number)?;
         usize::try_from(bytes).ok()
     }
 
-    /// Its channel, for the arguments of a kernel.
+    /// Its channel, as an argument of a kernel.
     pub fn channel(&self) -> Argument {
         Argument::Channel(Arc::new(self.clone()))
     }
 
-    /// Has the proxy, where the channel has one, look for triggers at once. A launch of a kernel
-    /// ([`Kernel::launch`](crate::device::Kernel::launch)) does so itself; that of a graph, or by other means,
-    /// does not.
+    /// Makes the proxy, if the channel has one, poll for triggers at once. A launch of a kernel
+    /// ([`Kernel::launch`](crate::device::Kernel::launch)) does so itself; launches of graphs or by other means do
+    /// not.
     pub fn wake_proxy(&self) {
         if let Some(proxy) = &self.end.proxy {
             proxy.wake();
         }
     }
 
-    /// The word that the peer's signals count up, for waits in a stream
-    /// ([`MemoryOp::Wait`](crate::device::MemoryOp::Wait)), which use up none.
+    /// The word that the peer's signals increment, for waits in a stream
+    /// ([`MemoryOp::Wait`](crate::device::MemoryOp::Wait)), which do not consume a signal.
     pub fn inbound(&self) -> &Word {
         &self.end.memory.parts().inbound
     }
 
-    /// Enqueues a copy of `source` to the peer's memory, from `target` on, on `stream`. Nothing orders it
-    /// with what kernels do; signals of a kernel that follows on `stream` do. Over the network, the proxy copies
-    /// when `stream` is there, and `stream` waits until the bytes are in the peer's memory.
+    /// Enqueues a copy of `source` to offset `target` of the peer's memory on `stream`. It is not ordered with
+    /// accesses of kernels, but signals of a kernel that follows on `stream` are ordered after it. Over the network,
+    /// the proxy copies when `stream` reaches this point, and `stream` waits until the bytes are in the peer's
+    /// memory.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where it would pass the end of
-    /// the peer's region, or that is not there. Over the network,
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) while `stream` records a graph, and
-    /// [`ErrorKind::Closed`](crate::ErrorKind::Closed) where the proxy was stopped.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if it exceeds the peer's region, or there is
+    /// no such region. Over the network, [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) while `stream` is
+    /// capturing a graph, and [`ErrorKind::Closed`](crate::ErrorKind::Closed) if the proxy was stopped.
     pub fn write(
         &self,
         stream: &Stream,
@@ -157,7 +157,7 @@ impl Connection {
             .map_err(|error| error.with_operation("write to the peer's memory"))
     }
 
-    /// Enqueues a copy of the peer's memory, from `source` on, to `target` on `stream`; see
+    /// Enqueues a copy of the peer's memory, from offset `source`, to `target` on `stream`; see
     /// [`write`](Self::write).
     ///
     /// # Errors
@@ -193,7 +193,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Has the proxy copy when `stream` is there, and `stream` wait for it.
+    /// Makes the proxy copy when `stream` reaches this point, and `stream` wait for the copy.
     fn copy_by_proxy(
         &self,
         stream: &Stream,
@@ -302,7 +302,7 @@ impl Drop for ConnectionEnd {
     }
 }
 
-/// The connections that were made together, in the order of their requests.
+/// Connections established by one call, in the order of the requests.
 #[derive(Clone, Debug)]
 pub struct Connections {
     device: Arc<dyn Device>,
@@ -320,7 +320,7 @@ impl Connections {
     /// The connection to `peer` with `tag`.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where there is none.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if there is none.
     pub fn find(&self, peer: Rank, tag: u64) -> Result<&Connection> {
         let found = self
             .all
@@ -339,11 +339,11 @@ impl Connections {
         &self.all
     }
 
-    /// Their channels, for a kernel that takes `const warplink::Channel *`, in the order of the requests.
-    /// Blocks until they are in the device's memory.
+    /// Their channels, for a kernel with a parameter `const warplink::Channel *`, in the order of the requests.
+    /// Blocks until they are in device memory.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where there are none.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if there are none.
     pub fn channels(&self) -> Result<Argument> {
         let channels: Vec<Arc<dyn ChannelHandle>> = self
             .all

@@ -1,4 +1,4 @@
-//! Memory for the tables of regions that kernels read, cut from pages.
+//! Memory for the region tables that kernels read, allocated from pages.
 
 use crate::device::channel::TABLE_BYTES;
 use crate::device::{AllocationKind, Device, DeviceSlice};
@@ -8,14 +8,14 @@ use std::sync::{Arc, Mutex};
 
 const PAGE_BYTES: usize = 64 << 10;
 
-/// Hands out tables.
+/// Allocator of tables.
 #[derive(Debug)]
 pub(super) struct TablePool {
     device: Arc<dyn Device>,
     free: Mutex<Vec<DeviceSlice>>,
 }
 
-/// The memory of a table, which goes back to its pool when it is dropped.
+/// Memory of one table, returned to its pool on drop.
 #[derive(Debug)]
 pub(super) struct AddressTable {
     slice: DeviceSlice,
@@ -30,7 +30,7 @@ impl TablePool {
         })
     }
 
-    /// Memory for one table; its content is undefined.
+    /// Allocates one table; its content is undefined.
     pub(super) fn allocate(self: &Arc<Self>) -> Result<AddressTable> {
         let mut free = lock(&self.free);
         if free.is_empty() {

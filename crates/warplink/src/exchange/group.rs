@@ -1,4 +1,4 @@
-//! Exchanges among all ranks of a group, in which a rank that has failed takes part: then all of them fail.
+//! Exchanges among all ranks of a group. A rank that has failed takes part with its error, and then all ranks fail.
 
 use super::{decode, encode};
 use crate::bootstrap::Group;
@@ -8,22 +8,22 @@ use crate::memory::{ExportedHandle, MemoryRegistry, PeerHandle, Region, RemoteRe
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-/// The longest message of a failure that is told to the others, in characters.
+/// Maximum length of a failure message sent to the other ranks, in characters.
 const MAX_MESSAGE: usize = 4096;
 
-/// Exchanges of a group's ranks, all of which make the same calls in the same order.
+/// Exchanges among a group's ranks. All of them make the same calls in the same order.
 pub(crate) struct GroupExchange<'a> {
     pub(crate) group: &'a Group,
     pub(crate) deadline: Deadline,
-    /// For errors.
+    /// Operation named in errors.
     pub(crate) operation: &'static str,
 }
 
-/// A rank's part in an exchange.
+/// One rank's contribution to an exchange.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Vote {
     Value {
-        /// Which exchange it is for, so that ranks find where they differ.
+        /// Name of the exchange, so that ranks detect diverging calls.
         step: String,
         value: Vec<u8>,
     },
@@ -35,11 +35,11 @@ enum Vote {
 }
 
 impl GroupExchange<'_> {
-    /// The values of all ranks, in their order. Blocks until every rank has called it.
+    /// Returns the values of all ranks in rank order. Blocks until every rank has called it.
     ///
     /// # Errors
-    /// On all ranks where one failed: the first cause. It is the own failure; else that of a rank which did not fail
-    /// because of another; else any. [`ErrorKind::Mismatch`] where a rank is at another step.
+    /// On all ranks if one failed, with the root cause: this rank's own failure; else the failure of a rank that did
+    /// not fail because of another; else any. [`ErrorKind::Mismatch`] if a rank is at another step.
     pub(crate) fn gather<T: Serialize + DeserializeOwned>(
         &self,
         step: &str,
@@ -84,13 +84,13 @@ impl GroupExchange<'_> {
         values.collect()
     }
 
-    /// Gives what was `made` where every rank made its own. Blocks until all have tried.
+    /// Returns `made` if every rank's value was created successfully. Blocks until all have tried.
     pub(crate) fn agree_on<T>(&self, made: Result<T>) -> Result<T> {
         self.gather("agree", made.as_ref().map(|_| &())).and(made)
     }
 
-    /// Every rank's bytes, of which each gives some. Blocks until every rank has called it. Where one no longer waits, it
-    /// fails on all: else those that come later would go on, and be a step ahead from then on.
+    /// Gathers every rank's bytes. Blocks until every rank has called it. If one rank no longer waits, it fails on
+    /// all: otherwise later ranks would succeed and be one step ahead from then on.
     pub(crate) fn gather_in_step(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let gathered = self.group.gather_votes(bytes, self.deadline);
         let gathered = gathered.map_err(|error| self.group.in_own_ranks(error))?;
@@ -100,12 +100,12 @@ impl GroupExchange<'_> {
         }
     }
 
-    /// Maps the regions that the other ranks share, in the order of ranks: each shares as many. There are none in the places
-    /// of this rank and of ranks that it does not reach. Blocks until every rank has called it.
+    /// Maps the regions that the other ranks share, in rank order; each rank shares the same number. The entries of
+    /// this rank and of unreachable ranks are empty. Blocks until every rank has called it.
     ///
     /// # Errors
-    /// On all ranks where one cannot share its regions. A rank that cannot map them fails alone, so that ranks
-    /// [agree](Self::agree_on) behind it.
+    /// On all ranks if one cannot share its regions. A rank that cannot map regions fails alone, so ranks have to
+    /// [agree](Self::agree_on) afterwards.
     pub(crate) fn share(
         &self,
         memory: &MemoryRegistry,
@@ -122,7 +122,7 @@ impl GroupExchange<'_> {
             exported.iter().map(wires).collect::<Vec<_>>()
         });
         let gathered = self.gather("share memory", wires.as_ref().map_err(|error| *error));
-        // Where a rank failed, no rank opens any; after other errors, another may.
+        // If a rank failed, no rank opens any handle; after other errors, another rank may.
         let is_unused = matches!(&gathered, Err(error) if error.kind() == ErrorKind::PeerFailed);
         if let (Ok(exported), false) = (exported, is_unused) {
             exported.into_iter().flatten().for_each(|handle| {
@@ -153,7 +153,7 @@ impl GroupExchange<'_> {
         })
     }
 
-    /// Handles of `regions` for every rank; none for this one.
+    /// Handles of `regions` for every other rank; none for this one.
     fn export(
         &self,
         memory: &MemoryRegistry,
@@ -170,7 +170,7 @@ impl GroupExchange<'_> {
             .map_err(|error: Error| self.group.in_own_ranks(error))
     }
 
-    /// Every rank's vote; of one that no longer waits, a failure.
+    /// Every rank's vote; a failure for a rank that no longer waits.
     fn votes(&self, own: &Vote) -> Result<Vec<Vote>> {
         let votes = self.group.gather_votes(&encode(own)?, self.deadline);
         let votes = votes.map_err(|error| self.group.in_own_ranks(error))?;
@@ -193,7 +193,7 @@ impl GroupExchange<'_> {
         )
         .with_operation(self.operation)
         .with_peer(rank)
-        .with_help("correct what that rank says, and try again on every rank")
+        .with_help("fix the error of that rank, then retry on every rank")
     }
 
     fn out_of_step(&self, rank: Rank) -> Error {
@@ -214,7 +214,7 @@ impl Vote {
     }
 }
 
-/// Whether a failure is what other ranks' failures look like.
+/// Whether an error looks like a consequence of another rank's failure.
 fn follows(error: &Error) -> bool {
     matches!(
         error.kind(),

@@ -57,7 +57,7 @@ mod tests {
         let next = |count| (0..count).map(|_| numbers.next(0)).collect::<Vec<_>>();
         assert_eq!(next(3), [0, 1, 2]);
         assert_eq!(numbers.next(1), 0);
-        // A whole batch, in any order.
+        // A whole batch, returned in any order.
         for number in [1, 2, 0] {
             numbers.reuse(0, number);
         }

@@ -14,11 +14,11 @@ use std::hash::Hash;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The longest that a withdrawal takes. What it waits for is in the store already; only a store that does
-/// not answer, as its process is stopped, takes longer.
+/// Maximum duration of a withdrawal. Its data is already in the store; only an unresponsive store, such as a stopped
+/// process, takes longer.
 const MAX_WITHDRAWAL: Duration = Duration::from_secs(1);
 
-/// Services that the exchanges of all communicators of a rank share.
+/// Services shared by the exchanges of all communicators of a rank.
 #[derive(Clone)]
 pub(crate) struct ExchangeServices {
     pub(crate) bootstrap: Arc<Bootstrap>,
@@ -28,7 +28,8 @@ pub(crate) struct ExchangeServices {
     pub(crate) in_flight: Arc<InFlight>,
 }
 
-/// Exchanges of one kind, of one rank in one communicator. Ends with the same `K` meet in the order of their numbers.
+/// Exchanges of one kind, of one rank in one communicator. Ends with the same `K` match in the order of their
+/// numbers.
 #[derive(Debug)]
 pub(crate) struct PairExchange<K> {
     bootstrap: Arc<Bootstrap>,
@@ -36,23 +37,23 @@ pub(crate) struct PairExchange<K> {
     pub(crate) memory: Arc<MemoryRegistry>,
     pub(crate) device: Arc<dyn Device>,
     pub(crate) in_flight: Arc<InFlight>,
-    /// Ends the waits of the communicator. Raised where ends can be neither used nor withdrawn.
+    /// Ends the communicator's waits. Raised if ends can be neither used nor withdrawn.
     pub(crate) fault: Arc<Fault>,
     pub(crate) slots: Arc<SlotPool>,
     releases: Arc<SlotReleases>,
     numbers: EndNumbers<K>,
-    /// For errors.
+    /// Operation named in errors.
     operation: &'static str,
 }
 
-/// An end of this rank, until it meets the peer's.
+/// An end of this rank that is not matched yet.
 #[derive(Debug)]
 pub(crate) struct Offer<T> {
     pub(crate) end: T,
     pub(crate) peer: Rank,
     /// The peer's rank in the job.
     pub(crate) job_peer: Rank,
-    /// Where this rank publishes, and where the peer does.
+    /// Store keys of this rank's and of the peer's offer.
     pub(crate) own_key: String,
     peer_key: String,
     message: Vec<u8>,
@@ -63,40 +64,40 @@ pub(crate) struct Offer<T> {
 /// Ends that were published, for [`complete`](Matching::complete) or [`withdraw`](Matching::withdraw).
 pub(crate) struct PublishedEnds<T>(Vec<Offer<T>>);
 
-/// The peer's end that a wait is for, in the terms of the caller, and a remedy where it does not come.
+/// Description of a missing peer's end in the caller's terms, and advice for the case that it never arrives.
 pub(crate) struct Missing {
     pub(crate) what: String,
     pub(crate) help: &'static str,
 }
 
-/// A kind of exchange: its ends, their description for the peer, and what two of them make.
+/// A kind of exchange: its ends, their description for the peer, and the result of a match.
 pub(crate) trait Matching {
     type Key: Eq + Hash;
     type End;
-    /// The description of an end that its peer gets.
+    /// Description of an end, sent to its peer.
     type Terms: Serialize + DeserializeOwned;
     type Made;
 
     fn pairs(&self) -> &PairExchange<Self::Key>;
 
-    /// Describes an end to its peer, with handles that are [exported](PairExchange::export) for it.
+    /// Describes an end for its peer, with handles [exported](PairExchange::export) for it.
     fn describe(&self, offer: &mut Offer<Self::End>) -> Result<Self::Terms>;
 
     fn missing(&self, offer: &Offer<Self::End>) -> Missing;
 
-    /// Frees what an end holds that no peer has seen.
+    /// Frees the resources of an end that no peer has seen.
     fn forget(&self, end: Self::End);
 
-    /// Makes something of both ends, or fails on both ranks where they do not fit. `job_peer` is the peer's rank in the
+    /// Builds the result from both ends, or fails on both ranks on a mismatch. `job_peer` is the peer's rank in the
     /// job.
     fn meet(&self, end: Self::End, job_peer: Rank, terms: Self::Terms) -> Result<Self::Made>;
 
-    /// Called instead of [`meet`](Self::meet) where the peer's description cannot be read, which is an error on this rank
-    /// alone: the peer may have matched this end.
+    /// Called instead of [`meet`](Self::meet) if the peer's description cannot be decoded. Only this rank fails then:
+    /// the peer may have matched this end.
     fn unreadable(&self, _: Self::End) {}
 
-    /// Publishes `ends`, takes their peers' and matches them; in the order of `ends`. Blocks until all peers have
-    /// published.
+    /// Publishes `ends`, takes and matches the peers' ends, and returns the results in the order of `ends`. Blocks
+    /// until all peers have published.
     ///
     /// # Errors
     /// As [`publish`](Self::publish) and [`complete`](Self::complete).
@@ -109,11 +110,11 @@ pub(crate) trait Matching {
         self.complete(published, deadline)
     }
 
-    /// Publishes all ends at once, or none where that fails. Waits for the store alone.
+    /// Publishes all ends at once, or none on failure. Waits for the store only.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`] where the store does not answer until `deadline`. The ends may be published yet, so the
-    /// communicator ends, and what they hold is kept.
+    /// [`ErrorKind::Timeout`] if the store does not answer until `deadline`. The ends may still get published, so the
+    /// communicator fails, and their resources are kept.
     fn publish(
         &self,
         ends: impl IntoIterator<Item = Result<Offer<Self::End>>>,
@@ -148,11 +149,11 @@ pub(crate) trait Matching {
         }
     }
 
-    /// Takes the peers' ends and matches them. Blocks until all are there; what cannot be completed is withdrawn.
+    /// Takes the peers' ends and matches them. Blocks until all have arrived; ends that cannot be completed are
+    /// withdrawn.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`], with the first end that did not come; [`ErrorKind::PeerLost`]; those of
-    /// [`meet`](Self::meet).
+    /// [`ErrorKind::Timeout`], with the first missing end; [`ErrorKind::PeerLost`]; errors of [`meet`](Self::meet).
     fn complete(
         &self,
         published: PublishedEnds<Self::End>,
@@ -178,9 +179,9 @@ pub(crate) trait Matching {
         matched.into_iter().collect()
     }
 
-    /// Takes back what peers have not taken. An end that was taken belongs to something that the peer believes in: it is
-    /// matched with the peer's and dropped. Where the store does not answer in time, what is published stays, so the
-    /// communicator ends.
+    /// Withdraws ends that peers have not taken. An end that was taken is matched with the peer's and dropped,
+    /// because the peer uses the result. If the store does not answer in time, published ends stay, so the
+    /// communicator fails.
     fn withdraw(&self, PublishedEnds(offers): PublishedEnds<Self::End>) {
         let pairs = self.pairs();
         let deadline = Deadline::after(MAX_WITHDRAWAL);
@@ -204,7 +205,7 @@ pub(crate) trait Matching {
         }
     }
 
-    /// Matches an end with the one that its peer published as `message`.
+    /// Matches an end with its peer's, published as `message`.
     fn match_end(&self, offer: Offer<Self::End>, message: &[u8]) -> Result<Self::Made> {
         let (peer, job_peer, key) = (offer.peer, offer.job_peer, offer.own_key.clone());
         let end = offer.seen();
@@ -227,7 +228,7 @@ pub(crate) trait Matching {
 }
 
 impl<K: Eq + Hash> PairExchange<K> {
-    /// Exchanges in `group`, whose waits end when `fault` is raised. `operation` is for errors.
+    /// Creates the exchange in `group`, whose waits end when `fault` is raised. `operation` is for errors.
     pub(crate) fn new(
         group: &Arc<Group>,
         fault: &Arc<Fault>,
@@ -256,7 +257,7 @@ impl<K: Eq + Hash> PairExchange<K> {
         }
     }
 
-    /// The error of a request to `peer` that cannot be done.
+    /// The error of an invalid request to `peer`.
     pub(crate) fn refused(
         &self,
         peer: Rank,
@@ -271,7 +272,7 @@ impl<K: Eq + Hash> PairExchange<K> {
             .with_help(help)
     }
 
-    /// Fails for a peer that is no rank of the communicator.
+    /// Fails if the peer is not a rank of the communicator.
     pub(crate) fn check_peer(&self, peer: Rank) -> Result<()> {
         let world = self.group.world();
         if peer < world {
@@ -283,7 +284,8 @@ impl<K: Eq + Hash> PairExchange<K> {
         Err(self.refused(peer, ErrorKind::InvalidArgument, what, help))
     }
 
-    /// A slot, and a number under `key`, for a new end; to be [given back](Self::give_back) where no peer sees it.
+    /// Reserves a slot, and a number under `key`, for a new end; to be [given back](Self::give_back) if no peer sees
+    /// it.
     pub(crate) fn reserve(&self, key: K) -> Result<(Slot, u64)> {
         let slot = self.slots.allocate(&self.memory)?;
         Ok((slot, self.numbers.next(key)))
@@ -294,8 +296,8 @@ impl<K: Eq + Hash> PairExchange<K> {
         self.slots.recycle(slot.number);
     }
 
-    /// The slot `own`, and the peer's of number `slot`, whose words are mapped by `inbound`. From then on both ranks may
-    /// write to both slots: dropping the pair tells the peer, and so does a failure.
+    /// Pairs the slot `own` with the peer's slot number `slot`, whose words are mapped by `inbound`. From then on
+    /// both ranks may write to both slots: dropping the pair notifies the peer, and so does a failure.
     pub(crate) fn pair_slots(
         &self,
         own: Slot,
@@ -306,8 +308,8 @@ impl<K: Eq + Hash> PairExchange<K> {
         self.releases.pair(own, (job_peer, slot), inbound)
     }
 
-    /// An offer of `end` to `peer` under the keys of this rank and of the peer; each is complete with the name of the
-    /// communicator.
+    /// Creates an offer of `end` to `peer` under this rank's and the peer's key; the name of the communicator is
+    /// prefixed.
     pub(crate) fn offer<T>(&self, peer: Rank, keys: [String; 2], end: T) -> Result<Offer<T>> {
         let [own_key, peer_key] = keys.map(|key| self.group.key(&key));
         Ok(Offer {
@@ -321,7 +323,7 @@ impl<K: Eq + Hash> PairExchange<K> {
         })
     }
 
-    /// A handle of `region` for the peer of `offer`, to be part of its message.
+    /// Exports a handle of `region` for the peer of `offer`, to be part of its message.
     pub(crate) fn export<T>(&self, offer: &mut Offer<T>, region: &Region) -> Result<Vec<u8>> {
         let handle = self.memory.export_handle(region, offer.job_peer);
         let handle = handle.map_err(|error| self.group.in_own_ranks(error))?;
@@ -374,18 +376,18 @@ impl<K: Eq + Hash> PairExchange<K> {
         })
     }
 
-    /// Deletes an offer from the store; where the peer has taken it, gives the peer's instead.
+    /// Deletes an offer from the store; if the peer has taken it, returns the peer's instead.
     fn withdraw<T>(&self, offer: &Offer<T>, deadline: Deadline) -> Result<Option<Vec<u8>>> {
         let store = self.bootstrap.store();
         if store.delete_until(&offer.own_key, deadline)? {
             return Ok(None);
         }
-        // The peer publishes before it takes, so its offer is there.
+        // The peer publishes before it takes, so its offer exists.
         let wait = Wait::on([offer.job_peer], deadline);
         store.take(&offer.peer_key, &wait).map(Some)
     }
 
-    /// Why a communicator ends whose exchange could not be taken back.
+    /// The failure of a communicator whose exchange could not be rolled back.
     fn not_withdrawn(&self, error: &Error) -> Error {
         Error::new(
             ErrorKind::Timeout,
@@ -400,7 +402,7 @@ impl<K: Eq + Hash> PairExchange<K> {
 }
 
 impl<T> Offer<T> {
-    /// The end, which the peer knows, or may learn of yet: its handles stay counted.
+    /// Returns the end, which the peer has seen or may still see: its handles stay counted.
     fn seen(self) -> T {
         for handle in self.exported {
             handle.sent();
@@ -408,7 +410,7 @@ impl<T> Offer<T> {
         self.end
     }
 
-    /// The end, which no peer has seen: its handles are cancelled.
+    /// Returns the end, which no peer has seen: its handles are cancelled.
     fn unseen(self) -> T {
         self.end
     }

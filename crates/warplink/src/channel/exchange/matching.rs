@@ -1,4 +1,4 @@
-//! Making a connection of both ends.
+//! Builds a connection from both matched ends.
 
 use super::{ConnectionExchange, End, EndOffer};
 use crate::channel::answers::Answers;
@@ -15,11 +15,11 @@ use crate::transport::{
 };
 use std::sync::{Arc, Mutex};
 
-/// The peer's region, where it is mapped, and its place for kernels.
+/// The peer's region, if it is mapped, and its location for kernels.
 type PeersRegion = (Option<RemoteRegion>, Place);
 
 impl ConnectionExchange {
-    /// The connection of this rank's `end` and its peer's.
+    /// Builds the connection of this rank's `end` and the peer's.
     pub(super) fn make(&self, end: End, job_peer: Rank, terms: EndOffer) -> Result<Connection> {
         let pairs = &self.pairs;
         let (transport, number) = (end.transport, end.number);
@@ -28,7 +28,7 @@ impl ConnectionExchange {
             .as_ref()
             .map(|exposed| exposed.staging().is_some());
         let other_staging = is_staged.is_some_and(|is_staged| is_staged != terms.staging.is_some());
-        // Over the network, they are keys.
+        // Over the network, the offer contains keys instead.
         let handles = (terms.transport != Transport::Network).then(|| {
             let handle = |wire: &Vec<u8>| pairs.memory.peer_handle(job_peer, wire.clone());
             [&terms.inbound, &terms.region].map(handle)
@@ -47,7 +47,7 @@ impl ConnectionExchange {
             None
         };
         if let Some((what, help)) = differs {
-            // The peer finds the same and gives up too, so nobody will write to the slot.
+            // The peer detects the same mismatch and drops its end, so nobody writes to the slot.
             if let Some(exposed) = end.exposed {
                 exposed.discard();
             }
@@ -159,7 +159,7 @@ impl ConnectionExchange {
         Ok((PeerReach::Mapped(Box::new(slots)), (Some(region), place)))
     }
 
-    /// Connects to the peer over the network. From then on dropping the link tells the peer; so does a failure.
+    /// Connects to the peer over the network. From then on, dropping the link notifies the peer; so does a failure.
     fn link(
         &self,
         peer: Rank,

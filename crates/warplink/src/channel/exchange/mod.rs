@@ -1,4 +1,4 @@
-//! Connecting ([`exchange`](crate::exchange)): the ends of connections, and what each end tells the other.
+//! Connection [`exchange`](crate::exchange): the ends, and the offer that each end publishes for the other.
 
 mod matching;
 mod offer;
@@ -20,17 +20,17 @@ use offer::{EndOffer, StagingOffer};
 use std::collections::HashSet;
 use std::sync::Arc;
 
-/// Connects one rank with others of one communicator, whose ranks its requests name.
+/// Connects one rank with others of one communicator. Requests name ranks of that communicator.
 #[derive(Debug)]
 pub struct ConnectionExchange {
-    /// Ends with the same peer and tag meet in their order.
+    /// Ends with the same peer and tag match in the order of their numbers.
     pairs: PairExchange<(Rank, u64)>,
     tables: Arc<TablePool>,
     proxies: ProxySource,
     networks: Arc<Networks>,
 }
 
-/// Gives the rank's proxy for a kind of connection, which it starts if none runs.
+/// Returns the rank's proxy for a kind of connection, and starts one if none is running.
 #[derive(Clone)]
 pub(crate) struct ProxySource(pub(crate) Arc<StartProxy>);
 
@@ -48,12 +48,12 @@ pub(crate) struct End {
     transport: Transport,
     slot: Slot,
     number: u64,
-    /// Memory that the peer may write to, over the network.
+    /// Memory exposed to the peer's writes over the network.
     exposed: Option<Exposed>,
 }
 
 impl ConnectionExchange {
-    /// The exchange of `group`, whose waits end when `fault` is raised.
+    /// Creates the exchange of `group`, whose waits end when `fault` is raised.
     pub(crate) fn new(
         group: &Arc<Group>,
         fault: &Arc<Fault>,
@@ -69,18 +69,17 @@ impl ConnectionExchange {
         }
     }
 
-    /// Connects every request's end with its peer's, and gives the connections in the same order. Both ends
-    /// of a connection are requested, with the same tag, in any order and in batches cut in any way. Blocks
-    /// the caller until all peers have requested theirs; then kernels of both may use the channels.
+    /// Connects every request's end with the peer's, and returns the connections in the same order. Both ranks
+    /// request their end with the same tag, in any order and in batches of any size. Blocks until all peers have
+    /// requested theirs; then kernels of both ranks may use the channels.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a peer that is this rank or
-    /// none, and for two requests with the same peer and tag;
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if a peer is this rank or not in the
+    /// communicator, and for two requests with the same peer and tag;
     /// [`ErrorKind::Mismatch`](crate::ErrorKind::Mismatch), on both ranks, where transports differ;
-    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) or
-    /// [`ErrorKind::PeerLost`](crate::ErrorKind::PeerLost), with the peer and what was waited for. A batch
-    /// that fails for want of a peer is withdrawn, and may be connected again; where the store does not
-    /// answer that either, the communicator ends.
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) or [`ErrorKind::PeerLost`](crate::ErrorKind::PeerLost), with
+    /// the peer and the missing end. A batch that fails because a peer is missing is withdrawn, and may be retried;
+    /// if the store does not answer the withdrawal either, the communicator fails.
     pub fn connect(
         &self,
         requests: &[ConnectionRequest],
@@ -146,12 +145,12 @@ impl ConnectionExchange {
             .offer(peer, self.store_keys(peer, tag, number), end)
     }
 
-    /// How the bytes of a connection move. A direct one counts a word of the peer's up by several blocks at a time, so
-    /// that it needs atomic operations on the peer's memory.
+    /// Selects the transport of a connection. In a direct connection several blocks increment a word of the peer
+    /// concurrently, which requires atomic operations on the peer's memory.
     ///
     /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) where a direct one is wanted to a peer
-    /// whose memory cannot be mapped, or has no atomic operations from here.
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if a direct connection is requested to a peer whose
+    /// memory cannot be mapped, or does not support atomic operations from here.
     fn transport(&self, request: &ConnectionRequest) -> Result<Transport> {
         let job_peer = self.pairs.group.job_rank(request.peer)?;
         let near = self.pairs.memory.is_near(job_peer)?;
@@ -180,7 +179,7 @@ impl ConnectionExchange {
         }
     }
 
-    /// Where the ends of connection `number` to `peer` with `tag` are published, this rank's first.
+    /// Store keys of the ends of connection `number` to `peer` with `tag`, this rank's first.
     fn store_keys(&self, peer: Rank, tag: u64, number: u64) -> [String; 2] {
         let rank = self.pairs.group.rank();
         [(rank, peer), (peer, rank)]

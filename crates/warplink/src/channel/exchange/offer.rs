@@ -8,15 +8,15 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct EndOffer {
     pub(super) transport: Transport,
-    /// The handle of the region; its key, over the network.
+    /// Handle of the region, or its key over the network.
     pub(super) region: Vec<u8>,
-    /// The handle, or the key, of the inbound words of this end's slot.
+    /// Handle of the inbound words of this end's slot, or their key over the network.
     pub(super) inbound: Vec<u8>,
     /// The slot's number.
     pub(super) slot: u64,
-    /// Where this rank is found, over the network; else empty.
+    /// Address of this rank over the network; else empty.
     pub(super) address: Vec<u8>,
-    /// Over the network, where it does not reach the region: what the keys are for instead.
+    /// Staging rings, if the network cannot reach the region: the keys above are then those of the rings.
     pub(super) staging: Option<StagingOffer>,
 }
 
@@ -24,9 +24,9 @@ pub(crate) struct EndOffer {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct StagingOffer {
     pub(super) shape: StagingShape,
-    /// Bytes of the region itself.
+    /// Length of the region itself, in bytes.
     pub(super) region_bytes: u64,
-    /// Its key, where the network's library reaches it by itself; else empty.
+    /// Its key, if the network library can reach it without staging; else empty.
     pub(super) region: Vec<u8>,
 }
 

@@ -1,4 +1,4 @@
-//! Regions that are added to connections later.
+//! Regions added to established connections.
 
 use super::ConnectionExchange;
 use crate::channel::connection::{Connection, PeerReach};
@@ -11,10 +11,10 @@ use crate::memory::{Region, RemoteRegion};
 use crate::sync::lock;
 use std::collections::HashSet;
 
-/// The exchange of regions that are added to connections; it numbers no ends, as connections number their regions.
+/// The exchange of added regions. It needs no sequence numbers of ends, because connections number their regions.
 struct Regions<'a>(&'a ConnectionExchange);
 
-/// A region, and the connection that it is added to.
+/// A region, and the connection to add it to.
 struct Added {
     connection: Connection,
     region: Region,
@@ -22,15 +22,15 @@ struct Added {
 }
 
 impl ConnectionExchange {
-    /// Adds a region to each connection, on both ranks, under the number that is given back: kernels name
-    /// it as `warplink::At(number, offset)`, and those that run already may. The two ranks call this at the
-    /// same time, each with a region of its own, which may have different lengths; calls for one connection
-    /// are matched by their order. Blocks the caller until all peers have called it. A region that this rank cannot
-    /// open has its number all the same, and those of the other connections are added.
+    /// Adds a region to each connection, on both ranks, and returns its number: kernels address it as
+    /// `warplink::At(number, offset)`, including kernels that are already running. Both ranks call this at the same
+    /// time, each with its own region, and lengths may differ; calls for one connection match in order. Blocks until
+    /// all peers have called it. If this rank cannot open a region, its number is still consumed, and the regions of
+    /// the other connections are added.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where a connection is given twice
-    /// or has as many regions as it can; those of [`connect`](Self::connect).
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if a connection is given twice or already
+    /// has the maximum number of regions; the errors of [`connect`](Self::connect).
     pub fn add_regions(
         &self,
         added: &[(&Connection, &Region)],
@@ -75,8 +75,8 @@ impl ConnectionExchange {
         self.pairs.offer(end.peer, keys, added)
     }
 
-    /// Adds a region to a connection, and the one that the peer adds. Where the latter cannot be opened, the number is
-    /// used up, as it is at the peer, which may write to this rank's region.
+    /// Adds this rank's and the peer's region to a connection. If the peer's cannot be opened, the number is consumed
+    /// anyway, as it is at the peer, which may write to this rank's region.
     fn add(&self, connection: &Connection, region: &Region, handle: &[u8]) -> Result<u32> {
         let end = connection.end();
         let windows = &end.memory.parts().windows;
@@ -84,13 +84,13 @@ impl ConnectionExchange {
             Ok((remote, place)) => (Ok(()), remote, place),
             Err(error) => (Err(error), None, Place::Elsewhere(0)),
         };
-        // Kept before kernels find it.
+        // Kept alive before kernels can find it.
         lock(&end.held.regions).push((region.clone(), remote));
         let number = windows.add(region.memory().clone(), place);
         opened.and(number)
     }
 
-    /// Opens a region that the peer adds.
+    /// Opens a region added by the peer.
     fn open_region(
         &self,
         connection: &Connection,
@@ -110,7 +110,7 @@ impl ConnectionExchange {
 impl Matching for Regions<'_> {
     type Key = (Rank, u64);
     type End = Added;
-    /// A handle; a key, over the network.
+    /// A handle, or a key over the network.
     type Terms = Vec<u8>;
     type Made = u32;
 
@@ -144,7 +144,7 @@ impl Matching for Regions<'_> {
     fn forget(&self, _: Added) {}
 
     fn unreadable(&self, end: Added) {
-        // No handle is valid, so this only uses the number up, as the peer has done.
+        // An empty handle is never valid, so this only consumes the number, as the peer has done.
         drop(self.0.add(&end.connection, &end.region, &[]));
     }
 

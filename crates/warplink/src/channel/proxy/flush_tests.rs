@@ -1,4 +1,4 @@
-//! Tests of flushes and of a delayed proxy, with carriers whose puts take as long as a test says.
+//! Tests of flushes and of a delayed proxy, with carriers whose puts take as long as the test requires.
 
 use super::tests::{LATE, await_flush, host};
 use super::*;
@@ -57,7 +57,7 @@ impl Ends {
         })
     }
 
-    /// The peer's inbound word, and this rank's for flushes.
+    /// The peer's inbound word, and this rank's completion word of flushes.
     fn words(&self) -> [u64; 2] {
         self.words.each_ref().map(|word| {
             let mut bytes = [0; 8];
@@ -94,7 +94,7 @@ struct Gated {
     windows: Arc<Windows>,
     words: [Word; 2],
     gate: Word,
-    /// How many puts come before the gate, and how many have come.
+    /// How many puts precede the gate, and how many have arrived.
     before: u64,
     puts: AtomicU64,
 }
@@ -178,7 +178,7 @@ fn a_flush_does_not_wait_for_another_connection() {
         let trigger = put(connection, 0, BYTES as u64, true);
         proxy.fifo.push(trigger.encode(), || Ok(())).unwrap()
     };
-    // It comes behind the other's in the FIFO.
+    // It follows the other's in the FIFO.
     let (slow_flush, quick_flush) = (flush(first), flush(second));
     await_flush(&device, &quick.words[1], quick_flush);
     let [own, peers] = quick.contents();
@@ -202,7 +202,7 @@ fn a_flush_does_not_wait_for_what_its_channel_pushes_after_it() {
     let push = |trigger: Trigger| proxy.fifo.push(trigger.encode(), || Ok(())).unwrap();
     push(put(connection, 0, half / 2, false));
     let flushed = push(put(connection, half / 2, half / 2, true));
-    // All of it is in the stream before the flush is looked at.
+    // Everything is in the stream before the proxy looks at the flush.
     let last = push(put(connection, half, half, true));
     await_flush(&device, &ends.words[1], flushed);
     assert_eq!(ends.words(), [2, flushed + 1]);
@@ -216,7 +216,7 @@ fn a_flush_does_not_wait_for_what_its_channel_pushes_after_it() {
     proxy.stop(Deadline::after(LATE)).unwrap();
 }
 
-/// Holds up the thread that asks for the first put.
+/// Blocks the thread that requests the first put.
 #[derive(Debug)]
 struct Stalling {
     engine: CopyEngine,
@@ -228,10 +228,10 @@ const STALL: Duration = Duration::from_secs(1);
 #[derive(Debug, Default)]
 struct Stall {
     begun: OnceLock<Instant>,
-    /// Puts that producers were done with when the stall ended.
+    /// Puts that producers had stored when the stall ended.
     pushed_by_then: OnceLock<u64>,
     pushed: AtomicU64,
-    /// Looks of producers that found the FIFO full meanwhile.
+    /// Times that producers found the FIFO full during the stall.
     full: AtomicU64,
 }
 
@@ -308,7 +308,7 @@ fn a_proxy_that_is_stalled_for_a_second_makes_producers_wait_and_loses_nothing()
     });
     proxy.stop(Deadline::after(LATE)).unwrap();
     assert!(stall.begun.get().unwrap().elapsed() >= STALL);
-    // What fills the FIFO, and the one that was being served.
+    // A full FIFO, and the trigger being served.
     assert_eq!(stall.pushed_by_then.get(), Some(&(SLOTS + 1)));
     assert!(stall.full.load(SeqCst) > 0, "nobody found it full");
     let [own, peers] = ends.contents();

@@ -58,10 +58,10 @@ impl FifoMemory for OfKernels {
     }
 }
 
-/// Half naps in a row with one look at most, after which a proxy is taken to sleep.
+/// Number of consecutive half naps with at most one poll after which the proxy counts as asleep.
 const QUIET: u32 = 8;
 
-/// A proxy, its FIFO, and what its failure comes out of.
+/// A proxy, its FIFO, and the receiver of its failure.
 fn start(idle: Duration, nap: Duration) -> (Arc<Proxy>, OfKernels, Receiver<Error>) {
     let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
     let memory = OfKernels(Arc::new((HostFifoMemory::new(SLOTS), AtomicU64::new(0))));
@@ -81,7 +81,7 @@ fn start(idle: Duration, nap: Duration) -> (Arc<Proxy>, OfKernels, Receiver<Erro
 /// Waits until it sleeps between single looks.
 fn await_sleep(memory: &OfKernels, nap: Duration) {
     let started = Instant::now();
-    // On a busy machine, a thread may stand still for once without sleeping.
+    // On a busy machine, a thread may be descheduled once without sleeping.
     let mut quiet = 0;
     while quiet < QUIET {
         let before = memory.looks();
@@ -105,7 +105,7 @@ fn it_looks_once_a_nap_when_it_has_been_idle_for_long() {
     let looks = memory.looks() - before;
     let naps = started.elapsed().div_duration_f64(nap);
     assert!(looks as f64 <= naps + 2.0, "{looks} looks in {naps} naps");
-    // It finds what comes all the same.
+    // It finds new triggers all the same.
     memory.push();
     let error = failure.recv_timeout(LATE).unwrap();
     assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");

@@ -1,17 +1,17 @@
-//! The thread that does what kernels ask for by triggers.
+//! The proxy: a host thread that serves requests (triggers) of kernels.
 //!
-//! # What holds
-//! 1. What one channel asks for happens in the order of the FIFO, that of two channels in no order.
-//!    A connection whose peer takes nothing, as one that was stopped, holds up no other, as long as kernels
-//!    have not asked for very much of it.
-//! 2. A flush is answered when everything that its channel asked for before it is done, and nothing else
-//!    is waited for.
-//! 3. The proxy reads each trigger once, also when it slept: it looks at the ring itself, again and again.
-//! 4. It stops when it is asked to: it does what is in the ring, until the deadline, and says how many
-//!    triggers it did not. If that is none, it can be launched again, with the connections that it had.
-//! 5. A stream may have it copy as well, over a network, and waits for that ([`StreamCopy`]). What was not copied
-//!    when it stops fails the streams of the communicator.
-//! 6. When it fails, kernels that wait are let go, and the job ends with its error.
+//! # Guarantees
+//! 1. Requests of one channel are served in FIFO order; requests of different channels are unordered. A connection
+//!    whose peer accepts nothing, because it was stopped for example, does not block others until kernels have queued
+//!    [`MAX_PARKED`] of its triggers.
+//! 2. A flush is answered when every earlier request of its channel is complete, and waits for nothing else.
+//! 3. The proxy reads each trigger exactly once, even after sleeping: it polls the ring itself and does not depend on
+//!    notifications.
+//! 4. A stop serves the triggers in the ring, until the deadline, and reports how many were not served. If none was
+//!    lost, the proxy can be launched again, with the same connections.
+//! 5. Streams may request network copies too, and wait for them ([`StreamCopy`]). Copies that were not performed when
+//!    the proxy stops fail the streams of the communicator.
+//! 6. When the proxy fails, waiting kernels are released, and the job ends with its error.
 
 mod pin;
 mod route;
@@ -37,19 +37,19 @@ use std::thread::Thread;
 use std::time::Duration;
 use worker::Worker;
 
-/// How long after its deadline a proxy that stops may take to end.
+/// Extra time after the deadline of a stop for the thread to end.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// How a rank's proxy works.
+/// Configuration of a rank's proxy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProxyConfig {
-    /// Triggers that the FIFO holds; a power of two. Kernels wait when it is full.
+    /// Capacity of the FIFO in triggers; a power of two. Kernels wait when it is full.
     pub slots: usize,
-    /// How long the proxy looks for triggers without a pause, after the last one or after it was woken, before it
-    /// sleeps. A launch of a kernel with a proxied channel wakes it, the launch of a graph does not.
+    /// How long the proxy polls without a pause, after the last trigger or wake-up, before it sleeps. A launch of a
+    /// kernel with a proxied channel wakes it, the launch of a graph does not.
     pub idle: Duration,
-    /// How long it sleeps between two looks from then on, until there is a trigger or it is woken. A trigger that
-    /// comes then waits for as long at most.
+    /// Sleep between two polls from then on, until there is a trigger or a wake-up. It bounds the latency of the next
+    /// trigger.
     pub nap: Duration,
 }
 
@@ -64,12 +64,12 @@ impl Default for ProxyConfig {
     }
 }
 
-/// The connections that share a proxy: those by the device's copy engine, and those over each network, so that a slow
-/// network holds up neither copies nor another network.
+/// Connections that share a proxy: all that use the device's copy engine, and all of one network, so that a slow
+/// network delays neither copies nor another network.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum ProxyKey {
     Copies,
-    /// Over the network by these devices, or by those that its library chooses.
+    /// Over these network devices, or those that the network library chooses.
     Network(Option<String>),
 }
 
@@ -81,41 +81,40 @@ pub(crate) struct Proxy {
     shared: Arc<ProxyShared>,
     fifo: Arc<Fifo>,
     config: ProxyConfig,
-    /// The CPUs near the device, and the device's fault.
+    /// CPUs near the device, and the device's fault.
     cpus: Vec<usize>,
     fault: Arc<Fault>,
-    /// Held while it is stopped or launched.
+    /// Held during a stop or a launch.
     run: Mutex<Run>,
     thread: Mutex<Option<Thread>>,
 }
 
-/// Whether the thread runs.
+/// State of the thread.
 enum Run {
-    /// It sends what was left when it ends.
+    /// The thread sends its leftover work when it ends.
     Running(Receiver<Drained>),
-    /// The reader is there where nothing was left undone, so that the thread can be started again.
+    /// The reader is kept if no work was left over, so that the thread can be started again.
     Stopped(Option<FifoReader>),
 }
 
-/// State that the thread shares with its users.
+/// State shared by the thread and its users.
 struct ProxyShared {
     state: Mutex<ProxyState>,
     failure: OnceLock<Error>,
     on_failure: OnFailure,
-    /// Whether it was woken since it last looked.
+    /// Whether it was woken since its last poll.
     woken: AtomicBool,
 }
 
 #[derive(Default)]
 struct ProxyState {
-    /// By the number of the connection.
+    /// Indexed by connection number.
     routes: Vec<Option<Arc<Route>>>,
-    /// Connections that nobody uses any more, whose last triggers may still be in the ring, with what
-    /// they need.
+    /// Unused connections whose last triggers may still be in the ring, with the resources that these need.
     retiring: Vec<(u32, Box<dyn Any + Send>)>,
-    /// Copies requested by streams, until the thread takes them.
+    /// Copies requested by streams that the thread has not taken yet.
     copies: Vec<Requested>,
-    /// Until when to do what is in the ring, once it is to stop.
+    /// Deadline for serving the rest of the ring, once a stop is requested.
     stopping: Option<Deadline>,
     /// Whether no thread runs.
     ended: bool,
@@ -126,15 +125,15 @@ struct Drained {
     /// Triggers, and how many of these were for lost peers.
     unsent: u64,
     for_lost_peers: u64,
-    /// Copies of streams.
+    /// Copies for streams.
     uncopied: usize,
-    /// That what was sent did not end in time.
+    /// Error if operations already sent did not complete in time.
     unfinished: Option<Error>,
     reader: FifoReader,
 }
 
 impl Proxy {
-    /// Starts the thread, near the device.
+    /// Starts the thread, on the CPUs near the device.
     pub(crate) fn start(
         device: &Arc<dyn Device>,
         config: ProxyConfig,
@@ -144,7 +143,7 @@ impl Proxy {
         Self::start_on(device, fifo, config, on_failure)
     }
 
-    /// As [`start`](Self::start), with a FIFO.
+    /// Like [`start`](Self::start), with a given FIFO.
     fn start_on(
         device: &Arc<dyn Device>,
         (fifo, reader): (Arc<Fifo>, FifoReader),
@@ -180,7 +179,7 @@ impl Proxy {
             .name("warplink-proxy".to_owned())
             .spawn(move || {
                 pin::pin(&cpus);
-                // Fails if the proxy was dropped, which nobody waits for.
+                // Fails if the proxy was dropped; then nobody waits for the result.
                 let _ = sender.send(worker.run());
             })
             .map_err(|error| Error::io("start the proxy", &error))?;
@@ -188,12 +187,12 @@ impl Proxy {
         Ok(Run::Running(ended))
     }
 
-    /// Starts the thread again after a stop that left nothing undone, with the connections that there are. Their
-    /// kernels must not call it meanwhile. Blocks while it is being stopped. Does nothing if it runs.
+    /// Starts the thread again after a stop without leftover work, with the existing connections. Their kernels must
+    /// not store triggers meanwhile. Blocks while a stop is in progress. No-op if it runs.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`] if requests were lost when it stopped, since peers then wait for signals that were never
-    /// sent; [`ErrorKind::Timeout`] if a kernel does not store a trigger that it began; its failure.
+    /// sent; [`ErrorKind::Timeout`] if a kernel does not finish storing a trigger; the proxy's failure.
     pub(crate) fn launch(&self) -> Result<()> {
         self.check()?;
         let mut run = lock(&self.run);
@@ -217,18 +216,19 @@ impl Proxy {
         };
         set(None, false);
         *run = self.spawn(reader).inspect_err(|_| {
-            // Nobody reads the ring, so kernels must not wait for that. A failure leaves them to the device's fault.
+            // Nobody reads the ring, so kernels must not wait for it. If this fails, the device's fault releases
+            // them.
             let _ = self.fifo.stop();
             set(Some(Deadline::after(Duration::ZERO)), true);
         })?;
         Ok(())
     }
 
-    /// Takes on a connection. What its channel is to have.
+    /// Adds a connection and returns the proxy's part of its channel.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] where it has as many as it can have;
-    /// [`ErrorKind::Closed`] when it was stopped.
+    /// [`ErrorKind::InvalidArgument`] if the proxy has the maximum number of connections; [`ErrorKind::Closed`] if it
+    /// was stopped.
     pub(crate) fn register(&self, route: Route) -> Result<ProxyEnd> {
         self.check()?;
         let mut state = lock(&self.shared.state);
@@ -254,13 +254,13 @@ impl Proxy {
         })
     }
 
-    /// Lets go of a connection that no kernel uses any more, and of `held`, when what it asked for is done.
+    /// Drops a connection that no kernel uses any more, and `held`, once its requests are served.
     pub(crate) fn retire(&self, connection: u32, held: Box<dyn Any + Send>) {
         let mut state = lock(&self.shared.state);
         if state.ended {
             let route = state.routes.get_mut(connection as usize);
             let route = route.and_then(Option::take);
-            // Not under the lock: what is let go of may lead back here.
+            // Dropped outside the lock: destructors may call into the proxy.
             drop(state);
             return drop((route, held));
         }
@@ -269,10 +269,10 @@ impl Proxy {
         self.wake();
     }
 
-    /// Has it copy for a connection when the stream is there, and set the word that the stream waits for.
+    /// Copies for a connection once the stream reaches the copy's mark, then sets the word that the stream waits for.
     ///
     /// # Errors
-    /// [`ErrorKind::Closed`] when it was stopped.
+    /// [`ErrorKind::Closed`] if it was stopped.
     pub(crate) fn copy(&self, connection: u32, copy: StreamCopy) -> Result<()> {
         self.check()?;
         let mut state = lock(&self.shared.state);
@@ -285,16 +285,16 @@ impl Proxy {
         Ok(())
     }
 
-    /// Has it look for triggers now.
+    /// Makes it poll for triggers now.
     pub(crate) fn wake(&self) {
-        // Before the thread goes on, so that it finds this.
+        // Release, and before unpark: the woken thread sees the flag.
         self.shared.woken.store(true, Ordering::Release);
         if let Some(thread) = &*lock(&self.thread) {
             thread.unpark();
         }
     }
 
-    /// Fails with what it failed with.
+    /// Returns the proxy's failure, if it has failed.
     pub(crate) fn check(&self) -> Result<()> {
         self.shared
             .failure
@@ -302,13 +302,13 @@ impl Proxy {
             .map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Has it end when it has done what is in the ring, or at `deadline`. Does not block.
+    /// Requests a stop once the ring is served, or at `deadline`. Does not block.
     fn begin_stop(&self, deadline: Deadline) {
         lock(&self.shared.state).stopping.get_or_insert(deadline);
         self.wake();
     }
 
-    /// Drops what connections of a stopped proxy hold. It cannot be launched again.
+    /// Drops the resources of a stopped proxy's connections. It cannot be launched again.
     pub(crate) fn release(&self) {
         if let Run::Stopped(reader) = &mut *lock(&self.run) {
             *reader = None;
@@ -319,19 +319,19 @@ impl Proxy {
             return;
         }
         let routes = std::mem::take(&mut state.routes);
-        // Not under the lock: what is let go of may lead back here.
+        // Dropped outside the lock: destructors may call into the proxy.
         drop(state);
         drop(routes);
     }
 
-    /// Has it do what is in the ring, until `deadline`, and end. Blocks until then. Kernels that wait for
-    /// it after that are let go. Does nothing when it was stopped before.
+    /// Serves the ring until `deadline`, then stops the thread. Blocks until then. Kernels that wait for the proxy
+    /// later are released. No-op if it was stopped before.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`], with the number of triggers that were not sent, or where what was sent did
-    /// not end; what it failed with.
+    /// [`ErrorKind::Timeout`], with the number of triggers that were not sent, or if operations already sent did not
+    /// complete; the proxy's failure.
     pub(crate) fn stop(&self, deadline: Deadline) -> Result<()> {
-        // The others wait, so that no launch comes between.
+        // Held throughout, so that no launch comes in between.
         let mut run = lock(&self.run);
         let Run::Running(ended) = &*run else {
             return self.check();
@@ -367,12 +367,12 @@ impl Proxy {
 }
 
 impl Drained {
-    /// Whether all requests were done but those for lost peers, whose connections have failed.
+    /// Whether all requests were served except those for lost peers, whose connections have failed.
     fn is_complete(&self) -> bool {
         self.unsent == self.for_lost_peers && self.uncopied == 0 && self.unfinished.is_none()
     }
 
-    /// Keeps the reader for a launch if there can be one, and gives the rest.
+    /// Keeps the reader if a launch is possible, and returns the rest.
     fn keep_reader(self, run: &mut Run) -> (u64, usize, Option<Error>) {
         let (is_complete, rest) = (
             self.is_complete(),
@@ -384,7 +384,7 @@ impl Drained {
 }
 
 impl Drop for Proxy {
-    /// The thread ends by itself, without doing what is left.
+    /// The thread ends by itself, without serving the rest.
     fn drop(&mut self) {
         self.begin_stop(Deadline::after(Duration::ZERO));
     }

@@ -1,9 +1,9 @@
-//! Which processors the proxy's thread runs on.
+//! CPU affinity of the proxy's thread.
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-/// Has the calling thread run on those of `cpus` alone that it may run on, where there are any: the process may have been
-/// given few (`taskset`).
+/// Pins the calling thread to those of `cpus` that the process may use, if any: its affinity may be restricted
+/// (`taskset`).
 pub(super) fn pin(cpus: &[usize]) {
     let pinned = sched_getaffinity(None).and_then(|allowed| {
         let mut set = CpuSet::new();
@@ -24,7 +24,7 @@ pub(super) fn pin(cpus: &[usize]) {
 mod tests {
     use super::*;
 
-    /// The CPUs that a thread may run on that was pinned to `first` and then to `second`.
+    /// The allowed CPUs of a thread pinned to `first` and then to `second`.
     fn pinned(first: &[usize], second: &[usize]) -> Vec<usize> {
         let (first, second) = (first.to_vec(), second.to_vec());
         let thread = std::thread::spawn(move || {
@@ -43,7 +43,7 @@ mod tests {
         let all = pinned(&[], &[]);
         let (first, last) = (all[0], all[all.len() - 1]);
         assert_eq!(pinned(&[], &[first]), [first]);
-        // What the process may not use is left out, and no CPU of those is no reason to use one of them.
+        // CPUs outside the process's affinity are ignored; if none is left, the thread's affinity does not change.
         assert_eq!(pinned(&[first], &all), [first]);
         let elsewhere = all.iter().copied().filter(|cpu| *cpu != last);
         assert_eq!(pinned(&[last], &elsewhere.collect::<Vec<_>>()), [last]);

@@ -1,4 +1,4 @@
-//! A proxy's state of one connection.
+//! The proxy's state of one connection.
 
 use super::StreamCopy;
 use crate::device::Fault;
@@ -9,33 +9,32 @@ use crate::sync::lock;
 use crate::transport::Carrier;
 use std::sync::{Arc, Mutex};
 
-/// One connection, as the proxy has it.
+/// One connection, as seen by the proxy.
 ///
-/// Words are not set with each trigger: signals that follow one another are one write of the last value, and
-/// so are flushes. They are set before the next movement of the connection, and when the proxy finds nothing
-/// else to do.
+/// Words are not written per trigger: consecutive signals are coalesced into one write of the last value, and so are
+/// flushes. The write happens before the connection's next data movement, and when the proxy has nothing else to do.
 #[derive(Debug)]
 pub(crate) struct Route {
     pub(crate) peer: Rank,
-    /// Raised when the peer is lost, or what was asked for is not done.
+    /// Raised when the peer is lost, or a request fails.
     pub(crate) fault: Arc<Fault>,
     pub(crate) carrier: Box<dyn Carrier>,
     windows: Arc<Windows>,
     words: Mutex<RouteWords>,
 }
 
-/// The values that its words have, or are to have.
+/// Current and pending values of its words.
 #[derive(Debug, Default)]
 struct RouteWords {
-    /// How often the peer was signalled, and how often of that it knows.
+    /// Signals requested, and how many of them have been written to the peer.
     signals: u64,
     signalled: u64,
     completed: Option<u64>,
-    /// Triggers whose words are to be set yet.
+    /// Triggers whose words are still to be written.
     triggers: u64,
 }
 
-/// A copy with the connection that it is for.
+/// A copy and its connection.
 #[derive(Debug)]
 pub(super) struct Requested {
     pub(super) route: Arc<Route>,
@@ -58,14 +57,15 @@ impl Route {
         }
     }
 
-    /// Starts what the trigger at `position` of the FIFO asks for, and notes the words to be set after it.
+    /// Starts the operation requested by the trigger at `position` of the FIFO, and notes the words to write after
+    /// it.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where it passes the end of a
-    /// region; those of the carrier.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if it exceeds a region; errors of the
+    /// carrier.
     pub(super) fn serve(&self, position: u64, trigger: &Trigger) -> Result<()> {
         if let Some(movement) = trigger.movement {
-            // Signals are for what preceded them, and do not wait for this.
+            // Pending signals belong to earlier requests and do not wait for this one.
             self.set_words()?;
             let own = self.windows.range(Side::Own, trigger.own, trigger.bytes)?;
             self.carrier.start(movement, &own, trigger.peers)?;
@@ -81,7 +81,7 @@ impl Route {
         Ok(())
     }
 
-    /// Starts a copy that a stream waits for, and has the stream go on when it is done.
+    /// Starts a copy for a stream, which continues when the copy is done.
     pub(super) fn copy(&self, copy: &StreamCopy) -> Result<()> {
         self.set_words()?;
         self.carrier.start(copy.movement, &copy.own, copy.peers)?;
@@ -90,12 +90,12 @@ impl Route {
         Ok(())
     }
 
-    /// Whether words are to be set.
+    /// Whether words are pending.
     pub(super) fn has_words(&self) -> bool {
         lock(&self.words).triggers > 0
     }
 
-    /// Sets the words that are to be set.
+    /// Writes the pending words.
     pub(super) fn set_words(&self) -> Result<()> {
         let mut words = lock(&self.words);
         if words.triggers == 0 {
@@ -109,7 +109,7 @@ impl Route {
         Ok(())
     }
 
-    /// Forgets the words that are to be set; of how many triggers they are.
+    /// Drops the pending words; returns the number of their triggers.
     pub(super) fn forget_words(&self) -> u64 {
         std::mem::take(&mut lock(&self.words).triggers)
     }

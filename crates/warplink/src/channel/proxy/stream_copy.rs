@@ -1,4 +1,4 @@
-//! Copies that a stream has the proxy do, and waits for.
+//! Copies that a stream requests from the proxy and waits for.
 
 use crate::channel::answers::{Answer, Answers};
 use crate::device::channel::trigger::Movement;
@@ -6,10 +6,10 @@ use crate::device::{At, DeviceSlice, Event, Stream};
 use crate::error::Result;
 use std::sync::Arc;
 
-/// A copy to a peer's memory or from it, over a network.
+/// A copy to or from a peer's memory over a network.
 #[derive(Debug)]
 pub(crate) struct StreamCopy {
-    /// Who waits for it, and the mark in it that has to be reached first.
+    /// The waiting stream, and the mark that it has to reach first.
     pub(crate) stream: Stream,
     pub(crate) after: Event,
     pub(crate) movement: Movement,
@@ -20,19 +20,19 @@ pub(crate) struct StreamCopy {
 }
 
 impl StreamCopy {
-    /// Whether it is its turn.
+    /// Whether the stream has reached the mark.
     ///
     /// # Errors
-    /// The stream's failure, after which nobody waits for it.
+    /// The stream's failure; then nobody waits for the copy.
     pub(super) fn is_due(&self) -> Result<bool> {
         is_past(&self.stream, &self.after)
     }
 }
 
-/// Whether a stream has come to a mark in it, by what it was to do.
+/// Whether a stream has reached a mark by executing the work before it.
 fn is_past(stream: &Stream, mark: &Event) -> Result<bool> {
     let reached = mark.is_reached()?;
-    // Not before the look: a wait that is let go in between is not one that was met, and the stream has
+    // Checked after the event: a wait before the mark may end by an abort instead of its signal, and the stream has
     // failed by then.
     stream.check()?;
     Ok(reached)
@@ -44,7 +44,7 @@ mod tests {
     use crate::device::{Device, DeviceConfig, DeviceKind, EventBackend, Priority};
     use crate::error::{Error, ErrorKind};
 
-    /// A mark that is reached because a fault lets go of the wait before it.
+    /// A mark that is reached because a fault aborts the wait before it.
     #[derive(Debug)]
     struct LetGo(Arc<dyn Device>);
 

@@ -16,7 +16,7 @@ pub(super) fn host() -> Arc<dyn Device> {
     crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap()
 }
 
-/// A proxy whose failure comes out of the channel.
+/// A proxy, and the receiver of its failure.
 fn start(device: &Arc<dyn Device>) -> (Arc<Proxy>, Receiver<Error>) {
     let (failed, failure) = mpsc::channel();
     let failed = Mutex::new(failed);
@@ -72,7 +72,7 @@ fn its_failure_is_told_and_ends_what_waits_for_it() {
     assert!(proxy.fifo.is_stopped() && proxy.check().is_err());
     assert!(proxy.register(route(&device, &fault).0).is_err());
     assert!(proxy.stop(Deadline::after(LATE)).is_err());
-    // What is let go of later goes at once.
+    // Later drops are immediate.
     let held = Arc::new(());
     proxy.retire(connection, Box::new(held.clone()));
     assert_eq!(Arc::strong_count(&held), 1);
@@ -118,13 +118,13 @@ fn halves() -> impl Strategy<Value = [u64; 2]> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(200))]
 
-    /// Whatever kernels store in a slot, the proxy does it or fails with an error, and ends.
+    /// Whatever kernels store in a slot, the proxy serves it or fails with an error, and ends.
     #[test]
     fn any_words_are_a_trigger_or_an_error(words in prop::collection::vec(halves(), 1..6)) {
         let (device, fault) = (host(), Arc::default());
         let (proxy, failure) = start(&device);
         proxy.register(route(&device, &fault).0).unwrap();
-        // Once it has failed, nobody reads the ring, and producers are told.
+        // After the failure nobody reads the ring, and producers are refused.
         let mut refused = false;
         for halves in words {
             if let Err(error) = proxy.fifo.push(halves.map(|half| half & !LAP), || Ok(())) {
@@ -171,7 +171,7 @@ fn what_is_for_a_lost_peer_is_not_sent_and_counted_and_fails_nobody_else() {
     assert_eq!(good_words.each_ref().map(read), [1, 2]);
 }
 
-/// Calls that are under way with a carrier that finishes one whenever it is asked for room.
+/// Maximum calls in flight at a carrier that completes one whenever it is asked for space.
 const ROOM: u64 = 4;
 
 #[derive(Debug, Default)]
@@ -183,7 +183,7 @@ struct Seen {
     most: AtomicU64,
     puts: AtomicU64,
     inbound: AtomicU64,
-    /// Of `inbound`, when the last put was started.
+    /// Value of `inbound` when the last put was started.
     before_put: AtomicU64,
     completed: AtomicU64,
 }
@@ -197,7 +197,7 @@ impl Seen {
 
 impl Carrier for Slow {
     fn has_room(&self) -> Result<bool> {
-        // Not at once, as a device is slower than the proxy.
+        // Delayed: a device is slower than the proxy.
         std::thread::sleep(Duration::from_micros(20));
         let done = |calls: u64| Some(calls.saturating_sub(1));
         let under_way = self.0.under_way.fetch_update(SeqCst, SeqCst, done);
@@ -233,8 +233,8 @@ impl Carrier for Slow {
     }
 }
 
-/// A device that is slower than a kernel may not block the proxy, or have it keep without bound what is
-/// under way: signals are gathered instead.
+/// A device that is slower than a kernel must neither block the proxy nor make it queue operations without bound:
+/// signals are coalesced instead.
 #[test]
 fn what_is_under_way_is_bounded() {
     const SIGNALS: u64 = 20_000;
@@ -246,7 +246,7 @@ fn what_is_under_way_is_bounded() {
     let mut last = 0;
     for number in 1..=SIGNALS {
         let mut trigger = Trigger::signal(connection);
-        // Now and then a put, which is not to overtake the signals before it.
+        // An occasional put, which must not overtake earlier signals.
         if number % 1000 == 0 {
             trigger.movement = Some(Movement::Put);
         }
@@ -258,7 +258,7 @@ fn what_is_under_way_is_bounded() {
     assert_eq!((read(&seen.puts), read(&seen.inbound)), (20, SIGNALS));
     assert_eq!(read(&seen.before_put), SIGNALS - 1);
     assert_eq!(read(&seen.completed), last + 1);
-    // A put may set words before it.
+    // A put may write words before it.
     assert!(read(&seen.most) <= ROOM + 2, "{} calls", read(&seen.most));
 }
 
@@ -269,7 +269,7 @@ enum Asked {
     Set(Option<u64>, Option<u64>),
 }
 
-/// A carrier that takes nothing while its peer is stopped.
+/// A carrier that accepts nothing while its peer is stopped.
 #[derive(Clone, Debug, Default)]
 struct Stopped(Arc<(AtomicBool, Mutex<Vec<Asked>>)>);
 
@@ -315,7 +315,7 @@ impl Carrier for Stopped {
     }
 }
 
-/// A proxy with a connection to a stopped peer and one to another, whose words are given, and their numbers.
+/// A proxy with a connection to a stopped peer and one to another peer, with their words and numbers.
 fn beside_a_stopped_peer(device: &Arc<dyn Device>) -> (Arc<Proxy>, Stopped, [Word; 2], [u32; 2]) {
     let fault = Arc::default();
     let (proxy, _failure) = start(device);
@@ -343,7 +343,7 @@ fn a_peer_that_takes_nothing_holds_up_no_other_and_gets_all_in_order() {
     let device = host();
     let (proxy, stopped, words, [held_up, good]) = beside_a_stopped_peer(&device);
     let push = |trigger| proxy.fifo.push(trigger, || Ok(())).unwrap();
-    // More than the ring holds. The first signal is for what precedes the puts.
+    // More triggers than the ring holds. The first signal covers the requests before the puts.
     let rounds = 2 * ProxyConfig::default().slots as u64;
     push(Trigger::signal(held_up).encode());
     let mut last = 0;
@@ -362,7 +362,7 @@ fn a_peer_that_takes_nothing_holds_up_no_other_and_gets_all_in_order() {
     assert_eq!(Arc::strong_count(&retired), 2, "it is needed yet");
     stopped.resume();
     proxy.stop(Deadline::after(LATE)).unwrap();
-    // Each signal comes behind the put before it, and before the next.
+    // Each signal follows its put and precedes the next one.
     let expected = (0..rounds).flat_map(|round| {
         let signals = Asked::Set(Some(round + 1), None);
         [signals, Asked::Put(round % 60)]
@@ -379,7 +379,7 @@ fn what_waits_for_room_is_bounded_and_counted() {
     let slots = ProxyConfig::default().slots as u64;
     let mut sent = 0;
     let mut looks = 0;
-    // Until there is no room for a second.
+    // Until there is no space for a second one.
     let full = loop {
         let pushed = proxy.fifo.push(put(held_up, 8), || {
             looks += 1;

@@ -12,46 +12,46 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Looks at the ring before other threads are let run.
+/// Polls of the ring before the thread yields to others.
 const SPINS: u32 = 1000;
 
-/// Triggers from one look at whether to stop to the next, and after which words are set at the latest where
-/// there is room.
+/// Number of triggers between two checks for a stop. Words are also written at least this often, if the carrier has
+/// space.
 const TRIGGERS_PER_LOOK: u64 = 64;
 
-/// The longest sleep between two looks at whether a stream has come to a copy that it asked for.
+/// Maximum sleep between two checks whether a stream has reached a copy that it requested.
 const COPY_NAP: Duration = Duration::from_micros(50);
 
-/// Triggers of one connection that wait for room at most. Where there are more, the connection holds up the
-/// others, whose triggers come through the same ring.
+/// Maximum parked triggers of one connection. Beyond that, the connection blocks the others, whose triggers share the
+/// ring.
 pub(super) const MAX_PARKED: usize = 16 << 10;
 
-/// Triggers of a connection that were read, but not served yet: its carrier has no room for the first.
+/// Triggers of a connection that were read but not served yet, because its carrier has no space for the first.
 struct Parked {
     route: Arc<Route>,
-    /// With their positions, in the order of the ring.
+    /// With their positions, in ring order.
     triggers: VecDeque<(u64, Trigger)>,
 }
 
-/// Reads the FIFO and serves what it finds.
+/// Reads the FIFO and serves its triggers.
 pub(super) struct Worker {
     shared: Arc<ProxyShared>,
-    /// The device's.
+    /// The device's fault.
     fault: Arc<Fault>,
     fifo: Arc<Fifo>,
     reader: FifoReader,
     config: ProxyConfig,
-    /// Triggers that were read and not served: the peer was lost, or the time was over.
+    /// Triggers that were read and not served, because the peer was lost or the deadline passed.
     skipped: u64,
     /// How many of them were for lost peers.
     for_lost_peers: u64,
-    /// Routes with words to be set.
+    /// Routes with pending words.
     unset: Vec<Arc<Route>>,
-    /// Connections that wait for room, none without a trigger.
+    /// Connections that wait for space, each with at least one trigger.
     parked: Vec<Parked>,
-    /// Copies requested by streams that have not reached them yet, or that await space.
+    /// Copies requested by streams that have not reached them yet, or whose carriers have no space.
     copies: Vec<Requested>,
-    /// Whether there was no room for one of `copies`.
+    /// Whether there was no space for one of `copies`.
     is_full: bool,
 }
 
@@ -78,12 +78,12 @@ impl Worker {
         }
     }
 
-    /// Works until it is stopped or fails.
+    /// Runs until it is stopped or fails.
     pub(super) fn run(mut self) -> Drained {
         let result = self.serve_all();
         if let Err(error) = &result {
             tracing::error!(%error, "the proxy failed");
-            // A second error cannot be set, and only the first matters.
+            // A second error cannot be stored, and only the first matters.
             let _ = self.shared.failure.set(error.clone());
         }
         let shared = self.shared.clone();
@@ -94,7 +94,8 @@ impl Worker {
         drained
     }
 
-    /// Serves triggers until it is to stop and the ring is empty, or until the deadline, which it gives.
+    /// Serves triggers until a stop is requested and the ring is empty, or until the deadline of the stop, which it
+    /// returns.
     fn serve_all(&mut self) -> Result<Deadline> {
         let (mut idle_since, mut looks) = (None, 0);
         loop {
@@ -121,7 +122,7 @@ impl Worker {
             if let Some(deadline) = self.stopping()
                 && self.reader.is_empty()
             {
-                // A producer may have claimed a position and not stored yet.
+                // A producer may have claimed a position and not stored its trigger yet.
                 let is_done =
                     self.parked.is_empty() && self.has_no_copies() && self.reader.unread()? == 0;
                 if deadline.passed() || is_done {
@@ -130,7 +131,7 @@ impl Worker {
             }
             // Acquire: pairs with the release store of the waker.
             if self.shared.woken.swap(false, Ordering::Acquire) {
-                // Triggers are about to come.
+                // A wake-up announces triggers: poll without sleeping again.
                 idle_since = None;
             }
             if looks < SPINS {
@@ -166,7 +167,7 @@ impl Worker {
         };
         self.await_place(&route)?;
         if let Some(parked) = self.parked_of(&route) {
-            // Behind those that came before it.
+            // Parked after earlier triggers, to keep the order.
             parked.triggers.push_back((position, trigger));
         } else if !self.try_serve(&route, position, &trigger)? {
             let triggers = VecDeque::from([(position, trigger)]);
@@ -175,7 +176,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Serves a trigger, if its carrier takes more; whether it is dealt with. One whose peer was lost is, too.
+    /// Serves a trigger if its carrier has space; returns whether it was handled, as is one whose peer was lost.
     fn try_serve(&mut self, route: &Arc<Route>, position: u64, trigger: &Trigger) -> Result<bool> {
         let served = if self.is_faulted(route) {
             Ok(None)
@@ -193,13 +194,13 @@ impl Worker {
         Ok(true)
     }
 
-    /// Serves what waited for room, as far as there is room now.
+    /// Serves parked triggers as far as there is space now.
     fn serve_parked(&mut self) -> Result<()> {
         if self.parked.is_empty() {
             return Ok(());
         }
         for mut parked in std::mem::take(&mut self.parked) {
-            // Not all at once: others wait, too.
+            // In portions, so that other connections are served in between.
             for _ in 0..TRIGGERS_PER_LOOK {
                 let Some((position, trigger)) = parked.triggers.front() else {
                     break;
@@ -216,7 +217,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Waits until fewer of a connection's triggers than the most are parked, or it is time to end.
+    /// Waits until a connection has fewer than [`MAX_PARKED`] parked triggers, or the deadline passes.
     fn await_place(&mut self, route: &Arc<Route>) -> Result<()> {
         let mut looks = 0;
         while let Some(parked) = self.parked_of(route)
@@ -241,19 +242,19 @@ impl Worker {
         parked.find(|parked| Arc::ptr_eq(&parked.route, route))
     }
 
-    /// Whether the carrier of a route takes more; so it does where its peer was lost, for what becomes of it.
+    /// Whether the carrier of a route has space. True after the loss of the peer, so that the triggers are handled.
     fn has_room(&self, route: &Route) -> Result<bool> {
         Ok(self.judge(route, route.carrier.has_room())?.unwrap_or(true))
     }
 
-    /// Whether there is something to be done as soon as a carrier takes more.
+    /// Whether there is work to do as soon as a carrier has space.
     fn waits_for_room(&self) -> bool {
         !self.unset.is_empty() || !self.parked.is_empty() || self.is_full
     }
 
-    /// How long it sleeps between two looks when it has been idle for long.
+    /// Sleep between two polls after a long idle time.
     fn nap(&self) -> Duration {
-        // Nothing tells it that a stream has come to its copy.
+        // Streams do not notify the thread when they reach a copy, so it has to poll.
         if self.copies.is_empty() {
             self.config.nap
         } else {
@@ -261,7 +262,7 @@ impl Worker {
         }
     }
 
-    /// Starts the copies that streams have come to; whether there was one.
+    /// Starts the copies that streams have reached; returns whether there was one.
     fn serve_copies(&mut self) -> Result<bool> {
         self.take_copies();
         let mut started = false;
@@ -277,13 +278,13 @@ impl Worker {
                     self.copies.push(requested);
                     continue;
                 }
-                // Its stream failed, and waits for nothing.
+                // Its stream failed, so nobody waits for it.
                 Err(error) => {
                     tracing::debug!(%error, "a copy is left out");
                     continue;
                 }
             }
-            // Not before what the connection was asked for earlier.
+            // Not before earlier requests of the connection.
             let waits = self
                 .parked
                 .iter()
@@ -307,7 +308,7 @@ impl Worker {
         self.copies.is_empty() && lock(&self.shared.state).copies.is_empty()
     }
 
-    /// Gives up the copies that are left, whose streams would wait for ever; how many.
+    /// Drops the remaining copies and fails their streams, which would wait forever; returns their number.
     fn forget_copies(&mut self) -> usize {
         self.take_copies();
         let copies = std::mem::take(&mut self.copies);
@@ -316,13 +317,13 @@ impl Worker {
                 Some(error) => error.clone(),
                 None => stopped().with_peer(route.peer),
             };
-            // Streams that are let go may signal peers.
+            // Streams released by the abort may signal peers.
             route.fault.fail(error);
         }
         copies.len()
     }
 
-    /// Sets words, of routes whose carriers take more.
+    /// Writes pending words of routes whose carriers have space.
     fn set_words(&mut self) -> Result<()> {
         for route in std::mem::take(&mut self.unset) {
             let set = if self.is_faulted(&route) {
@@ -344,8 +345,8 @@ impl Worker {
         Ok(())
     }
 
-    /// Result of an operation for a route; nothing where it failed for the loss of the peer, which is reported by
-    /// the fault.
+    /// Returns the result of an operation for a route; `None` if it failed because the peer was lost, which the fault
+    /// reports.
     fn judge<T>(&self, route: &Route, result: Result<T>) -> Result<Option<T>> {
         match result {
             Ok(value) => Ok(Some(value)),
@@ -361,7 +362,7 @@ impl Worker {
         self.for_lost_peers += triggers;
     }
 
-    /// Whether what is for a connection is in vain: its peer was lost, or this rank has failed.
+    /// Whether operations of a connection are pointless: its peer was lost, or this rank has failed.
     fn is_faulted(&self, route: &Route) -> bool {
         route.fault.error().is_some() || self.fault.error().is_some()
     }
@@ -370,7 +371,7 @@ impl Worker {
         lock(&self.shared.state).stopping
     }
 
-    /// Lets go of connections that nobody uses, when the ring was found empty and their copies are done.
+    /// Drops unused connections once the ring was found empty and their copies are done.
     fn let_go(&self) -> Result<()> {
         let mut gone = Vec::new();
         let mut state = lock(&self.shared.state);
@@ -394,13 +395,13 @@ impl Worker {
                 None => gone.push((None, held)),
             }
         }
-        // Not under the lock: what is let go of may lead back here.
+        // Dropped outside the lock: destructors may call into the proxy.
         drop(state);
         drop(gone);
         Ok(())
     }
 
-    /// Waits for what was sent, and lets go of kernels that wait.
+    /// Waits for operations already sent, and releases waiting kernels.
     fn end(mut self, deadline: Deadline) -> Drained {
         while self.set_words().is_ok() && !self.unset.is_empty() && !deadline.passed() {
             std::thread::yield_now();
@@ -420,8 +421,8 @@ impl Worker {
             .map(|route| route.carrier.drain(deadline))
             .find_map(Result::err);
         if let Err(error) = self.fifo.stop() {
-            // The fault of the device ends its kernels.
-            tracing::warn!(%error, "kernels were not told that the proxy has stopped");
+            // The device's fault releases its kernels.
+            tracing::warn!(%error, "failed to notify kernels that the proxy has stopped");
         }
         let unread = self.reader.unread().unwrap_or(0);
         let drained = Drained {
@@ -446,7 +447,7 @@ impl Worker {
                 .flatten()
                 .collect()
         };
-        // Not under the lock: what is let go of may lead back here.
+        // Dropped outside the lock: destructors may call into the proxy.
         drop(state);
         drop((gone, retiring));
         drained
