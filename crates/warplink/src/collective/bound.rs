@@ -138,7 +138,7 @@ impl Collectives {
         // Overlap may differ between ranks; then the copy engine's program, which depends on it, is not used.
         let overlap = self.overlap_of_all(&call, uses.overlap)?;
         let direct = matches!(inner.path_for(&call)?, CallPath::Direct(_));
-        // The lanes beside the copy engine are one launch.
+        // The lanes that run concurrently with the copy engine are one launch.
         let copies = direct && self.too_long(&call).is_none();
         let copied = match overlap.filter(|_| copies) {
             Some(overlap) => self.by_copies(&call, (output, input), overlap)?,

@@ -89,8 +89,8 @@ impl JoinedCollectives {
                     "make the same calls in the same order on every rank",
                 ),
                 Announced::UnknownMemory => (
-                    "in a collective, the peer has its data in memory that this rank has let go of; expected memory \
-                     that all ranks reach"
+                    "in a collective, the peer has its data in memory that this rank no longer maps; expected memory \
+                     that all ranks can access"
                         .to_owned(),
                     "keep the memory of a graph alive, and record the graph again if its memory changes",
                 ),

@@ -112,7 +112,7 @@ impl Collectives {
                 stream.copy(output, input)
             });
         }
-        // A slice that this rank does not use may be anything; the other one stands in for it.
+        // A slice that this rank does not use may be anything; it is replaced by the other one.
         let input = if uses.reads { input } else { output };
         let output = if uses.writes { output } else { input };
         self.launch(call, &[input, output], uses.overlap, stream)

@@ -255,7 +255,7 @@ impl Collectives {
             None => all,
         };
         let lanes = model.lanes();
-        // A fifth is for packets, of which half is data; both areas have two halves by epoch.
+        // A fifth is for packets, half of whose bytes are data; both areas have two halves by epoch.
         Ok(Machine {
             world,
             kernels: model.link.transfer_kernels(),

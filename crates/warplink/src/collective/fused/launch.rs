@@ -1,4 +1,4 @@
-//! The kernels of fused calls, and how a call is done.
+//! Kernels of fused calls, and the selection of the execution strategy.
 
 use super::memory::Form;
 use super::program::Way;
@@ -16,13 +16,13 @@ use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-/// The most kernels that are kept.
+/// Maximum number of cached kernels.
 const MAX_KEPT: usize = 1024;
 
 /// Elements of a row that a thread handles at a time.
 const UNIT: usize = 8;
 
-/// Why a row cannot be sent.
+/// Reason why a row cannot be sent.
 const TOO_LONG: &str = "give the workspace more bytes (CollectiveOptions::workspace_bytes)";
 
 /// Cache key: launches with different keys need different kernels.
@@ -33,23 +33,23 @@ struct Key {
     aligned: bool,
 }
 
-/// How a call is done.
+/// Execution strategy and launch shape of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
     pub(super) way: Way,
     pub(super) lanes: usize,
     pub(super) threads: usize,
-    /// The most rows of a launch.
+    /// Maximum rows of a launch.
     pub(super) rows: usize,
 }
 
-/// Makes kernels, and keeps those of the calls that were made last.
+/// Creates kernels, and caches those of recent calls.
 pub(in crate::collective) struct FusedLaunches {
     rank: Rank,
     kept: Mutex<Recent<Key, Arc<SharedKernel>>>,
-    /// By how many bits the rows have: kernels whose code others use too.
+    /// Keyed by the bit length of the number of rows: kernels whose code other calls share.
     models: Mutex<Recent<(Key, usize, usize), Arc<SharedKernel>>>,
-    /// By what about as many rows announce.
+    /// Keyed by the announcement of the call with a rounded number of rows.
     ways: Mutex<BTreeMap<[u32; 4], Way>>,
 }
 
@@ -63,7 +63,7 @@ impl FusedLaunches {
         }
     }
 
-    /// Launches the kernels of a call that was checked: one for as many rows as there is room for.
+    /// Launches the kernels of a validated call, each for as many rows as fit into the workspace.
     pub(super) fn enqueue(
         &self,
         (machine, workspace): (&Machine, &SharedWorkspace),
@@ -89,7 +89,7 @@ impl FusedLaunches {
         Ok(())
     }
 
-    /// The way that is fastest by the model, of those that do the call.
+    /// The fastest applicable strategy by the model.
     fn way(&self, machine: &Machine, described: &Described) -> Result<Way> {
         let ways = described.ways();
         if let Some(forced) = machine.forced {
@@ -105,7 +105,7 @@ impl FusedLaunches {
         if rest.is_empty() {
             return Ok(*first);
         }
-        // Calls of about as many rows go alike.
+        // Calls with a similar number of rows use the same strategy.
         let like = described.of(rounded(described.call.tokens));
         let key = like.words(*first);
         if let Some(known) = lock(&self.ways).get(&key) {
@@ -172,7 +172,7 @@ impl FusedLaunches {
                 made
             }
         };
-        // Dropped without the lock.
+        // Dropped outside the lock.
         let before = lock(&self.kept).insert(key, made.clone());
         drop(before);
         Ok(made)
@@ -180,7 +180,7 @@ impl FusedLaunches {
 }
 
 impl Described {
-    /// The same of so many rows.
+    /// The same call with this number of rows.
     pub(super) fn of(&self, tokens: usize) -> Self {
         let call = Fused {
             tokens,
@@ -232,7 +232,7 @@ impl Described {
         })
     }
 
-    /// Seconds by the model, where memory is reached.
+    /// Estimated seconds by the model, if the memory is accessible.
     pub(super) fn seconds(&self, machine: &Machine, way: Way) -> Result<f64> {
         let shape = self.shape(machine, way)?;
         let piece = self.of(shape.rows);

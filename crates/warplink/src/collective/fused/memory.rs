@@ -1,4 +1,4 @@
-//! The memory of a fused call: which there is, what of it may be the same, and what fits.
+//! Memory of a fused call: which tensors are present, which may alias, and validation of their lengths.
 
 use super::{Fused, FusedKind, Quantization};
 use crate::device::DeviceSlice;
@@ -7,36 +7,37 @@ use crate::error::{Error, Result};
 use crate::named::alternatives;
 use crate::program::section::MAX_TENSOR_BYTES;
 
-/// The memory of a fused call. All is row by row, contiguous; `rows` are those of [`FusedKind`]. At least one of `sum`,
-/// `residual_out`, `output` and `quantized` is given.
+/// Memory of a fused call. All tensors are contiguous, row by row; `rows` is the number for the [`FusedKind`]. At
+/// least one of `sum`, `residual_out`, `output` and `quantized` is required.
 #[derive(Clone, Copy, Debug)]
 pub struct FusedMemory<'a> {
     /// This rank's `[rows, width]`.
     pub input: &'a DeviceSlice,
-    /// `[rows, width]`, added to the sum; what all ranks have of it is the same on each.
+    /// `[rows, width]`, added to the sum; rows that several ranks have must be identical.
     pub residual: Option<&'a DeviceSlice>,
-    /// `[width]`, the same on every rank; exactly with a norm.
+    /// `[width]`, the same on every rank; required with a norm, else not allowed.
     pub weight: Option<&'a DeviceSlice>,
-    /// `[width]`, the same on every rank: added behind the weight.
+    /// `[width]`, the same on every rank: added after the weight.
     pub bias: Option<&'a DeviceSlice>,
     /// `[rows, width]`: the sum alone.
     pub sum: Option<&'a DeviceSlice>,
     /// `[rows, width]`: the sum and the residual.
     pub residual_out: Option<&'a DeviceSlice>,
-    /// `[rows, width]`: what is normalised.
+    /// `[rows, width]`: the normalised rows.
     pub output: Option<&'a DeviceSlice>,
-    /// `[rows, width]` of f8e4m3, exactly with a quantisation; with [`Quantization::Nvfp4`] `u8[rows, width / 2, rounded up]`.
+    /// `[rows, width]` of f8e4m3, required with a quantisation, else not allowed; with [`Quantization::Nvfp4`]
+    /// `u8[rows, width / 2, rounded up]`.
     pub quantized: Option<&'a DeviceSlice>,
     /// `f32[1]`, read, with [`Quantization::Static`]; `f32[rows]`, written, with [`Quantization::PerToken`];
     /// `f32[rows, width / 128, rounded up]`, written, by block; `u8[rows, width / 32, rounded up]`, written, with
     /// [`Quantization::Mxfp8`]; `f8e4m3[rows, width / 16, rounded up]`, written, with [`Quantization::Nvfp4`].
     pub scale: Option<&'a DeviceSlice>,
-    /// `f32[1]`, read, exactly with [`Quantization::Nvfp4`].
+    /// `f32[1]`, read, required with [`Quantization::Nvfp4`], else not allowed.
     pub global_scale: Option<&'a DeviceSlice>,
 }
 
 impl<'a> FusedMemory<'a> {
-    /// Memory of which only the input is given.
+    /// Memory with the input only.
     pub const fn of(input: &'a DeviceSlice) -> Self {
         Self {
             input,
@@ -121,12 +122,12 @@ impl Tensor {
         self as u32 >= Self::Sum as u32 && self as u32 <= Self::Scale as u32
     }
 
-    /// Whether it does not follow from h, or is h.
+    /// Whether it is h, or not derived from h.
     pub(super) const fn is_carried(self) -> bool {
         matches!(self, Self::Sum | Self::ResidualOut)
     }
 
-    /// Whether ranks have to agree on whether it is there, beyond the description of the call.
+    /// Whether ranks have to agree on its presence, in addition to the description of the call.
     pub(super) const fn is_agreed(self) -> bool {
         !matches!(
             self,
@@ -134,7 +135,7 @@ impl Tensor {
         )
     }
 
-    /// Whether it is of the rows that a rank owns.
+    /// Whether it contains only the rows that a rank owns.
     pub(super) const fn is_owned(self, kind: FusedKind) -> bool {
         match self {
             Self::Input => matches!(kind, FusedKind::AllGather),
@@ -143,7 +144,7 @@ impl Tensor {
         }
     }
 
-    /// Whether it has rows, and not the same for all.
+    /// Whether it has rows, rather than one value for all of them.
     const fn has_rows(self) -> bool {
         !matches!(
             self,
@@ -174,12 +175,12 @@ impl Tensor {
     }
 }
 
-/// Which memory a call has, as far as its program depends on it.
+/// The parts of a call's memory layout that its program depends on.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct Form {
-    /// A bit for each tensor that there is, by its number.
+    /// Bit set of the tensors present, by number.
     tensors: u16,
-    /// Which outputs are the input and the residual.
+    /// Outputs that alias the input and the residual.
     pub(super) in_place: [Option<Tensor>; 2],
 }
 
@@ -196,13 +197,13 @@ impl Form {
         self.tensors & 1 << tensor as u16 != 0
     }
 
-    /// Those that there are, in order.
+    /// The tensors present, in order.
     pub(super) fn tensors(self) -> impl Iterator<Item = Tensor> + Clone {
         let all = Tensor::ALL.into_iter();
         all.filter(move |tensor| self.has(*tensor))
     }
 
-    /// The bits of what is written, and of the residual: what ranks have to agree on.
+    /// Bits of the written tensors, and of the residual: ranks have to agree on these.
     pub(super) fn agreed(self) -> u32 {
         let agreed: Vec<Tensor> = self.tensors().filter(|it| it.is_agreed()).collect();
         Self::of(&agreed).tensors.into()
@@ -214,7 +215,7 @@ fn refused<T>(text: String, help: &'static str) -> Result<T> {
 }
 
 impl FusedMemory<'_> {
-    /// The memory of a tensor. The scale is that which the quantisation reads or writes.
+    /// The memory of a tensor. The scale is the one that the quantisation reads or writes.
     fn get(&self, tensor: Tensor, call: &Fused) -> Option<&DeviceSlice> {
         let given = call.epilogue.quantization == Some(Quantization::Static);
         match tensor {
@@ -232,7 +233,7 @@ impl FusedMemory<'_> {
         }
     }
 
-    /// Which memory there is, where it fits a call of `world` ranks.
+    /// Validates the memory for a call of `world` ranks, and returns its layout.
     pub(super) fn check(&self, call: &Fused, world: usize) -> Result<Form> {
         call.check(world)?;
         let quantizes = call.epilogue.quantization.is_some();
@@ -268,7 +269,7 @@ impl FusedMemory<'_> {
             let text = format!("{} has nothing to store", call.kind.name());
             return refused(
                 text,
-                "give memory for what is wanted of the result (FusedMemory)",
+                "pass memory for at least one result (FusedMemory)",
             );
         }
         let there = |tensor: &Tensor| self.get(*tensor, call).is_some();
@@ -328,7 +329,7 @@ impl FusedMemory<'_> {
         Ok(())
     }
 
-    /// Those of `rows` rows from `from` on, in the order of the program's declarations.
+    /// The slices of `rows` rows from `from` on, in the order of the program's declarations.
     pub(super) fn slices(
         &self,
         (from, rows): (usize, usize),
@@ -347,28 +348,28 @@ impl FusedMemory<'_> {
     }
 }
 
-/// How long the memory of a fused call is, in bytes.
+/// Lengths of the memory of a fused call, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FusedBytes {
     /// Of the input.
     pub input: usize,
-    /// Of the residual, and each of `sum` and `residual_out`.
+    /// Of the residual, and of each of `sum` and `residual_out`.
     pub residual: usize,
     /// Of each of weight and bias.
     pub weight: usize,
     /// Of the output.
     pub output: usize,
-    /// Of what is quantised; 0 without a quantisation.
+    /// Of the quantised rows; 0 without a quantisation.
     pub quantized: usize,
     /// Of the scale, or scales; 0 without a quantisation.
     pub scale: usize,
 }
 
 impl Fused {
-    /// How long memory is on a rank of `world`.
+    /// Lengths of the memory on each rank of `world`.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for a description that does not fit itself.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) for an inconsistent description.
     pub fn bytes(&self, world: usize) -> Result<FusedBytes> {
         self.check(world)?;
         let of = |tensor: Tensor| self.bytes_of(tensor, world);

@@ -1,9 +1,11 @@
-//! Collectives of rows with what follows them between the layers of a model: residual, norm, quantisation, in one kernel.
+//! Fused collectives of rows: the sum with the operations between two layers of a model (residual, norm,
+//! quantisation), in one kernel.
 //!
-//! `s` is the sum of all ranks' inputs in single precision, in rank order; `h = s + residual`, rounded to the type of the
-//! input; `n` is `h` normalised, of the rounded `h`: by RMSNorm `h · rsqrt(mean(h²) + eps) · weight`, by LayerNorm
-//! `(h - mean(h)) · rsqrt(mean((h - mean(h))²) + eps) · weight + bias`; and `q` is `n` divided by a scale, as floats of 8
-//! bits. Any of these may be stored. All ranks get the same bits. The programs are texts ([`program`]) over functions of rows.
+//! `s` is the sum of all ranks' inputs in single precision, in rank order; `h = s + residual`, rounded to the type of
+//! the input; `n` is the rounded `h`, normalised: by RMSNorm `h · rsqrt(mean(h²) + eps) · weight`, by LayerNorm `(h -
+//! mean(h)) · rsqrt(mean((h - mean(h))²) + eps) · weight + bias`; and `q` is `n` divided by a scale, as 8-bit floats.
+//! Any of these may be stored. All ranks get bit-identical results. The programs are texts ([`program`]) over
+//! functions of rows.
 
 mod launch;
 mod memory;
@@ -27,29 +29,29 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::named::named;
 use memory::Form;
 
-/// Elements that have a scale of their own with [`Quantization::PerBlock`].
+/// Elements per scale with [`Quantization::PerBlock`].
 pub const QUANTIZED_BLOCK: usize = 128;
 
 named! {
-    /// Distribution of the rows of a fused call over ranks. Where rows are owned, they are a multiple of the ranks, and
-    /// each rank has as many, in rank order.
+    /// Distribution of the rows of a fused call over ranks. If rows are owned, their number is a multiple of the
+    /// ranks, and each rank owns the same number of consecutive rows, in rank order.
     #[derive(Default)]
     pub enum FusedKind: "fused collective" {
-        /// Every rank has all rows of everything.
+        /// Every tensor has all rows on every rank.
         #[default]
         AllReduce = "all_reduce",
-        /// The same, but the residual, the sum and `residual_out` are of the rows that a rank owns.
+        /// The same, but the residual, the sum and `residual_out` have only the rows that the rank owns.
         AllReduceSharded = "all_reduce_sharded",
-        /// The input is of all rows, all else of those that a rank owns.
+        /// The input has all rows, everything else only the rows that the rank owns.
         ReduceScatter = "reduce_scatter",
-        /// Nothing is added up but the residual: the input, the residual, the sum and `residual_out` are of the rows that a
-        /// rank owns, and the others of all rows.
+        /// Only the residual is added, inputs are not summed: the input, the residual, the sum and `residual_out`
+        /// have only the rows that the rank owns, the others all rows.
         AllGather = "all_gather",
     }
 }
 
 named! {
-    /// How rows are normalised.
+    /// Normalisation of rows.
     pub enum Norm: "norm" {
         /// By the root of the mean of squares.
         Rms = "rms" (1),
@@ -59,29 +61,30 @@ named! {
 }
 
 named! {
-    /// How rows become floats of 8 bits (e4m3), or of 4. Scales that are computed in f32 are at least 1e-10.
+    /// Quantisation of rows to floats of 8 bits (e4m3) or 4 bits. Scales computed in f32 are at least 1e-10.
     pub enum Quantization: "quantization" {
-        /// Divided by a scale that is given, one `f32`.
+        /// Divided by a given scale, one `f32`.
         Static = "static" (1),
-        /// Divided by a scale of each row, which is an output: its largest magnitude / 448.
+        /// Divided by a scale per row, which is an output: the row's largest magnitude / 448.
         PerToken = "per_token" (2),
-        /// The same of each block of 128 elements, of which the last one of a row may be shorter.
+        /// The same for each block of 128 elements; the last block of a row may be shorter.
         PerBlock = "per_block" (3),
-        /// The same of blocks, with the next power of two from that scale on.
+        /// The same for blocks, with the scale rounded up to a power of two.
         PerBlockPowerOfTwo = "per_block_power_of_two" (4),
-        /// Mxfp8: divided by a scale of each 32 elements, the next power of two from their largest magnitude / 448 on,
-        /// which is stored as a byte, the power's exponent plus 127 (e8m0). At least 2⁻¹²⁶.
+        /// Mxfp8: divided by a scale for each 32 elements: their largest magnitude / 448, rounded up to a power of
+        /// two, which is stored as a byte, the power's exponent plus 127 (e8m0). At least 2⁻¹²⁶.
         Mxfp8 = "mxfp8" (5),
-        /// Nvfp4: floats of 4 bits (e2m1), two in a byte, the first in its low bits. Each 16 elements have a scale, as e4m3,
-        /// row by row: their largest magnitude / 6, times a global scale that is given, one `f32`, positive and from 1e-30 to
-        /// 1e30, usually 448 · 6 / the largest magnitude of all. So an element is about its float · its scale / the global one.
-        /// Infinities and what is too large become 6; a block with a NaN has NaN for its scale.
+        /// Nvfp4: 4-bit floats (e2m1), two in a byte, the first in its low bits. Each 16 elements have a scale, as
+        /// e4m3, row by row: their largest magnitude / 6, times a given global scale, one `f32`, positive and from
+        /// 1e-30 to 1e30, usually 448 · 6 / the largest magnitude of all. So an element is about its float · its
+        /// scale / the global one. Infinities and values out of range become 6; a block with a NaN has NaN for its
+        /// scale.
         Nvfp4 = "nvfp4" (6),
     }
 }
 
 impl Quantization {
-    /// Elements that have a scale of their own; none where a row or a call has one.
+    /// Elements per scale; `None` if a row or a call has one scale.
     pub const fn block(self) -> Option<usize> {
         match self {
             Self::Static | Self::PerToken => None,
@@ -91,7 +94,7 @@ impl Quantization {
         }
     }
 
-    /// The type of what is quantised; a byte holds two floats of 4 bits.
+    /// Type of the quantised elements; a byte holds two 4-bit floats.
     pub const fn dtype(self) -> DType {
         match self {
             Self::Nvfp4 => DType::U8,
@@ -99,7 +102,7 @@ impl Quantization {
         }
     }
 
-    /// The type of its scales.
+    /// Type of the scales.
     pub const fn scale_dtype(self) -> DType {
         match self {
             Self::Mxfp8 => DType::U8,
@@ -110,28 +113,28 @@ impl Quantization {
 }
 
 named! {
-    /// How rows travel between ranks. All ranks get the same bits either way.
+    /// Wire format of rows between ranks. All ranks get bit-identical results either way.
     #[derive(Default)]
     pub enum Wire: "wire format" {
-        /// Without rounding more than the call itself.
+        /// No rounding beyond that of the call itself.
         #[default]
         Exact = "exact",
-        /// As floats of 8 bits (e4m3), and a scale for each block of 128 elements: half the bytes of 16-bit floats, for an
-        /// error that docs/fused.md states.
+        /// 8-bit floats (e4m3), and a scale for each block of 128 elements: half the bytes of 16-bit floats, for an
+        /// error stated in docs/fused.md.
         Fp8 = "fp8",
     }
 }
 
-/// Operations after the sum of a fused call. Which results are stored follows from [`FusedMemory`].
+/// Operations after the sum of a fused call. [`FusedMemory`] determines which results are stored.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Epilogue {
-    /// How rows are normalised; what is stored of the norm is `h` itself where they are not.
+    /// Normalisation of rows; without one, the normalised result is `h` itself.
     pub norm: Option<Norm>,
     /// Added to the mean of squares; not negative.
     pub eps: f32,
-    /// Whether 1 is added to the weight, as some models have it.
+    /// Whether 1 is added to the weight, as some models require.
     pub weight_bias: bool,
-    /// How the normalised rows are quantised, if they are.
+    /// Quantisation of the normalised rows, if any.
     pub quantization: Option<Quantization>,
 }
 
@@ -140,33 +143,34 @@ pub struct Epilogue {
 pub struct Fused {
     /// Distribution of the rows over ranks.
     pub kind: FusedKind,
-    /// How many rows, those of all ranks.
+    /// Total number of rows of all ranks.
     pub tokens: usize,
     /// Elements of a row.
     pub width: usize,
-    /// The type of everything but what is quantised and its scales: f32, f16 or bf16.
+    /// Type of all tensors except the quantised rows and their scales: f32, f16 or bf16.
     pub dtype: DType,
     /// Operations after the sum.
     pub epilogue: Epilogue,
-    /// How rows travel. With [`Wire::Fp8`], a value v of a block whose largest finite magnitude is a arrives as v', with
-    /// |v' - v| ≤ |v| / 16 + a / 450,000 + 2⁻¹³⁵. Inputs travel once to the ranks that own rows, which add up what arrives
-    /// in f32; in kinds but `ReduceScatter`, sums (`h` where a rank owns the residual) travel once more to all. So a sum of
-    /// inputs whose magnitudes add up to m, in a block where these are at most b, has an error of at most m / 16 + b / 450,000
-    /// where it travels once, and 0.13 m + 6e-6 b where twice, beside f32 rounding. Zeros keep their signs; an infinity or NaN
-    /// arrives as NaN, and its block is as accurate as without it.
+    /// Wire format of rows. With [`Wire::Fp8`], a value v of a block whose largest finite magnitude is a arrives as
+    /// v', with
+    /// v' - v| ≤ |v| / 16 + a / 450,000 + 2⁻¹³⁵. Inputs travel once, to the ranks that own rows, which add up the received values
+    /// in f32; in all kinds but `ReduceScatter`, sums (`h` if a rank owns the residual) travel a second time, to all.
+    /// So a sum of inputs whose magnitudes add up to m, in a block where these are at most b, has an error of at most
+    /// m / 16 + b / 450,000 if it travels once, and 0.13 m + 6e-6 b if twice, in addition to f32 rounding. Zeros keep
+    /// their signs; an infinity or NaN arrives as NaN, and does not affect the accuracy of its block.
     pub wire: Wire,
 }
 
 impl Collectives {
-    /// The sum of all ranks' inputs with an epilogue, in one kernel: by packets where there are few rows, and for many by
-    /// rows, each computed by one rank and stored at all. Enqueues, and does not block but for the first call of its kind.
-    /// A graph may record it.
+    /// The sum of all ranks' inputs with an epilogue, in one kernel: by packets for few rows; for many, each row is
+    /// computed by one rank and stored at all. Enqueues, and blocks only for the first call of its kind. May be
+    /// captured.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] for memory that does not fit the call, or overlaps but for one of `sum`,
-    /// `residual_out` and `output` that is exactly the input or the residual; [`ErrorKind::Unsupported`] where the direct
-    /// path does not serve, or a row is too long for the workspace. Ranks that call something else are found as in
-    /// [`all_reduce`](Self::all_reduce).
+    /// [`ErrorKind::InvalidArgument`] for memory that does not fit the call, or overlaps, unless one of `sum`,
+    /// `residual_out` and `output` is exactly the input or the residual; [`ErrorKind::Unsupported`] if the direct
+    /// path is not available, or a row is too long for the workspace. Ranks that make a different call are detected
+    /// as in [`all_reduce`](Self::all_reduce).
     pub fn fused(&self, call: &Fused, memory: &FusedMemory<'_>, stream: &Stream) -> Result<()> {
         let inner = &self.0;
         let form = memory.check(call, inner.machine.world).map_err(named_so)?;
@@ -207,14 +211,14 @@ impl Collectives {
     }
 }
 
-/// How errors name these calls.
+/// Name of these calls in errors.
 const NAME: &str = "fused collective";
 
 fn named_so(error: Error) -> Error {
     error.with_operation(NAME)
 }
 
-/// A call, and which memory it has.
+/// A call, and its memory layout.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Described {
     call: Fused,

@@ -1,4 +1,5 @@
-//! The programs of fused calls: a shipped text for each way, with what the description says put in for names in braces.
+//! Programs of fused calls: a shipped text for each strategy, with names in braces replaced according to the
+//! description.
 
 use super::memory::Tensor;
 use super::quantized::quantize;
@@ -13,7 +14,8 @@ const DIRECT: &str = include_str!("direct.wlp");
 const BY_OWNER: &str = include_str!("by_owner.wlp");
 const QUANTIZED: &str = include_str!("quantized.wlp");
 
-/// Statements of [`Way::Gathered`] after the barrier of [`DIRECT`]: each rank computes the rest of the others' rows from h.
+/// Statements of [`Way::Gathered`] after the barrier of [`DIRECT`]: each rank computes the remaining results of the
+/// others' rows from h.
 const FOLLOWERS: &str = "
 for j in 0..(groups - lane + each) / each {
     for k in 1..world {
@@ -24,26 +26,26 @@ for j in 0..(groups - lane + each) / each {
     }
 }";
 
-/// The most tensors that a lane announces at once, and the most that it announces: then it has two rows for them.
+/// Maximum tensors in one announcement, and maximum that a lane announces in total: it then has two rows for them.
 const ANNOUNCED_AT_ONCE: usize = 3;
 const MAX_ANNOUNCED: usize = 4;
 
-/// How a fused call is done.
+/// Execution strategy of a fused call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) enum Way {
     /// Every rank gets all rows as packets, and computes all of them.
     OneShot,
-    /// A rank reads its rows of all, and stores the results at all.
+    /// A rank reads its rows from all ranks, and stores the results at all.
     Direct,
-    /// A rank reads its rows of all, and stores h at all, which compute what follows of it: fewer bytes over links where h is
-    /// stored at all anyway.
+    /// A rank reads its rows from all ranks, and stores h at all, which compute the remaining results from it: fewer
+    /// bytes over links if h is stored at all ranks anyway.
     Gathered,
-    /// Rows travel as floats of 8 bits, to the ranks that own them and back.
+    /// Rows travel as 8-bit floats, to the ranks that own them and back.
     Quantized,
 }
 
 impl Way {
-    /// The algorithm that asks for it.
+    /// The algorithm option that selects it.
     pub(super) const fn algorithm(self) -> Algorithm {
         match self {
             Self::OneShot => Algorithm::OneShot,
@@ -53,43 +55,43 @@ impl Way {
     }
 }
 
-/// Where a row of a call is.
+/// Location of a row of a call.
 #[derive(Clone, Copy)]
 pub(super) enum At {
-    /// Any, of tensors with all rows.
+    /// Any row, of tensors with all rows.
     Row,
-    /// One that this rank computes for all.
+    /// A row that this rank computes for all.
     Everywhere,
-    /// One that this rank owns.
+    /// A row that this rank owns.
     Owned,
-    /// One that rank k owns.
+    /// A row that rank k owns.
     OwnedBy,
 }
 
-/// From what on a function computes.
+/// Starting point of a function's computation.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum From {
-    /// The sum, `x`, to which the residual is added.
+    /// The sum, `x`, before the residual is added.
     Sum,
-    /// The sum and the residual, `h`.
+    /// The sum with the residual, `h`.
     Added,
-    /// The sum, with nothing else.
+    /// The sum only.
     SumAlone,
 }
 
-/// How a function begins.
+/// Beginning of a function.
 pub(super) struct Start {
-    /// The rows that it starts from, as parameters, and how these become `x` or `h`.
+    /// The rows that it takes as parameters, and the lines that compute `x` or `h` from them.
     pub(super) parameters: Vec<String>,
     pub(super) lines: Vec<String>,
     /// Result of these lines.
     pub(super) gives: From,
-    /// From what on the function is given the other tensors.
+    /// The starting point that determines the function's other tensor parameters.
     pub(super) taken: From,
 }
 
 impl Start {
-    /// Of one row.
+    /// For one row.
     pub(super) fn of(from: From) -> Self {
         let row = if from == From::Added { "h" } else { "x" };
         Self {
@@ -101,18 +103,18 @@ impl Start {
     }
 }
 
-/// Results of a function after those that are stored, for other ranks.
+/// Results of a function for other ranks, which follow the stored ones.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Sends {
     Nothing,
     /// The sum and the residual.
     Added,
-    /// A row as floats of 8 bits, and their scales.
+    /// A row as 8-bit floats, and their scales.
     Quantized(&'static str),
 }
 
 impl Described {
-    /// The text of the program of this call.
+    /// The program text of this call.
     pub(super) fn text(&self, way: Way, world: usize) -> String {
         let by_owner = self.call.kind != FusedKind::AllReduce;
         let text = match (by_owner, way) {
@@ -177,7 +179,7 @@ impl Described {
         made
     }
 
-    /// The functions of texts in which rows travel as they are.
+    /// The functions of texts whose rows travel unquantised.
     fn exact_functions(&self, way: Way, outputs: &[Tensor]) -> Vec<String> {
         let of = |name: &str, from: From, outputs: &[Tensor], sends: Sends| {
             self.function(name, &Start::of(from), outputs, sends)
@@ -206,7 +208,7 @@ impl Described {
         })
     }
 
-    /// The ways that there are programs for.
+    /// The strategies that have programs.
     pub(super) fn ways(&self) -> &'static [Way] {
         let [_, follows] = self.carried_and_following();
         let gathers = self.form.has(Tensor::ResidualOut) && !follows.is_empty();
@@ -223,7 +225,7 @@ impl Described {
         }
     }
 
-    /// How many lanes have room for what they announce.
+    /// Number of lanes whose announcements fit.
     pub(super) fn most_lanes(&self, way: Way) -> usize {
         if self.announced(way).count() > ANNOUNCED_AT_ONCE {
             64
@@ -232,7 +234,7 @@ impl Described {
         }
     }
 
-    /// Rows of scratch that a lane takes where ranks do not reach one another's tensors.
+    /// Rows of scratch of a lane if ranks cannot access one another's tensors.
     pub(super) const fn staged_rows(&self, world: usize) -> usize {
         match self.call.kind {
             FusedKind::AllReduce => world,
@@ -267,7 +269,7 @@ impl Described {
         [carried, follows]
     }
 
-    /// Places of outputs of a row that this rank computes: of those that follow from h, its own alone.
+    /// Destinations of the outputs of a row that this rank computes; outputs derived from h only at this rank.
     fn spread(&self, outputs: &[Tensor]) -> String {
         let one = |output: &Tensor| {
             let at = if output.is_carried() {
@@ -329,7 +331,7 @@ impl Described {
         all.join("\n")
     }
 
-    /// A function that returns what is stored in `outputs`, and what it `sends`.
+    /// A function that returns the values of `outputs`, and the values that it `sends`.
     pub(super) fn function(
         &self,
         name: &str,
@@ -409,7 +411,7 @@ impl Described {
         )
     }
 
-    /// The tensors that a function takes behind the rows that it starts from.
+    /// Parameters of a function after the rows that it starts from.
     fn taken(&self, from: From) -> impl Iterator<Item = Tensor> {
         let tensors = self.form.tensors();
         tensors.filter(move |tensor| match tensor {
@@ -446,7 +448,7 @@ impl Described {
         self.taken(from).map(one).collect()
     }
 
-    /// The rows that the epilogue starts from, of rank `on` where they are gathered.
+    /// The rows that the epilogue starts from, of rank `on` if they are gathered.
     fn source(&self, on: &'static str) -> &'static str {
         match (self.call.kind, on) {
             (FusedKind::AllGather, "") => "X[g]",
@@ -455,7 +457,7 @@ impl Described {
         }
     }
 
-    /// Places of `outputs`, one for each result.
+    /// Destinations of `outputs`, one for each result.
     pub(super) fn targets(&self, outputs: &[Tensor], at: At) -> String {
         let one = |output: &Tensor| {
             let name = output.name();
@@ -482,7 +484,7 @@ impl Described {
         };
         let mut lines = Vec::new();
         for (names, row) in names.chunks(ANNOUNCED_AT_ONCE).zip(rows) {
-            // A row is full: of fewer tensors, lanes have room for more of the call.
+            // The row is full. With fewer tensors, announcements have space for more of the call's description.
             let told = match names.len() {
                 1 => "what, length, upper, factor, 0, 0",
                 2 => "what, length, upper, factor",
@@ -506,7 +508,7 @@ impl Described {
         all.join(" and ")
     }
 
-    /// The steps of a row of each rank, by way of scratch.
+    /// The steps for a row of each rank, through scratch.
     fn staged(&self) -> String {
         let place = |of: &str| format!("B[slot][({of}) * row..({of}) * row + n]");
         let mut lines = Vec::new();
@@ -559,7 +561,7 @@ impl Described {
         lines.join("\n")
     }
 
-    /// `expect` statements of the outputs where ranks own rows.
+    /// `expect` statements of the outputs if ranks own rows.
     fn expected(&self) -> String {
         let own = |function: &str, outputs: &[Tensor]| {
             format!(

@@ -1,4 +1,4 @@
-//! The parts of texts in which rows travel as floats of 8 bits with scales.
+//! Parts of program texts whose rows travel as 8-bit floats with scales.
 
 use super::memory::Tensor;
 use super::program::{At, From, Sends, Start};
@@ -6,29 +6,29 @@ use super::{Described, FusedKind, QUANTIZED_BLOCK};
 use crate::collective::choice::Machine;
 use std::fmt::Write as _;
 
-/// The most elements of a row of scratch, and the bytes of scales, follow from these in the text.
+/// The maximum elements of a row of scratch, and the bytes of scales, are derived from these in the text.
 const ROW_UNIT: usize = 64;
 const SCALE_BYTES: usize = 4;
 
 /// The largest finite `f32`.
 pub(super) const LARGEST: &str = "3.4028235e38";
 
-/// The least scale: a normal number, by which elements may be divided.
+/// The smallest scale: a normal number, so that elements can be divided by it.
 pub(super) const LEAST_SCALE: &str = "1.1754944e-38";
 
-/// Lines that quantise `value`: results named `q` and `e`, with `of` behind.
+/// Lines that quantise `value`: results named `q` and `e`, with the suffix `of`.
 pub(super) fn quantize(value: &str, of: &str) -> [String; 3] {
     [
         format!("let finite{of} = select(abs({value}) <= {LARGEST}, abs({value}), 0)"),
         format!("let e{of} = max(block_max(finite{of}, {QUANTIZED_BLOCK}) / 448, {LEAST_SCALE})"),
-        // An infinity becomes NaN, and has no part in the scale.
+        // An infinity becomes NaN, and does not affect the scale.
         format!(
             "let q{of} = select(abs({value}) <= {LARGEST}, {value} / e{of}, {value} - {value})"
         ),
     ]
 }
 
-/// Lines for what `value` arrives as, named `name`.
+/// Lines that compute, as `name`, the value of `value` after its transport.
 fn arrived(name: &str, value: &str, of: &str) -> Vec<String> {
     let mut lines = quantize(value, of).to_vec();
     lines.push(format!("let {name} = round(q{of}, f8e4m3) * e{of}"));
@@ -42,7 +42,7 @@ fn added(name: &str, world: usize, term: fn(usize) -> String) -> String {
 }
 
 impl Start {
-    /// Of rows of all ranks, with their scales.
+    /// Rows of all ranks, with their scales.
     fn parts(world: usize) -> Self {
         let parameters = (0..world).map(|k| format!("q{k}, e{k} by {QUANTIZED_BLOCK}"));
         Self {
@@ -52,7 +52,7 @@ impl Start {
         }
     }
 
-    /// Of inputs of all ranks, whose sum is `name` where each is rounded as on its way.
+    /// Inputs of all ranks, whose sum is `name`, each rounded as by its transport.
     fn inputs(world: usize, name: &str) -> Self {
         let one = |k: usize| arrived(&format!("y{k}"), &format!("x{k}"), &k.to_string());
         let mut lines: Vec<String> = (0..world).flat_map(one).collect();
@@ -64,7 +64,7 @@ impl Start {
         }
     }
 
-    /// Of a row with its scales, of which `line` makes what is wanted.
+    /// A function of a row with its scales, whose result `line` computes.
     fn arrived(from: From, line: &str) -> Self {
         Self {
             parameters: vec!["q".to_owned(), format!("e by {QUANTIZED_BLOCK}")],
@@ -75,14 +75,14 @@ impl Start {
 }
 
 impl Described {
-    /// Rows of scratch that have room in half of the workspace.
+    /// Rows of scratch that fit into half of the workspace.
     pub(in crate::collective) fn quantized_rows(&self, machine: &Machine) -> usize {
         let width = self.call.width;
         let row = width.next_multiple_of(ROW_UNIT);
         machine.plain_bytes / (row + SCALE_BYTES * width.div_ceil(QUANTIZED_BLOCK))
     }
 
-    /// The functions of a call of `world` ranks: of what is sent, of owned rows, of all, and what outputs are meant to be.
+    /// The functions of a call of `world` ranks: for sent rows, owned rows and all rows, and the expected outputs.
     pub(super) fn quantized_functions(&self, world: usize) -> Vec<String> {
         let outputs: Vec<Tensor> = self.outputs().collect();
         let [local, all] = self.local_and_gathered();
@@ -140,19 +140,19 @@ impl Described {
         functions
     }
 
-    /// Whether inputs are added up.
+    /// Whether inputs are summed.
     const fn reduces(&self) -> bool {
         !matches!(self.call.kind, FusedKind::AllGather)
     }
 
-    /// A place of a row in scratch, its scales behind it; `on` a rank.
+    /// A row's location in scratch, followed by its scales; `on` a rank.
     fn cells(place: &str, on: &str, with: &str) -> String {
         format!(
             "B[slot][({place}) * row..({place}) * row + n]{on}{with}E[slot][({place}) * blocks..({place}) * blocks + blocks]{on}"
         )
     }
 
-    /// The steps in which inputs go to the owners of their rows.
+    /// The steps that send inputs to the owners of their rows.
     pub(super) fn sent(&self) -> String {
         if !self.reduces() {
             return "# Rows stay where they are until they are computed.".to_owned();
@@ -165,7 +165,7 @@ impl Described {
         )
     }
 
-    /// The step of an owned row.
+    /// The step for an owned row.
     pub(super) fn reduced(&self, world: usize) -> String {
         let source = if self.reduces() {
             let parts = (0..world)
@@ -189,7 +189,8 @@ impl Described {
         format!("{} =\n    reduced({source}{arguments})", targets.join("; "))
     }
 
-    /// From what on functions are given the other tensors: of an owned row, and of one that arrived.
+    /// Starting points that determine the functions' other tensor parameters: for an owned row, and for a received
+    /// one.
     const fn others(&self) -> [From; 2] {
         match self.call.kind {
             FusedKind::AllReduce => [From::SumAlone, From::Sum],
@@ -197,7 +198,7 @@ impl Described {
         }
     }
 
-    /// The steps of all rows, from the sums that arrived.
+    /// The steps for all rows, from the received sums.
     pub(super) fn finished(&self) -> String {
         if self.call.kind == FusedKind::ReduceScatter {
             return "# What is computed of a row stays with its owner.".to_owned();

@@ -94,10 +94,10 @@ pub(super) fn calls(
     all
 }
 
-/// The programs of calls of `world` ranks with every epilogue, and what they are.
+/// The programs of calls of `world` ranks with every epilogue, with their descriptions.
 ///
 /// # Errors
-/// The error of the first that is wrong.
+/// The first error of a program.
 #[doc(hidden)]
 pub fn fused_programs(world: usize) -> Result<Vec<(String, Program)>> {
     let mut all = Vec::new();

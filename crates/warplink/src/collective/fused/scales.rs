@@ -1,9 +1,9 @@
-//! The lines of functions that quantise what is normalised.
+//! Lines of functions that quantise normalised rows.
 
 use super::quantized::{LARGEST, LEAST_SCALE};
 use super::{QUANTIZED_BLOCK, Quantization};
 
-/// How a function quantises a row.
+/// Quantisation of a row within a function.
 #[derive(Default)]
 pub(super) struct Scaled {
     /// Lines that compute the scale.
@@ -13,7 +13,7 @@ pub(super) struct Scaled {
 }
 
 impl Quantization {
-    /// The lines and results for `row`; a scale that is given is named `s`.
+    /// The lines and results for `row`; a given scale is named `s`.
     pub(super) fn scaled(self, row: &str) -> Scaled {
         let block = |size: usize| format!("block_max(abs({row}), {size})");
         let scale = match self {
@@ -45,10 +45,10 @@ impl Quantization {
     }
 }
 
-/// The largest element of a block becomes about 6 times its scale, which is stored `s` times as large. A scale that rounds to
-/// 0 is that of zeros.
+/// The largest element of a block becomes about 6 times its scale, which is stored `s` times as large. A scale that
+/// rounds to 0 counts as a block of zeros.
 fn nvfp4(row: &str) -> Scaled {
-    // Infinities count as the largest number; what is NaN gives the block a scale that is NaN, since e2m1 has none.
+    // Infinities count as the largest number; a NaN gives the block a NaN scale, since e2m1 has no NaN.
     let size = format!("select({row} == {row}, min(abs({row}), {LARGEST}), 1 / 0)");
     Scaled {
         lines: vec![

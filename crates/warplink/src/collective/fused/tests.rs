@@ -1,4 +1,4 @@
-//! The programs of fused calls before they run.
+//! Static tests of fused calls' programs.
 
 use super::launch::Shape;
 use super::program::Way;
@@ -23,7 +23,7 @@ fn all_calls(tokens: usize, width: usize) -> Vec<Described> {
     all.concat()
 }
 
-/// The program of a call with so many lanes, and its parameters.
+/// The program of a call with this number of lanes, and its parameters.
 fn made(call: &Described, way: Way, world: usize, lanes: usize) -> (Program, Parameters) {
     let shape = Shape {
         way,
@@ -33,7 +33,7 @@ fn made(call: &Described, way: Way, world: usize, lanes: usize) -> (Program, Par
     };
     let mut parameters = call.parameters(&machine(world), &shape);
     if way == Way::Quantized {
-        // Rows have several turns in scratch.
+        // Rows take several turns in scratch.
         parameters.insert("deep", if world == 1 { 2 } else { 1 });
     }
     (call.program(way, world).unwrap(), parameters)
@@ -67,11 +67,11 @@ fn every_fused_program_is_verified_for_every_world() {
     assert!(count > 250, "{count}");
 }
 
-/// Whatever is reachable, they are what they expect, of residuals and weights that all ranks have.
+/// Results equal the expected ones whatever memory is accessible, with residuals and weights that all ranks have.
 #[test]
 fn fused_programs_are_what_they_expect() {
     let inputs = |rank: usize, number: usize, tensor: &TensorInstance| {
-        // Where ranks own rows of the residual, it differs.
+        // If ranks own rows of the residual, it differs.
         let own = matches!(&*tensor.name, "X") || (&*tensor.name == "R" && tensor.shape[0] < 6);
         let rank = if own { rank } else { 0 };
         let at = |element: usize| (7 * element + 5 * number + 3 * rank) % 11 + 1;
@@ -106,7 +106,7 @@ fn fused_programs_are_what_they_expect() {
     }
 }
 
-/// They follow, and are followed by, any collective in its workspace.
+/// Fused calls may precede and follow any collective in its workspace.
 #[test]
 #[cfg_attr(
     warplink_tsan,
@@ -145,11 +145,11 @@ fn fused_programs_share_the_workspace_of_collectives() {
     }
 }
 
-/// Shipped texts with one fault each are refused for it.
+/// Shipped texts with one fault each are rejected for that fault.
 #[test]
 fn faulty_variants_are_refused() {
     let variants = [
-        // Scratch of the launch before is overwritten while a rank may still read it.
+        // Scratch of the previous launch is overwritten while a rank may still read it.
         (Way::OneShot, "let slot = epoch % 2", "let slot = 0", "race"),
         // Two lanes have the same rows.
         (
@@ -167,7 +167,7 @@ fn faulty_variants_are_refused() {
             "\n            } else",
             "race",
         ),
-        // What follows of h is computed before h has arrived.
+        // Results are computed from h before h has arrived.
         (
             Way::Gathered,
             "barrier\n                for j",
@@ -181,7 +181,7 @@ fn faulty_variants_are_refused() {
             "on (rank + r) % world }",
             "race",
         ),
-        // Scales of inputs, and of sums, are read before they are there.
+        // Scales of inputs, and of sums, are read before they have arrived.
         (
             Way::Quantized,
             "barrier\n                for d",
@@ -214,7 +214,7 @@ fn faulty_variants_are_refused() {
     }
 }
 
-/// Links bound many rows: what follows of h, which all ranks store, is not sent, too.
+/// Links limit many rows: results derived from h, which all ranks store, are not sent as well.
 #[test]
 fn many_rows_send_h_alone() {
     let estimates = Estimates::new(&shipped("h200-2").unwrap()).unwrap();
@@ -240,7 +240,7 @@ fn many_rows_send_h_alone() {
     assert!(!sum.ways().contains(&Way::Gathered));
 }
 
-/// The description changes the text, and numbers of rows do not change the kernel.
+/// The description changes the text, but the number of rows does not change the kernel.
 #[test]
 fn epilogues_are_put_into_the_text() {
     let kernel = |call: &Described, way: Way| {

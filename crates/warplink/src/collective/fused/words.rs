@@ -1,4 +1,4 @@
-//! Announcements of a fused call, and the report of one that differs.
+//! Announcements of a fused call, and the report of a differing one.
 
 use super::memory::Tensor;
 use super::program::Way;
@@ -6,10 +6,10 @@ use super::{Described, FusedKind, Norm, Quantization, Wire};
 use crate::dtype::DType;
 use crate::named::Named as _;
 
-/// In the place of a collective's kind.
+/// Encoded in place of a collective's kind.
 const FUSED: u32 = 0xf;
 
-/// The bits from which the parts of the first word start.
+/// Bit offsets of the parts of the first word.
 const KIND: u32 = 4;
 const WAY: u32 = 6;
 const DTYPE: u32 = 8;
@@ -20,7 +20,7 @@ const MEMORY: u32 = 18;
 const WIRE: u32 = 28;
 
 impl Described {
-    /// Integers that are the same on all ranks, or the calls differ.
+    /// Integers that must be equal on all ranks; otherwise the calls differ.
     pub(super) fn words(&self, way: Way) -> [u32; 4] {
         let Self { call, form } = self;
         let epilogue = &call.epilogue;
@@ -43,7 +43,8 @@ impl Described {
         ]
     }
 
-    /// The same but for the number of rows in one integer, for lanes that tell where tensors are, and have no room for more.
+    /// The same without the number of rows, in one integer, for lanes whose announcements of tensors leave no space
+    /// for more.
     pub(super) fn form_word(&self, way: Way) -> u32 {
         let [what, _, width, eps] = self.words(way);
         let mixed = [what, width, eps].iter().fold(0x811c_9dc5, |hash, word| {
@@ -52,7 +53,7 @@ impl Described {
         mixed & !0xf | FUSED
     }
 
-    /// How an announcement that differs is described.
+    /// Describes a differing announcement.
     pub(super) fn difference(own: &[u32], theirs: &[u32]) -> String {
         format!(
             "the peer calls {}; expected {}, as this rank calls",
@@ -69,7 +70,7 @@ pub(in crate::collective) fn describe(words: &[u32]) -> String {
         return crate::collective::Call::describe(words);
     }
     if words.len() == 2 {
-        // The numbers of forms, to see whether they differ.
+        // The numbers of forms, to determine whether they differ.
         return format!(
             "a fused collective of {tokens} rows, form {:07x}",
             what >> 4

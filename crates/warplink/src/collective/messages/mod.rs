@@ -167,8 +167,8 @@ impl Shape {
 }
 
 impl Lines {
-    /// Allocates a workspace with `bytes` for chunks and maps the peers'. Receives use the publication of
-    /// `beside`. A launch uses at most `multiprocessors`, equal on all ranks, or two for each rank if that is
+    /// Allocates a workspace with `bytes` for chunks and maps the peers'. Receives use the publication of the direct
+    /// path `beside`. A launch uses at most `multiprocessors`, equal on all ranks, or two for each rank if that is
     /// more. Collective: all ranks succeed or none.
     pub(super) fn join(
         context: &RankContext,
@@ -215,8 +215,8 @@ impl Lines {
         let source = ModuleSource::new("messages")
             .with_cuda(include_str!("../../../kernels/messages.cu"))
             .with_host_lanes(KERNEL, shape.world, ends);
-        // SAFETY: the kernel accesses the workspaces as their shape says, and of a launch the memory of its
-        // messages, whose lengths the table has.
+        // SAFETY: the kernel accesses the workspaces within their shape, and the memory of a launch's messages within
+        // the lengths in the table.
         let loaded = unsafe { context.device.load_module(&source) };
         let checked = loaded.and_then(|module| {
             let kernel = module.kernel(KERNEL)?;

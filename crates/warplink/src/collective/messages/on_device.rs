@@ -11,11 +11,11 @@ use crate::p2p::Direction;
 const COUNT_BYTES: usize = size_of::<u64>();
 
 impl Collectives {
-    /// As [`all_to_all_v`](Self::all_to_all_v), but with counts in device memory: `sent` has the elements for
-    /// each rank, and `received` gets the elements from each; both are `u64[world]`. `max_count` bounds each
-    /// count and is equal on all ranks. `output` and `input` are `[world, max_count]`, of which the leading
-    /// elements are used; the rest of the output is not modified. May be captured: a graph serves all counts
-    /// up to the limit. A rank waits for all others; no host waits for a count. Does not block.
+    /// As [`all_to_all_v`](Self::all_to_all_v), but with counts in device memory: `sent` has the elements for each
+    /// rank, and `received` gets the elements from each; both are `u64[world]`. `max_count` bounds each count and is
+    /// equal on all ranks. `output` and `input` are `[world, max_count]`; only the leading elements of each row are
+    /// used, and the rest of the output is not modified. May be captured: a graph serves all counts up to the limit.
+    /// A rank waits for all others; no host waits for a count. Does not block.
     ///
     /// Fastest if `max_count` elements are a multiple of 16 bytes.
     ///
