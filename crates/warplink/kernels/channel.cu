@@ -1,4 +1,4 @@
-// Every call of warplink/device.cuh with every group, so that all of them are compiled for every
+// Instantiates every call of warplink/device.cuh with every group, so that all of them are compiled for every
 // architecture.
 
 #include <warplink/device.cuh>

@@ -1,9 +1,9 @@
-// Element-wise operations on up to 16 arrays, in the order given: sum, product, largest and smallest of
-// contiguous arrays, and these, casts and copies of arrays with strides.
+// Element-wise operations on up to 16 arrays, in the order given: sum, product, maximum and minimum of contiguous
+// arrays, and these, casts and copies of strided arrays.
 //
-// No header is included, since NVRTC has no include path on some machines: halves are converted by
-// an instruction, bfloat16 by its bits. The target may be one of the sources: each element is read
-// from every source and then written by one and the same thread.
+// No header is included, since NVRTC has no include path on some machines: halves are converted by an instruction,
+// bfloat16 by its bits. The target may be one of the sources: each element is read from every source and then written
+// by the same thread.
 
 typedef unsigned long long u64;
 typedef unsigned int u32;
@@ -14,11 +14,11 @@ typedef unsigned char u8;
 #define MAX_SOURCES 16
 #define MAX_AXES 4
 
-// Loads that one thread has under way before it combines: enough to cover the latency of a peer's
-// memory with one round for the eight GPUs of a machine.
+// Loads that one thread has in flight before it combines: enough to cover the latency of a peer's memory in one round
+// for the eight GPUs of a machine.
 #define IN_FLIGHT 8
 
-// Elements of arrays with strides that one thread has under way.
+// Elements of strided arrays that one thread has in flight.
 #define ITEMS 2
 
 struct Sources {
@@ -75,7 +75,7 @@ struct F64 {
     static __device__ __forceinline__ double store(double value) { return value; }
 };
 
-// Without a sign, so that overflow wraps around.
+// Unsigned, so that overflow wraps around.
 struct I32 {
     typedef u32 Stored;
     typedef u32 Wide;
@@ -111,7 +111,7 @@ template <typename Stored> union Pack {
     Stored part[16 / sizeof(Stored)];
 };
 
-// `vectors` says that all addresses are aligned to 16 bytes.
+// `vectors`: all addresses are aligned to 16 bytes.
 template <typename Op, typename Element>
 static __device__ __forceinline__ void combine(const Sources &sources, u32 number, void *target_bytes, u64 count,
                                                u32 vectors) {
@@ -175,15 +175,14 @@ COMBINE_KERNELS(warplink_product, Product)
 COMBINE_KERNELS(warplink_max, Max)
 COMBINE_KERNELS(warplink_min, Min)
 
-// What follows is for arrays with strides and for casts. Types and operations are known at run time only:
-// they are the same for all threads, and memory is what takes the time.
+// The rest handles strided arrays and casts. Types and operations are run-time values: they are the same for all
+// threads, and memory dominates the time.
 
 // Must match the host's.
 enum Type { F16_TYPE, BF16_TYPE, F32_TYPE, F64_TYPE, I32_TYPE, U8_TYPE };
 enum Operation { SUM_OP, PRODUCT_OP, MAX_OP, MIN_OP };
 
-// Conversions as on the host: a fraction is cut off, what is out of range becomes the nearest that there is,
-// and what is no number becomes 0.
+// Conversions as on the host: fractions are truncated, values out of range saturate, and NaN becomes 0.
 static __device__ __forceinline__ u32 to_i32(double value) {
     if (value != value) return 0;
     if (value <= -2147483648.0) return 0x80000000u;
@@ -234,7 +233,7 @@ template <typename Wide> static __device__ __forceinline__ Wide combine_as(u32 o
     }
 }
 
-// The indices of an element, by its number in row-major order.
+// The indices of an element, from its number in row-major order.
 struct Index {
     u64 along[MAX_AXES];
 
@@ -320,7 +319,7 @@ STRIDED_KERNEL(warplink_strided_f32, float)
 STRIDED_KERNEL(warplink_strided_f64, double)
 STRIDED_KERNEL(warplink_strided_i32, u32)
 
-// The elements have the size of `from`, and their bits are copied.
+// The elements have the size of `from`; their bits are copied.
 extern "C" __global__ void __launch_bounds__(512)
     warplink_strided_copy(const __grid_constant__ Operands operands, u32 axes, u32, u32, u32 from, u32, void *target,
                           u64 count) {

@@ -1,27 +1,27 @@
-// What a layer of experts does on each rank before rows are sent, and after they have come back. The rows
-// themselves go as messages (messages.cu).
+// Local kernels of a layer of experts: one before rows are sent, one after they have been returned. Messages move the
+// rows themselves (messages.cu).
 
 #include <warplink/elements.cuh>
 
 using namespace warplink;
 
-// In `places`, for what goes to no expert. Must match the host.
+// In `places`, marks a slot without an expert. Must match the host.
 constexpr u32 nowhere = ~0u;
 
 struct Routing {
-    // Which experts each token goes to: 32 bits each, `slots` for a token.
+    // Experts of each token: 32 bits each, `slots` for a token.
     u64 experts, tokens, slots;
-    // How many experts there are in all, and on each rank.
+    // Total number of experts, and number on each rank.
     u64 all, each;
-    // The most rows for a rank.
+    // Maximum rows for a rank.
     u64 limit;
-    // For each rank: how many rows it gets, the token of each, and which of the rank's experts it is for. 32 bits each.
+    // For each rank: its number of rows, and for each row the token, and the local index of the expert. 32 bits each.
     u64 counts, rows, locals;
-    // For each slot, the number of its row, where each rank has `limit` of them. 32 bits.
+    // For each slot, the position of its row among the `limit` rows of each rank. 32 bits.
     u64 places;
 };
 
-// A block for each rank: lists the slots that go there, in their order.
+// One block per rank: lists the slots that go to it, in order.
 extern "C" __global__ void __launch_bounds__(1024) route(const __grid_constant__ Routing at) {
     __shared__ u32 of_warps[32];
     const u32 warp = threadIdx.x / 32, warps = blockDim.x / 32, rank = blockIdx.x;
@@ -58,16 +58,16 @@ extern "C" __global__ void __launch_bounds__(1024) route(const __grid_constant__
 }
 
 struct Sum {
-    // The rows that came back, and where they belong: for each slot, as above.
+    // The returned rows, and the position of each slot's row, as above.
     u64 rows, places;
-    // Of each slot, a float.
+    // Weight of each slot, a float.
     u64 weights;
     u64 output, tokens, slots;
     // Elements of a row.
     u64 elements;
 };
 
-// The weighted sums of `number` elements of a token from `element` on, in the order of its slots, rounded once.
+// The weighted sums of `number` elements of a token from `element` on, in slot order, rounded once.
 template <typename Element, bool WHOLE> static __device__ __forceinline__ void sum(const Sum &at, u64 token, u64 element, u32 number) {
     constexpr u32 size = sizeof(typename Element::Bits);
     typedef detail::Accumulator<Element, 16> Values;
@@ -95,7 +95,7 @@ template <typename Element, bool WHOLE> static __device__ __forceinline__ void s
         detail::store_elements<Element, 16>(to, result, number);
 }
 
-// Blocks take tokens in turn.
+// Blocks process tokens round-robin.
 template <typename Element> static __device__ __forceinline__ void sums(const Sum &at) {
     constexpr u32 unit = 16 / sizeof(typename Element::Bits);
     const bool aligned = (at.rows | at.output | at.elements * sizeof(typename Element::Bits)) % 16 == 0;

@@ -1,26 +1,26 @@
-// Messages between pairs of ranks, on any memory: sends and receives that progress at the same time.
+// Messages between pairs of ranks, on any memory: sends and receives that progress concurrently.
 //
-// Each message has lanes (blocks) of its own at both ends; lane i of the sender works with lane i of the receiver
-// and with nobody else. Both ends count the messages of a lane; the count is the flag of the packets of a message, and its
-// parity chooses one of two slots for them. Both state their header, as packets, in a slot of the other's. For one lane of a
-// message:
+// Each message has lanes (blocks) at both ends that serve it alone; lane i of the sender interacts only with lane i
+// of the receiver. Both ends count the messages of a lane; the count is the flag of the packets of a message, and its
+// parity selects one of two slots for them. Both ends send a header, as packets, to a slot of the other end. For one
+// lane of a message:
 //
 // | sender | receiver |
 // |---|---|
-// | states its header; puts the first bytes as packets | states its header, with where its memory is published, if it is |
-// | waits for the receiver's header; compares | waits for the sender's header; compares; copies the packets to where they belong |
-// | where the receiver's memory is published: stores the rest where it belongs, and states that in the tail | waits for the tail |
-// | else: stores a chunk, and states that in the tail; stores each further chunk, and signals | copies each chunk to where it belongs |
-// | waits before the third chunk and each later one | signals that a chunk was copied, where another is to take its place |
+// | sends its header; puts the first bytes as packets | sends its header, with the location of its memory if that is published |
+// | waits for the receiver's header; compares | waits for the sender's header; compares; copies the packets to their destination |
+// | if the receiver's memory is published: stores the rest at its destination, and reports that in the tail | waits for the tail |
+// | else: stores a chunk, and reports that in the tail; stores each further chunk, and signals | copies each chunk to its destination |
+// | waits before the third chunk and each later one | signals that a chunk was copied, if another one will reuse its slot |
 //
-// Of a short message all bytes are among the first, so that it takes the time of one store; of a long one, they hide the
-// wait for the header. Nothing is left for the next message or launch but the counts.
+// A short message fits into the first bytes, so it takes the time of one store; in a long one, they hide the latency
+// of the header. The counts are the only state that remains for the next message or launch.
 //
-// Why nothing is overwritten too early: a receiver states its header of message k when it is done with k - 1. A sender is
-// done with k - 1 when it has seen the header of that, so that k - 2, which had the slot of k, is over at both ends; and it
-// stores chunks of k when it has seen the header of k.
+// Why nothing is overwritten too early: a receiver sends its header of message k after it has completed k - 1. A
+// sender has completed k - 1 when it has received the header of k - 1, so k - 2, which used the slot of k, is
+// complete at both ends; and it stores chunks of k only after it has received the header of k.
 //
-// A message may be as long as a number in device memory says, up to a limit that both ends know.
+// The length of a message may be a number in device memory, up to a limit that both ends know.
 
 #include <warplink/announcements.cuh>
 
@@ -32,59 +32,59 @@ constexpr u64 any_units = ~0ull;
 constexpr u64 chunks = 4, least_chunk = 16 << 10;
 constexpr u64 receives = 1u << 8, tells = 1u << 9, wide = 1u << 10;
 
-// The packets of a header, and the bytes of a slot for them and the tail.
+// Packets of a header, and bytes of a slot for them and the tail.
 constexpr u32 header_words = 4;
 constexpr u64 slot_bytes = 128;
 
-// How the first bytes of a message come, as its sender states in the header, and the rest, as it states in the tail.
+// Encoding of the first bytes of a message, which its sender reports in the header, and of the rest, in the tail.
 constexpr u64 as_nothing = 0, as_packets = 1, as_lines = 2;
 constexpr u32 as_chunks = 1, stored = 2;
 
-// The data of a packet of 128 bytes, which 8 threads store at once.
+// Data bytes of a 128-byte packet, which 8 threads store together.
 constexpr u64 line_data = 120;
 
-// Packets of 128 bytes that a thread has a part of under way.
+// 128-byte packets that a thread has a part of in flight.
 constexpr u32 lines_in_flight = 2;
 
 struct Message {
-    // The peer's rank in bits 0 to 7, `receives`, `tells` and `wide`, the number of lanes in bits 16 to 31, and the
-    // block of the first from bit 32 on.
+    // The peer's rank in bits 0 to 7, then `receives`, `tells` and `wide`, the number of lanes in bits 16 to 31, and
+    // the number of the first block from bit 32 on.
     u64 place;
     u64 address;
-    // The most bytes, and those of a unit, of which a lane moves whole ones.
+    // Maximum bytes, and bytes of a unit; a lane moves whole units.
     u64 bytes, unit;
-    // Where the number of units is, or is to be stored where the message `tells`: 32 bits, or 64 where it is `wide`; 0
-    // where it has all bytes.
+    // Address of the number of units, which is read, or stored if the message `tells`: 32 bits, or 64 if it is
+    // `wide`; 0 if the message has all bytes.
     u64 count;
-    // Where the number of each unit is in what is sent, 32 bits each; 0 where they lie in order.
+    // Address of the index of each unit in the sent data, 32 bits each; 0 if units are contiguous.
     u64 index;
-    // Of what is received: one more than the number of its allocation among those that this rank publishes, above
-    // `offset_bits`, and its first byte there; 0 where it is not published.
+    // For a receive: one more than the index of its allocation among those that this rank publishes, above
+    // `offset_bits`, and the offset of its first byte; 0 if it is not published.
     u64 published;
 };
 
 struct Messages {
-    // Of each rank, as they are mapped here.
+    // Workspace of each rank, as mapped here.
     u64 workspace[max_ranks], signals[max_ranks];
-    // For each direction and peer, whether lane 0 waits for it; behind these, for each direction, peer and lane, the number
-    // of messages before. And for each peer, what it stated otherwise; behind these, how many lanes stored what they sent
-    // where it belongs.
+    // For each direction and peer, whether lane 0 waits for it; then, for each direction, peer and lane, the number
+    // of previous messages. And for each peer, the values of a header that did not match; then the number of lanes
+    // that stored sent data directly at its destination.
     u64 waiting, verdicts;
     u64 rank, world;
-    // The most lanes of a message, the bytes of a chunk, and of a slot for packets. Of a lane, the most bytes that go as packets
-    // of 16 bytes, and the most of a longer message that go as packets of 128 bytes, or 0 where links split these. And the
+    // Maximum lanes of a message, bytes of a chunk, and of a packet slot. Per lane, the maximum bytes sent as 16-byte
+    // packets, and the maximum of a longer message sent as 128-byte packets, or 0 if links split these. And the
     // number of messages.
     u64 lanes, chunk, room, packed, lined, count;
-    // Where published allocations are mapped.
+    // Mappings of published allocations.
     u64 tables;
     Message message[max_messages];
 };
 
-// What an end states of a message.
+// Header that an end sends about a message.
 struct Header {
-    // The most bytes, the bytes of a unit, and how many units there are, where it is known.
+    // Maximum bytes, bytes of a unit, and number of units, if known.
     u64 bytes, unit, units;
-    // Of a receiver, where its memory is published; of a sender, how the first bytes come.
+    // From a receiver, the location of its memory if published; from a sender, the encoding of the first bytes.
     u64 how;
 
     __device__ __forceinline__ u64 word(u32 number) const { return number == 0 ? bytes : number == 1 ? unit : number == 2 ? units : how; }
@@ -106,14 +106,14 @@ static __device__ __forceinline__ void store_bytes(u64 address, const Unit<8> &u
     for (u32 i = 0; i < 8 && i < left; i++) *(unsigned char *)(address + i) = (unsigned char)(word >> 8 * i);
 }
 
-// A thread's part of packets of 128 bytes, which 8 threads store and load at once: two words of 8 bytes, of which the last
-// thread's second is the flag.
+// A thread's part of 128-byte packets, which 8 threads store and load together: two words of 8 bytes; the second word
+// of the last thread is the flag.
 struct Line {
     u32 part, mask, first, stride;
 
     __device__ __forceinline__ Line() : part(threadIdx.x & 7u), mask(0xffu << (threadIdx.x & 24u)), first(threadIdx.x / 8), stride(blockDim.x / 8) {}
 
-    // Which byte of the data the part of packet `i` begins with.
+    // First byte of the data in the part of packet `i`.
     __device__ __forceinline__ u64 byte(u32 i) const { return line_data * i + 16 * part; }
 
     __device__ __forceinline__ void store(u64 to, u32 i, const Unit<8> &first, const Unit<8> &second, u64 flag) const {
@@ -126,7 +126,7 @@ struct Line {
 
     __device__ __forceinline__ detail::LinePart load(u64 from, u32 i) const { return detail::load_line_part(from + 128 * (u64)i + 16 * part); }
 
-    // Loads again until the flag is there. All 8 threads go on, and end, together.
+    // Reload until the flag has arrived. All 8 threads continue, and end, together.
     __device__ __forceinline__ void await(Lane &self, u64 from, u32 i, detail::LinePart &loaded, u64 flag) const {
         for (u32 polls = 1; !self.ended && __shfl_sync(mask, loaded.second(), 7, 8) != flag; polls++) {
             self.ended = __any_sync(mask, self.gives_up(polls));
@@ -148,23 +148,24 @@ struct End {
 
     __device__ __forceinline__ bool is_receive() const { return (message.place & receives) != 0; }
 
-    // Where the number of messages of this lane is.
+    // Address of the number of messages of this lane.
     __device__ __forceinline__ u64 number() const {
         return at.waiting + 8 * (2 * world + ((is_receive() ? world : 0) + peer) * at.lanes + lane);
     }
 
-    // The number of a lane's signal, or box, from `from`: of data at receivers, of room at senders.
+    // Index of a lane's signal or box for `from`: data at receivers, credit at senders.
     __device__ __forceinline__ u32 data(u32 from) const { return lane * world + from; }
     __device__ __forceinline__ u32 room(u32 from) const { return ((u32)at.lanes + lane) * world + from; }
 
-    // The slot of message number `epoch` for a header, and for packets, in box `box` of `owner`.
+    // Slot of message number `epoch` for a header, and for packets, in box `box` of `owner`.
     __device__ __forceinline__ u64 header(u32 owner, u32 box, u64 epoch) const { return at.workspace[owner] + slot_bytes * (2 * box + epoch % 2); }
     __device__ __forceinline__ u64 packets(u32 owner, u32 box, u64 epoch) const {
         const u64 headers = 4 * slot_bytes * at.lanes * world;
         return at.workspace[owner] + headers + at.room * (2 * box + epoch % 2);
     }
 
-    // As `packets`, for those of 128 bytes. They have a place of their own, since their data may equal the flag of a packet.
+    // Like `packets`, for 128-byte packets. They never share memory with the others, since their data may equal the
+    // flag of a packet.
     __device__ __forceinline__ u64 packed_lines(u32 owner, u32 box, u64 epoch) const { return packets(owner, box, epoch) + ((2 * at.packed + 127) & ~127ull); }
 
     // Chunk number `number` from `from`, at `owner`.
@@ -173,14 +174,14 @@ struct End {
         return at.workspace[owner] + slots + (2 * (u64)data(from) + number % 2) * at.chunk;
     }
 
-    // States what this end does.
+    // Sends this end's header.
     __device__ __forceinline__ void state(const Lane &self, u64 to, const Header &all) const {
         if (threadIdx.x >= header_words) return;
         const u64 word = all.word(threadIdx.x);
         detail::store_packet<8>(to + 16 * threadIdx.x, {{(u32)word, (u32)(word >> 32)}}, Flag(self.epoch()));
     }
 
-    // States in the tail how the rest comes, after everything that the lane did before.
+    // Reports the encoding of the rest in the tail, after all earlier accesses of the lane.
     __device__ __forceinline__ void state_tail(const Lane &self, u64 to, u32 how) const {
         __syncthreads();
         if (threadIdx.x != 0) return;
@@ -188,7 +189,7 @@ struct End {
         detail::store_packet<8>(to + 16 * header_words, {{how, 0}}, Flag(self.epoch()));
     }
 
-    // Waits for the tail; all that preceded it is seen. 0 where the waits were ended.
+    // Waits for the tail; all earlier accesses of the peer are visible then. 0 if waits were aborted.
     __device__ __forceinline__ u32 tail(Lane &self, u64 from) const {
         __shared__ u32 how;
         if (threadIdx.x == 0) {
@@ -201,8 +202,8 @@ struct End {
         return self.agree() ? 0 : how;
     }
 
-    // Waits for what the other end states. False where the waits were ended. What preceded it there need not be seen: packets
-    // need no fence, which would wait for all that this lane has put.
+    // Waits for the other end's header. False if waits were aborted. Earlier accesses of the peer need not be
+    // visible: packets need no fence, which would wait for all puts of this lane.
     __device__ __forceinline__ bool stated(Lane &self, u64 from, Header &all) const {
         __shared__ u64 words[header_words];
         waits(true);
@@ -217,24 +218,24 @@ struct End {
         return true;
     }
 
-    // Tells the host whether lane 0 waits.
+    // Records for the host whether lane 0 waits.
     __device__ __forceinline__ void waits(bool waits) const {
         if (lane == 0 && threadIdx.x == 0) *(volatile u64 *)(at.waiting + 8 * ((is_receive() ? world : 0) + peer)) = waits ? 1 : 0;
     }
 
-    // Counts up signal `number` of the peer's, which this lane alone does, after everything that it did before. This rank's own
-    // signal `own` keeps how often, so that no atomic operation on the peer's memory is needed.
+    // Increments signal `number` of the peer, which only this lane does, after all its earlier accesses. This rank's
+    // own signal `own` stores the count, so that no atomic operation on the peer's memory is needed.
     __device__ __forceinline__ void signal(u32 number, u32 own) const {
         __syncthreads();
         if (threadIdx.x != 0) return;
         const u64 sent = Signals{abort}.word(own) + detail::sent_offset, count = detail::load_relaxed(sent) + 1;
-        // Waits were ended: so were the peer's.
+        // Waits were aborted, and so were the peer's.
         if (count >= detail::ended_epoch) return;
         *(volatile u64 *)sent = count;
         detail::store_release(at.signals[peer] + detail::signal_bytes * (1 + number), count);
     }
 
-    // Notes that the ends do not fit, and ends the waits of this rank's other lanes.
+    // Records that the ends do not match, and aborts the waits of this rank's other lanes.
     __device__ __forceinline__ void refuse(u64 theirs, u64 units) const {
         if (threadIdx.x != 0) return;
         const u64 note = at.verdicts + detail::verdict_bytes * ((peer + world - rank - 1) % world);
@@ -248,36 +249,36 @@ struct End {
         *(volatile u64 *)abort = 1;
     }
 
-    // How many units `bytes` are. A division of 64 bits takes as long as a packet.
+    // Number of units in `bytes`. A 64-bit division takes as long as a packet.
     __device__ __forceinline__ u64 units_of(u64 bytes) const {
         const u64 unit = message.unit;
         if ((unit & (unit - 1)) == 0) return bytes >> (__ffsll(unit) - 1);
         return (bytes | unit) >> 32 == 0 ? (u32)bytes / (u32)unit : bytes / unit;
     }
 
-    // What a lane moves of `units` units at most. Lanes are a power of two.
+    // Maximum bytes that a lane moves of `units` units. The number of lanes is a power of two.
     __device__ __forceinline__ u64 each(u64 units) const {
         const u64 unit = message.unit, each = (units + lanes - 1 >> (__ffs(lanes) - 1)) * unit;
-        // Of small units a lane has as many as the widest accesses need.
+        // Small units are grouped to fill the widest accesses.
         return unit < 16 && (unit & (unit - 1)) == 0 ? (each + 15) & ~15ull : each;
     }
 
-    // Which bytes this lane moves of `units` units, and the bytes of its chunks.
+    // Byte range that this lane moves of `units` units, and the bytes of its chunks.
     __device__ __forceinline__ void share(u64 units, u64 &from, u64 &to, u64 &step) const {
         const u64 unit = message.unit, each = this->each(units);
-        // The last unit of a message without a count may be short.
+        // The last unit of a message without a count may be partial.
         const u64 all = message.count != 0 || units * unit < message.bytes ? units * unit : message.bytes;
         from = lane * each < all ? lane * each : all;
         to = all - from < each ? all : from + each;
-        // Several chunks, so that one is copied out while the next one comes.
+        // Several chunks, so that one is copied out while the next arrives.
         u64 piece = each / chunks < least_chunk ? least_chunk : each / chunks;
-        // Each begins as aligned as the first, for the widest accesses.
+        // Each starts with the same alignment as the first, for the widest accesses.
         piece = (piece + 15) & ~15ull;
         if (piece < unit) piece = unit;
         step = units_of(piece < at.chunk ? piece : at.chunk) * unit;
     }
 
-    // The count in device memory. What stands for an unknown one is none.
+    // The count in device memory. The marker for unknown counts is invalid.
     __device__ __forceinline__ u64 count() const {
         if ((message.place & wide) == 0) return *(const volatile u32 *)message.count;
         const u64 count = *(const volatile u64 *)message.count;
@@ -293,13 +294,13 @@ struct End {
 
     __device__ __forceinline__ u64 all_units() const { return units_of(message.bytes + message.unit - 1); }
 
-    // Where unit number `unit` is in what is sent.
+    // Address of unit number `unit` of the sent data.
     __device__ __forceinline__ u64 source(u64 unit) const {
         const u64 number = message.index == 0 ? unit : *(const u32 *)(message.index + 4 * unit);
         return message.address + message.unit * number;
     }
 
-    // Copies `bytes` from byte `from` of what is sent on.
+    // Copies `bytes` bytes, from byte `from` of the sent data on.
     __device__ __forceinline__ void gather(u64 target, u64 from, u64 bytes) const {
         if (message.index == 0) {
             detail::copy(target, message.address + from, bytes, threadIdx.x, blockDim.x);
@@ -309,30 +310,30 @@ struct End {
         for (u64 i = threadIdx.x / 32; i < units; i += blockDim.x / 32) detail::copy(target + unit * i, source(first + i), unit, threadIdx.x & 31u, 32);
     }
 
-    // How the first bytes of `units` units that are sent come.
+    // Encoding of the first bytes when `units` units are sent.
     __device__ __forceinline__ u64 first_of(u64 units) const {
-        // Each 8 bytes of a packet are of one row.
+        // Each 8 bytes of a packet belong to one row.
         if (message.index != 0 && message.unit % 8 != 0) return as_nothing;
         if (each(units) <= at.packed) return as_packets;
-        // To find each row takes longer than to wait for the receiver, where there are many.
+        // If there are many rows, locating each takes longer than waiting for the receiver.
         const bool few = message.index == 0 || each(units) <= at.lined;
         return few && message.address % 8 == 0 && at.lined >= message.unit ? as_lines : as_nothing;
     }
 
-    // How many of `bytes` bytes are among the first that come so.
+    // Number of leading bytes, of `bytes`, with this encoding.
     __device__ __forceinline__ u64 first_bytes(u64 how, u64 bytes) const {
         const u64 most = how == as_packets ? bytes : how == as_lines ? units_of(at.lined) * message.unit : 0;
         return bytes < most ? bytes : most;
     }
 
-    // Where byte `byte` of what is sent is.
+    // Address of byte `byte` of the sent data.
     __device__ __forceinline__ u64 source_of(u64 byte) const {
         if (message.index == 0) return message.address + byte;
         const u64 unit = units_of(byte);
         return source(unit) + (byte - unit * message.unit);
     }
 
-    // Puts `bytes` from byte `from` of what is sent on as packets of 16 bytes.
+    // Puts `bytes` bytes, from byte `from` of the sent data on, as 16-byte packets.
     __device__ __forceinline__ void put(const Lane &self, u64 to, u64 from, u64 bytes) const {
         const Flag flag(self.epoch());
 #pragma unroll 1
@@ -340,7 +341,7 @@ struct End {
             detail::store_packet(to + 2 * byte, load_bytes(source_of(from + byte), bytes - byte), flag);
     }
 
-    // Copies `bytes` that come as packets of 16 bytes to `to`. False where the waits were ended.
+    // Waits for `bytes` bytes in 16-byte packets and copies them to `to`. False if waits were aborted.
     __device__ __forceinline__ bool take(Lane &self, u64 to, u64 from, u64 bytes) const {
         const Flag flag(self.epoch());
 #pragma unroll 1
@@ -352,7 +353,7 @@ struct End {
         return !self.agree();
     }
 
-    // As `put`, as packets of 128 bytes, from addresses that are multiples of 8.
+    // Like `put`, as 128-byte packets, from addresses that are multiples of 8.
     __device__ __forceinline__ void put_lines(const Lane &self, u64 to, u64 from, u64 bytes) const {
         const Line line;
         const u32 whole = (u32)(bytes / line_data);
@@ -380,10 +381,10 @@ struct End {
         }
     }
 
-    // As `take`, of packets of 128 bytes.
+    // Like `take`, for 128-byte packets.
     __device__ __forceinline__ bool take_lines(Lane &self, u64 to, u64 from, u64 bytes) const {
         const Line line;
-        // Those of an address that is no multiple of 8 are none.
+        // Data whose address is not a multiple of 8 has none.
         const u32 whole = to % 8 == 0 ? (u32)(bytes / line_data) : 0;
         const u64 flag = self.epoch();
         u32 i = line.first;
@@ -395,7 +396,7 @@ struct End {
 #pragma unroll
             for (u32 k = 0; k < lines_in_flight; k++) line.await(self, from, i + k * line.stride, parts[k], flag);
             if (self.ended) break;
-            // What another thread loaded along with the flag may be older than it.
+            // Data loaded by another thread together with the flag may be older than it.
 #pragma unroll
             for (u32 k = 0; k < lines_in_flight; k++) parts[k] = line.load(from, i + k * line.stride);
 #pragma unroll
@@ -418,7 +419,7 @@ struct End {
         return !self.agree();
     }
 
-    // Where the receiver's memory is mapped here; 0 where it is not.
+    // Address at which the receiver's memory is mapped here; 0 if it is not.
     __device__ __forceinline__ u64 reached(u64 place) const {
         const u64 entry = (place >> detail::offset_bits) - 1, start = place & ((1ull << detail::offset_bits) - 1);
         if (place == 0 || entry >= detail::published_entries) return 0;
@@ -426,7 +427,7 @@ struct End {
         return base == 0 ? 0 : base + start;
     }
 
-    // False where the waits were ended, or the ends do not fit.
+    // False if waits were aborted, or the ends do not match.
     __device__ __forceinline__ bool send(Lane &self) const {
         const u64 units = message.count != 0 ? count() : all_units();
         const bool whole = units <= all_units();
@@ -442,7 +443,7 @@ struct End {
         Header theirs;
         if (!stated(self, header(rank, room(peer), epoch), theirs)) return false;
         const bool fits = theirs.bytes == message.bytes && theirs.unit == message.unit && (theirs.units == any_units || theirs.units == units);
-        // The receiver finds the same.
+        // The receiver comes to the same conclusion.
         if (!fits || !whole) {
             refuse(theirs.bytes, fits ? units : theirs.units);
             return false;
@@ -450,7 +451,7 @@ struct End {
         from += first;
         if (from >= end) return true;
         const u64 target = reached(theirs.how);
-        // What the receiver did before it stated its header precedes all that is stored from here on.
+        // The receiver's accesses before its header precede all stores from here on.
         detail::fence();
         if (target != 0) {
             gather(target + from, from, end - from);
@@ -477,9 +478,9 @@ struct End {
         const u64 expected = told ? any_units : message.count != 0 ? count() : all_units();
         const u64 entry = (message.published >> detail::offset_bits) - 1, start = message.published & ((1ull << detail::offset_bits) - 1);
         const u64 memory = message.published == 0 ? 0 : warplink::told(rank, at.tables, entry, start, message.address);
-        // Not before: the load of the epoch is under way meanwhile.
+        // Not earlier: the load of the epoch is in flight meanwhile.
         const u64 epoch = self.epoch(), box = header(rank, data(peer), epoch);
-        // Chunks of the message before have been read. A message that has none needs no order.
+        // Chunks of the previous message have been read. A message without chunks needs no order.
         if (message.bytes > lanes * (at.lined > at.packed ? at.lined : at.packed)) detail::fence();
         state(self, header(peer, room(rank), epoch), {message.bytes, message.unit, expected, memory});
         Header theirs;
@@ -505,15 +506,15 @@ struct End {
             if (number > 0 && signals.wait(Block(), data(peer)) != Status::ok) return false;
             detail::copy(message.address + from, chunk(rank, peer, number), bytes, threadIdx.x, blockDim.x);
             from += bytes;
-            // Whether a chunk is to come where this one was.
+            // Whether another chunk will reuse this slot.
             if (from < end && end - from > step) signal(room(rank), room(peer));
         }
         return true;
     }
 };
 
-// All messages of a group. Those between the same ranks in the same direction have the same blocks, one after the other.
-// A multiprocessor has room for two blocks.
+// All messages of a group. Those between the same ranks in the same direction use the same blocks, one after the
+// other. A multiprocessor has space for two blocks.
 extern "C" __global__ void __launch_bounds__(512, 2) messages(const __grid_constant__ Messages at, u64 signals) {
 #pragma unroll 1
     for (u32 i = 0; i < (u32)at.count; i++) {
@@ -521,7 +522,7 @@ extern "C" __global__ void __launch_bounds__(512, 2) messages(const __grid_const
         const u32 first = (u32)(message.place >> 32), lanes = (u32)(message.place >> 16) & 0xffffu;
         if (blockIdx.x < first || blockIdx.x >= first + lanes) continue;
         const End end(at, message, signals);
-        // A lane of a message has its number of launches where this block of a launch would.
+        // A lane of a message stores its number of launches in the word that a block of a launch would use.
         Lane self(signals, end.number() - 8 * blockIdx.x);
         if (!(end.is_receive() ? end.receive(self) : end.send(self))) return;
         self.finish(gridDim.x);

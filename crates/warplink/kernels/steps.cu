@@ -1,5 +1,5 @@
-// Every step of warplink/steps.cuh with every type and operator, so that all of them are compiled for every
-// architecture. The kernels reduce arrays of one GPU, as tests want it.
+// Instantiates every step of warplink/steps.cuh with every type and operator, so that all of them are compiled for
+// every architecture. Tests use the kernels to reduce arrays of one GPU.
 
 #include <warplink/steps.cuh>
 
@@ -11,7 +11,7 @@ struct Operands {
     u64 count;
 };
 
-// Three sources, the second of them as packets that the block puts there itself, to a target and a signal.
+// Three sources, the second as packets that the block itself puts, to a target and a signal.
 template <typename Element, typename Operator, u32 PACKET>
 static __device__ void through_packets(Lane &lane, const Operands &a) {
     copy<Element>(lane, Places<1>{{a.sources[1]}}, Places<1, 1, PACKET>{{a.packets}}, a.count);
@@ -33,7 +33,7 @@ template <typename Element, typename Operator> static __device__ void steps(cons
         const Places<3, 0, 16, 2> from{{a.sources[0], a.sources[1], a.sources[2]}};
         reduce<Element, Operator>(lane, from, Places<1>{{a.target}}, a.count);
     }
-    // Of a lane's own words, and of words that lanes share.
+    // Words of one lane only, and words shared by lanes.
     __shared__ u64 counts[2];
     Outbound<2> outbound(Signals{a.words}, 0, counts);
     const u64 words[2] = {Signals{a.words}.word(0), Signals{a.words}.word(1)};

@@ -1,9 +1,8 @@
 // Transfers by kernels.
 //
-// For a few kilobytes the copy engine, and handing over between it and the unit that waits for words, take
-// longer than the bytes. Here a kernel does all of it: `warplink_transfer` waits for words, copies between
-// memory of two GPUs and sets words, by one block or several; `warplink_packets` stores packets, or unpacks
-// them.
+// For a few kilobytes the copy engine, and its handover with the unit that waits for words, take longer than the
+// bytes. Here a kernel does everything: `warplink_transfer` waits for words, copies between memory of two GPUs and
+// sets words, by one block or several; `warplink_packets` stores packets, or unpacks them.
 
 #include <warplink/memory.cuh>
 
@@ -24,19 +23,19 @@ struct Transfer {
     u64 target;
     u64 source;
     u64 bytes;
-    // How many operations come before the copy, and how many there are in all.
+    // Number of operations before the copy, and in total.
     u32 before;
     u32 count;
     // Bit i: operation i waits, or resets a word of this GPU; otherwise it sets.
     u32 waits;
     u32 resets;
-    // Of the resets, those of words that every block waits for first.
+    // Resets of words that every block waits for first.
     u32 late;
-    // Of the operations that set, those of words in this process's own memory.
+    // Sets of words in this process's own memory.
     u32 own;
-    // Words that each block adds one to when it has copied, or 0.
+    // Words that each block increments after its copy, or 0.
     u64 arrivals[2];
-    // Counts the blocks that have waited; zero before and after.
+    // Counts the blocks whose waits are over; zero before and after.
     u64 counter;
     Operation operations[MAX_OPERATIONS];
 };
@@ -57,26 +56,26 @@ static __device__ __forceinline__ void set_own(const Transfer &transfer, u32 &de
     }
 }
 
-// Operations `from` to `to`, by one thread. With `only_waits`, another block does the rest.
+// Operations `from` to `to`, by one thread. With `only_waits`, another block executes the rest.
 static __device__ void run(const Transfer &transfer, u32 from, u32 to, bool only_waits) {
-    // One fence serves the words of peers that are set one after another; it is what costs.
+    // One fence covers consecutive sets of peers' words, since the fence is the expensive part.
     bool fenced = false;
-    // Own words wait for those: who sees that a transfer is completed may take it that the peer has been told.
+    // Own words are set after those of peers: completion at this rank implies that the peer has been notified.
     u32 delayed = 0;
     for (u32 i = from; i < to; i++) {
         const u64 word = transfer.operations[i].word, value = transfer.operations[i].value;
         const bool sets = !((transfer.waits | transfer.resets) >> i & 1u);
         if (!sets) set_own(transfer, delayed);
         if (transfer.waits >> i & 1u) {
-            // Compared as a signed difference. The host ends the wait of a lost peer by writing a
-            // value that is large enough for every wait.
+            // Compared as a signed difference. To abort the wait for a lost peer, the host writes a value that is
+            // large enough for every wait.
             while ((long long)(detail::load_acquire(word) - value) < 0) {
             }
             fenced = false;
         } else if (only_waits || (transfer.late >> i & 1u)) {
             continue;
         } else if (transfer.resets >> i & 1u) {
-            // Later sets come after a fence, and so after this.
+            // Later sets follow a fence, and so follow this.
             store(word, 0);
             fenced = false;
         } else {
@@ -92,24 +91,24 @@ static __device__ void run(const Transfer &transfer, u32 from, u32 to, bool only
     set_own(transfer, delayed);
 }
 
-// Two of its largest blocks have room on a multiprocessor, so that launches of 32 of them may start early.
+// Launch bounds: two of its largest blocks fit on a multiprocessor, so that launches of 32 of them may start early.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2) warplink_transfer(const __grid_constant__ Transfer transfer) {
     detail::await_preceding();
     const bool first = blockIdx.x == 0;
     u32 passed = 0;
     if (threadIdx.x == 0) {
         run(transfer, 0, transfer.before, !first);
-        // Its waits are over: their loads have returned. The value is not used before the copy is under way.
+        // Its waits are over: their loads have returned. The value is not used before the copy is in flight.
         if (transfer.late) passed = atomicInc((u32 *)transfer.counter, gridDim.x - 1);
     }
-    // What the first thread acquired, all have after the barrier; and what all stored before the
-    // second barrier, the first thread's fence covers.
+    // The first thread's acquires extend to all threads by the barrier, and the first thread's fence covers the
+    // stores of all threads before the second barrier.
     __syncthreads();
     detail::copy(transfer.target, transfer.source, transfer.bytes, blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
     __syncthreads();
     if (threadIdx.x != 0) return;
-    // Only the last block to pass the waits resets what they were for, and before it says that it has copied:
-    // the peer sets such a word again when all blocks have said so.
+    // Only the last block to pass the waits resets the awaited words, before it reports its copy: the peer sets such
+    // a word again only when all blocks have reported.
     if (transfer.late && passed == gridDim.x - 1) {
         for (u32 i = 0; i < transfer.before; i++)
             if (transfer.late >> i & 1u) store(transfer.operations[i].word, 0);
@@ -119,22 +118,22 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2) warplink_transfer(c
         for (u32 i = 0; i < 2; i++)
             if (transfer.arrivals[i]) add(transfer.arrivals[i]);
     }
-    // Of several blocks' operations behind the copy, all wait.
+    // With several blocks, all operations after the copy are waits.
     if (first) run(transfer, transfer.before, transfer.count, false);
 }
 
-// ---- packets; the host's `device/packets.rs` says how they are laid out and why nothing is overwritten
+// ---- packets; `device/packets.rs` of the host documents their layout and why nothing is overwritten
 
 struct PacketPart {
-    // What is sent, or where what is received belongs.
+    // Source of a send, or destination of a receive.
     u64 data;
     u64 bytes;
     // This end's scratch and the other's.
     u64 own;
     u64 peer;
-    // Not zero when waits are to end.
+    // Nonzero to abort waits.
     u64 abort;
-    // A word that each block adds one to when it is done, or 0.
+    // A word that each block increments when it is done, or 0.
     u64 completed;
     u32 blocks;
     u32 threads;
@@ -175,11 +174,11 @@ static __device__ __forceinline__ void store_data(u64 to, u64 left, uint2 data) 
         *(unsigned char *)(to + i) = (unsigned char)((i < 4 ? data.x >> 8 * i : data.y >> 8 * (i - 4)) & 0xffu);
 }
 
-// Both give false where the waits were ended, and the epoch that the block is at.
+// Both return false if waits were aborted. `epoch` is that of the block.
 static __device__ __forceinline__ bool push(const PacketPart &part, u32 block, u64 &epoch) {
     const u64 packets = (part.bytes + 7) / 8, stride = (u64)part.blocks * part.threads;
     u64 i = (u64)block * part.threads + threadIdx.x;
-    // Under way before the scratch is known to be free.
+    // In flight before the scratch is known to be free.
     uint2 data = make_uint2(0, 0);
     if (i < packets) data = load_data(part.data + 8 * i, part.bytes - 8 * i);
     epoch = detail::load_relaxed(part.own + 8 * block) + 1;
@@ -216,8 +215,7 @@ static __device__ __forceinline__ bool unpack(const PacketPart &part, u32 block,
     return true;
 }
 
-// The blocks of part 0 come first, then those of part 1, and so on; what sends comes before what receives the
-// answer to it.
+// The blocks of part 0 come first, then those of part 1, and so on; senders come before receivers of the response.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS) warplink_packets(const __grid_constant__ PacketParts all) {
     u32 number = 0, block = blockIdx.x;
     while (number + 1 < all.count && block >= all.parts[number].blocks) block -= all.parts[number++].blocks;
@@ -225,12 +223,12 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) warplink_packets(const
     bool done = true;
     u64 epoch = 0;
     detail::await_preceding();
-    // Of several parts, another may want more threads.
+    // With several parts, another part may need more threads.
     if (threadIdx.x < part.threads) done = part.receives ? unpack(part, block, epoch) : push(part, block, epoch);
-    // Where the waits were ended, nothing is counted.
+    // If waits were aborted, nothing is counted.
     if (!__syncthreads_and(done) || threadIdx.x != 0) return;
     store(part.own + 8 * block, epoch);
-    // All packets of the block have been loaded, as their data was looked at.
+    // All packets of the block have been loaded, since their data was used.
     if (part.receives) store(part.peer + consumed_offset + 8 * block, epoch);
     if (part.completed) {
         detail::fence();

@@ -1,6 +1,6 @@
-// The steps `announce` and `agree`: what ranks tell one another of a launch, and where their tensors lie. As the steps in
-// steps.cuh, all threads of a lane make every call. Who has seen an announcement knows that the other rank is in this
-// launch; where it tells of a tensor, all that preceded it is seen.
+// The steps `announce` and `agree`: ranks exchange the arguments of a launch, and the locations of their tensors. As
+// with the steps in steps.cuh, all threads of a lane make every call. An announcement proves that the other rank is
+// in this launch; if it locates a tensor, all accesses before it are visible too.
 
 #ifndef WARPLINK_ANNOUNCEMENTS_CUH
 #define WARPLINK_ANNOUNCEMENTS_CUH
@@ -11,22 +11,22 @@ namespace warplink {
 
 namespace detail {
 
-// Words of 8 bytes that a verdict has of an announcement, and bytes of a verdict. Must match the host.
+// Words of 8 bytes that a verdict stores of an announcement, and bytes of a verdict. Must match the host.
 constexpr u32 verdict_words = 4;
 constexpr u32 verdict_bytes = 8 * verdict_words + 8;
 
-// The byte of a packet that differs, and of one that tells of memory which this rank does not know. Must match the host.
+// Marks a packet that differs, and one that locates memory unknown to this rank. Must match the host.
 constexpr unsigned char differs = 1;
 constexpr unsigned char unknown_memory = 2;
 
-// One of several packets that go to, or come from, several places: each has a thread of its own, so that their latencies
-// pass at the same time.
+// One of several packets for, or from, several places: each is handled by one thread, so that their latencies
+// overlap.
 template <u32 COUNT, u32 PACKETS> struct OnePacket {
     static constexpr u32 count = COUNT * PACKETS;
     u32 place, packet;
     __device__ __forceinline__ explicit OnePacket(u32 number) : place(number / PACKETS), packet(number % PACKETS) {}
 
-    // Its address. The places are in registers, which have no index.
+    // Its address. The places are in registers, which cannot be indexed.
     __device__ __forceinline__ u64 at(const Places<COUNT> &places) const {
         u64 at = 0;
 #pragma unroll
@@ -36,7 +36,7 @@ template <u32 COUNT, u32 PACKETS> struct OnePacket {
         return at;
     }
 
-    // What is announced in it.
+    // Its announced integers.
     template <typename All> __device__ __forceinline__ Unit<8> of(const All &all) const {
         Unit<8> unit = all.unit(0);
 #pragma unroll
@@ -51,7 +51,7 @@ template <u32 COUNT, u32 PACKETS> struct OnePacket {
 
 // ---- integers
 
-// Integers that ranks tell one another of a launch.
+// Integers that ranks announce to one another in a launch.
 template <u32 COUNT> struct Announced {
     static constexpr u32 packets = (COUNT + 1) / 2;
     static_assert(packets <= detail::verdict_words, "up to 8 integers");
@@ -61,8 +61,8 @@ template <u32 COUNT> struct Announced {
 
 namespace detail {
 
-// Whether packet `packet` of the announcement at `at` is what this rank announces. Where not, notes all its `packets`
-// packets and which differ, and ends the waits of the lane's signals.
+// Whether packet `packet` of the announcement at `at` equals this rank's announcement. If not, records all its
+// `packets` packets and which of them differ, and aborts the waits of the lane's signals.
 __device__ __forceinline__ bool compare(Lane &lane, const Packet<8> &came, const Unit<8> &own, u64 at, u32 packet, u32 packets, u64 note) {
     if (came.unit.word[0] == own.word[0] && came.unit.word[1] == own.word[1]) return true;
     const Flag flag(lane.epoch());
@@ -79,7 +79,7 @@ __device__ __forceinline__ bool compare(Lane &lane, const Packet<8> &came, const
 
 }  // namespace detail
 
-// Stores what is announced as packets of 16 bytes at every place.
+// Stores the announcement as 16-byte packets at every place.
 template <u32 COUNT, u32 INTEGERS> __device__ __forceinline__ void announce(Lane &lane, const Places<COUNT> &to, const Announced<INTEGERS> &all) {
     typedef detail::OnePacket<COUNT, Announced<INTEGERS>::packets> One;
     if (threadIdx.x >= One::count) return;
@@ -87,9 +87,9 @@ template <u32 COUNT, u32 INTEGERS> __device__ __forceinline__ void announce(Lane
     detail::store_packet(one.at(to), one.of(all), Flag(lane.epoch()));
 }
 
-// Waits for the announcements at all places. Where one differs from `all`, what it is goes to `verdict`, `verdict_bytes`
-// for each place: 8 for each packet, and behind them a byte for each that is 1 where the packet differs. The
-// lane's signals are then aborted, since other lanes may wait for what does not come.
+// Waits for the announcements at all places. If one differs from `all`, it is recorded in `verdict`, `verdict_bytes`
+// for each place: 8 for each packet, then a byte for each that is 1 if the packet differs. The lane's signals are
+// then aborted, since other lanes may wait for data that will never arrive.
 template <u32 COUNT, u32 INTEGERS>
 __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, const Announced<INTEGERS> &all, u64 verdict) {
     typedef detail::OnePacket<COUNT, Announced<INTEGERS>::packets> One;
@@ -103,17 +103,17 @@ __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, con
 
 // ---- tensors
 
-// Where a tensor lies on every rank: what the lane has told the others and heard from them, in shared memory.
+// Location of a tensor on every rank: sent and received announcements of the lane, in shared memory.
 //
-// Every rank numbers the allocations that it has published, and has tables of all ranks' in its memory: for each
-// rank `published_entries` addresses, at which this rank reaches these allocations, or 0. The address in a rank's
-// table of its own is there when all others have theirs. So what one rank tells another is a number and an offset,
-// and all ranks know whether all of them reach all.
+// Every rank numbers its published allocations, and has tables of all ranks' in its memory: for each rank
+// `published_entries` addresses at which these allocations are mapped here, or 0. The address in a rank's table of
+// its own allocations is set once all others have mapped them. So an announcement consists of a number and an offset,
+// and all ranks know whether all of them can access all tensors.
 template <u32 WORLD> struct Located {
-    // The number of this rank's allocation, counted from 1, and the offset in it; 0 where others do not reach it.
+    // The number of this rank's allocation, counted from 1, and the offset in it; 0 if others cannot access it.
     u64 own;
     u64 at[WORLD];
-    // Whether any rank told 0.
+    // Whether any rank announced 0.
     u32 missing;
     __device__ __forceinline__ bool reachable() const { return missing == 0; }
 };
@@ -123,25 +123,27 @@ namespace detail {
 // Allocations of a rank in a table. Must match the host.
 constexpr u32 published_entries = 1024;
 
-// Bits of the offset in what is told of a tensor. Must match the host.
+// Bits of the offset in an announcement of a tensor. Must match the host.
 constexpr u32 offset_bits = 48;
 
 }  // namespace detail
 
-// What this rank has to tell of its tensor at `address`, which starts at byte `start` of allocation `entry`.
-// Who accesses it at other ranks does so in whole units, so that its start must be a multiple of their size. The
-// table is looked at once, since it may change.
+// This rank's announcement of its tensor at `address`, which starts at byte `start` of allocation `entry`. Other
+// ranks access it in whole units, so its start must be a multiple of their size. The table is read only once, since
+// it may change.
 __device__ __forceinline__ u64 told(u32 rank, u64 tables, u64 entry, u64 start, u64 address) {
     const bool listed = entry < detail::published_entries;
     const u64 base = detail::load_relaxed(tables + 8 * (detail::published_entries * rank + (listed ? entry : 0)));
-    // An entry may be another allocation's by now, as where a graph is launched that was recorded before.
+    // The entry may have been reused by another allocation, for example when a graph is launched that was captured
+    // earlier.
     const bool reached = listed && address % 16 == 0 && base != 0 && base + start == address;
     return reached ? (entry + 1) << detail::offset_bits | start : 0;
 }
 
-// Notes where this rank's own tensor is, and what it tells of it. The lane's threads see it after the announcement.
+// Records the location of this rank's own tensor, and its announcement. The lane's threads see it after the
+// announcement.
 template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<WORLD> &tensor, u32 rank, u64 own, u64 address) {
-    // What the launch noted of a tensor before may still be read.
+    // Records of the launch's previous tensor may still be read.
     lane.sync();
     if (threadIdx.x == 0) {
         tensor.own = own;
@@ -150,7 +152,7 @@ template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<
     }
 }
 
-// The same for a tensor of which the launch knows where it is on each rank.
+// The same for a tensor whose location on each rank the launch already knows.
 template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<WORLD> &tensor, const u64 (&bases)[WORLD]) {
     lane.sync();
     if (threadIdx.x == 0) {
@@ -161,7 +163,7 @@ template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<
     }
 }
 
-// Integers and tensors that ranks tell one another of a launch: a packet for two integers or for a tensor.
+// Integers and tensors that ranks announce in a launch: a packet for two integers or for a tensor.
 template <u32 INTEGERS, u32 TENSORS, u32 WORLD> struct AnnouncedTensors {
     static constexpr u32 first = (INTEGERS + 1) / 2;
     static constexpr u32 packets = first + TENSORS;
@@ -174,7 +176,7 @@ template <u32 INTEGERS, u32 TENSORS, u32 WORLD> struct AnnouncedTensors {
         return {{(u32)own, (u32)(own >> 32)}};
     }
 
-    // Compares the integers in what came from a place, or notes where the tensor lies that it tells of.
+    // Compares the integers received from a place, or records the location of the announced tensor.
     __device__ __forceinline__ void take(Lane &lane, const detail::Packet<8> &came, const Unit<8> &own, u64 at, u32 place, u32 packet, u32 rank, u64 tables,
                                          u64 verdict) const {
         if (packet < first) {
@@ -188,7 +190,7 @@ template <u32 INTEGERS, u32 TENSORS, u32 WORLD> struct AnnouncedTensors {
         const u64 entry = (told >> detail::offset_bits) - 1, start = told & ((1ull << detail::offset_bits) - 1);
         u64 base = 0;
         if (told != 0 && entry < detail::published_entries) base = detail::load_relaxed(tables + 8 * (detail::published_entries * peer + entry));
-        // A rank tells of what all others have in their tables.
+        // A rank announces only allocations that all others have in their tables.
         if (told != 0 && base == 0) {
             *(volatile unsigned char *)(verdict + detail::verdict_bytes * place + 8 * detail::verdict_words + packet) = detail::unknown_memory;
             __threadfence_system();
@@ -200,11 +202,11 @@ template <u32 INTEGERS, u32 TENSORS, u32 WORLD> struct AnnouncedTensors {
     }
 };
 
-// Stores what is announced as packets of 16 bytes at every place, after everything that preceded.
+// Stores the announcement as 16-byte packets at every place, after all earlier accesses.
 template <u32 COUNT, u32 INTEGERS, u32 TENSORS, u32 WORLD>
 __device__ __forceinline__ void announce(Lane &lane, const Places<COUNT> &to, const AnnouncedTensors<INTEGERS, TENSORS, WORLD> &all) {
     typedef detail::OnePacket<COUNT, AnnouncedTensors<INTEGERS, TENSORS, WORLD>::packets> One;
-    // What the lane stored precedes the fences of the threads that announce.
+    // The lane's stores precede the fences of the threads that announce.
     if (lane.agree()) return;
     if (threadIdx.x >= One::count) return;
     const One one(threadIdx.x);
@@ -212,9 +214,9 @@ __device__ __forceinline__ void announce(Lane &lane, const Places<COUNT> &to, co
     detail::store_packet(one.at(to), one.of(all), Flag(lane.epoch()));
 }
 
-// As the other `agree`, for announcements that also say where tensors lie, as `tables` have it, or, where `tables` is
-// 0, as is known. Places are in the order of ranks, from the next one on. `direct` counts the lanes that found
-// everything reachable. Where one differs, or does not come, the lane has ended and accesses nothing.
+// Like the other `agree`, for announcements that also locate tensors, through `tables`, or, if `tables` is 0, at
+// known addresses. Places are in rank order, starting with the next rank. `direct` counts the lanes that found every
+// tensor accessible. If an announcement differs, or does not arrive, the lane has ended and accesses nothing.
 template <u32 COUNT, u32 INTEGERS, u32 TENSORS, u32 WORLD>
 __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, const AnnouncedTensors<INTEGERS, TENSORS, WORLD> &all, u32 rank, u64 tables, u64 verdict,
                                       u64 direct) {
@@ -225,7 +227,7 @@ __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, con
         const u64 at = one.at(from);
         detail::Packet<8> came = detail::load_packet<8>(at);
         const bool there = detail::await_packet(lane, at, came, Flag(lane.epoch()));
-        // Of all threads at the same time.
+        // By all threads at the same time.
         detail::fence();
         if (there) all.take(lane, came, one.of(all), at - 16 * one.packet, one.place, one.packet, rank, tables, verdict);
     }

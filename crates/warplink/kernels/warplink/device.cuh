@@ -1,4 +1,4 @@
-// Warplink's channels, as kernels see them: put, get, signal, wait and flush.
+// Warplink's channels for kernels: put, get, signal, wait and flush.
 //
 // Include it in CUDA C++ that nvcc or NVRTC compiles (C++17, sm_70 and newer); there is nothing to link.
 // A channel comes from the host (`Connection::channel`) as a kernel's argument, by value or in an array.
@@ -12,34 +12,33 @@
 //     }
 //
 // # Groups
-// The threads that make a call together: Thread (the calling one alone), Warp, Block, or, for what needs
-// no synchronization, Grid. Every thread of the group makes the same call with the same arguments, and
-// all of them get the same status. What the threads of a group wrote before a call is seen by all of them
-// in it (except in packets' calls and those of Grid). Any number of groups may use one channel at the same
-// time.
+// The threads that make a call together: Thread (the calling one alone), Warp, Block, or, for calls that need no
+// synchronization, Grid. Every thread of the group makes the same call with the same arguments, and all of them get
+// the same status. Writes of the group's threads before a call are visible to all of them in the call (except in
+// calls for packets and those of Grid). Any number of groups may use one channel at the same time.
 //
 // # Order
-// | call | when it returns |
+// | call | guarantee on return |
 // |---|---|
-// | put | nothing is known; neither the source nor the target may be touched until more is |
-// | signal | what the group put before it, and wrote to the peer, will be seen by who waits for the signal |
-// | flush | what the group put before it may be overwritten, what it got may be read |
-// | wait | what preceded the awaited signal at the peer is seen by the group |
-// | get | nothing is known until a flush |
+// | put | none; neither the source nor the target may be accessed until a later call guarantees it |
+// | signal | the group's earlier puts, and its writes to the peer, are visible to whoever waits for the signal |
+// | flush | sources of the group's earlier puts may be overwritten, results of its gets may be read |
+// | wait | the peer's accesses before the awaited signal are visible to the group |
+// | get | none until a flush |
 //
-// `put_with_signal` is a put and a signal, `put_with_signal_and_flush` a flush as well. Signals count:
-// none is lost when a sender runs ahead, and each wait is for one signal. A signal orders what its own
-// group did, and what that group knows to be done (by a barrier of the block, say); not what other groups
-// do at the same time.
+// `put_with_signal` is a put and a signal, `put_with_signal_and_flush` a flush as well. Signals count: none is lost
+// when a sender runs ahead, and each wait consumes one. A signal orders the accesses of its own group, and accesses
+// that the group knows to be complete (by a barrier of the block, for example); not concurrent accesses of other
+// groups.
 //
 // # Kinds
-// A direct channel stores to and loads from the peer's memory itself. A proxied one hands triggers to a
-// thread of the host, which has the copy engine move the bytes: no multiprocessor's time is needed, but the
-// host's round trip. On a proxied channel the source must stay as it is until a flush.
+// A direct channel stores to and loads from the peer's memory itself. A proxied one sends triggers to a host thread,
+// which makes the copy engine move the bytes: this takes no multiprocessor time, but a round trip to the host. On a
+// proxied channel the source must not change until a flush.
 //
 // # Failure
-// Every call gives a status. It is `aborted` when the peer, or this rank, has failed: then nothing may be
-// assumed, and the kernel should end. The host's next call says why.
+// Every call returns a status. It is `aborted` when the peer, or this rank, has failed: then no guarantee holds, and
+// the kernel should end. The host's next call reports the reason.
 
 #ifndef WARPLINK_DEVICE_CUH
 #define WARPLINK_DEVICE_CUH
@@ -50,7 +49,7 @@
 
 namespace warplink {
 
-// A place in one of a connection's regions: the region that it was made with is number 0.
+// An offset in one of a connection's regions; number 0 is the region of the connection request.
 struct At {
     u32 region;
     u64 offset;
@@ -69,32 +68,32 @@ struct Window {
 // Must match the host.
 constexpr u32 regions = 16;
 constexpr u32 kind_put = 1, kind_get = 2, kind_signal = 4, kind_flush = 8;
-// The most bytes of one trigger: a multiple of every alignment.
+// Maximum bytes of one trigger: a multiple of every alignment.
 constexpr u64 trigger_bytes = 1ull << 31;
-// Behind the count of claimed positions: how much of the ring kernels know to be read, whether one of them is looking,
-// and whether the proxy was stopped.
+// Words after the count of claimed positions: how much of the ring kernels know to be read, whether one of them is
+// polling, and whether the proxy was stopped.
 constexpr u64 seen_offset = 8, looking_offset = 16, stopped_offset = 24;
 
 }  // namespace detail
 
-// A connection to a peer, as a kernel has it. Plain data: copy it, pass it by value, keep it in arrays.
-// `peer` and `tag` say which connection it is; the other members are the library's, and kernels use the calls.
+// A connection to a peer, as seen by a kernel. Plain data: copy it, pass it by value, store it in arrays. `peer` and
+// `tag` identify the connection; the other members are internal, kernels use the calls.
 struct Channel {
     u64 local, local_bytes;
     u64 remote, remote_bytes;
     u64 inbound, awaited, outbound, completed, abort;
     u64 windows;
     u64 ring, head, tail;
-    // The tag that both ranks connected with.
+    // The tag of the connection, equal on both ranks.
     u64 tag;
     u32 slots, connection;
-    // The rank at the other end, in the communicator that was connected.
+    // The rank at the other end, in the connection's communicator.
     u32 peer;
     u32 proxied;
 
     // ---- signals
 
-    // Counts up the peer's epoch by one, after everything that the group did before.
+    // Increments the peer's epoch by one, after all earlier accesses of the group.
     template <typename Group>
     __device__ __forceinline__ Status signal(Group group) const {
         group.sync();
@@ -105,7 +104,7 @@ struct Channel {
         return triggers(group, detail::kind_signal, At(0), At(0), 0, nullptr);
     }
 
-    // Blocks until the peer has signalled once more than was waited for.
+    // Blocks until a further signal of the peer has arrived, and consumes it.
     template <typename Group>
     __device__ __forceinline__ Status wait(Group group) const {
         bool failed = false;
@@ -113,7 +112,7 @@ struct Channel {
         return shared(group, failed);
     }
 
-    // Blocks until the peer has signalled `epoch` times in all. Uses up no signal.
+    // Blocks until the peer has signalled `epoch` times in total. Consumes no signal.
     template <typename Group>
     __device__ __forceinline__ Status wait_until(Group group, u64 epoch) const {
         bool failed = false;
@@ -121,11 +120,11 @@ struct Channel {
         return shared(group, failed);
     }
 
-    // How often the peer has signalled so far; what preceded these signals is seen by the thread. From
-    // 2^61 on it is no count: the waits were ended.
+    // Number of the peer's signals so far; its accesses before these signals are visible to the thread. Values from
+    // 2^61 on are not counts: waits were aborted.
     __device__ __forceinline__ u64 epoch() const { return detail::load_acquire(inbound); }
 
-    // As `wait`, where that would not block: `arrived` says whether there was a signal to use up.
+    // Like `wait`, without blocking: `arrived` is whether there was a signal to consume.
     template <typename Group>
     __device__ __forceinline__ Status poll(Group group, bool &arrived) const {
         bool failed = false, found = false;
@@ -192,35 +191,35 @@ struct Channel {
         return status == Status::ok ? await_flush(group, position) : status;
     }
 
-    // Blocks until what was put on this channel before may be overwritten, and what was got may be read.
-    // It waits for nothing that was put after it, or on another channel.
+    // Blocks until sources of earlier puts on this channel may be overwritten, and results of earlier gets may be
+    // read. Does not wait for later puts, or for other channels.
     template <typename Group>
     __device__ __forceinline__ Status flush(Group group) const {
         group.sync();
-        // The loads of a direct put and the stores of a direct get are the group's own.
+        // The loads of a direct put and the stores of a direct get are executed by the group itself.
         if (!proxied) return Status::ok;
         u64 position;
         const Status status = triggers(group, detail::kind_flush, At(0), At(0), 0, &position);
         return status == Status::ok ? await_flush(group, position) : status;
     }
 
-    // ---- packets: data that carries its own flag, for what is small; direct channels only
+    // ---- packets: data with an inline flag, for small messages; direct channels only
     //
-    // The sender stores data and flag together, and the receiver polls the place until the flag is there:
-    // no signal, no fence. Each place is written once for each flag, which differs from what was there
-    // before (count up, from 1); it may be written again when the peer is known to have read it. The
-    // group needs no synchronization: each thread reads what it returns with.
+    // The sender stores data and flag together, and the receiver polls the location until the flag arrives: no
+    // signal, no fence. Each location is written once for each flag value, which must differ from the previous
+    // content (count up, from 1); it may be written again when the peer is known to have read it. The group needs no
+    // synchronization: each thread reads the data that it returns with.
     //
-    // | | data | takes, in the target | aligned to |
+    // | | data | space in the target | aligned to |
     // |---|---|---|---|
     // | packets8 | 4 of 8 bytes | 2 × bytes | 4 (target 8) |
     // | packets16 | 8 of 16 bytes | 2 × bytes | 8 (target 16) |
     // | packets128 | 120 of 128 bytes | 128 × ⌈bytes ÷ 120⌉ | 8 (target 128) |
     //
-    // `packets128` wants groups of whole warps (of a grid, blocks of whole warps), and is `unsupported` for
-    // others, and a link that keeps lines of 128 bytes whole, as NVLink does.
+    // `packets128` requires groups of whole warps (of a grid, blocks of whole warps), and returns `unsupported` for
+    // others. It also requires a link that does not split lines of 128 bytes, such as NVLink.
 
-    // Puts `bytes` of a region here as packets of 8 bytes.
+    // Puts `bytes` of a local region as packets of 8 bytes.
     template <typename Group>
     __device__ __forceinline__ Status put_packets8(Group group, At target, At source, u64 bytes, u32 flag) const {
         u64 to, from;
@@ -232,7 +231,7 @@ struct Channel {
         return Status::ok;
     }
 
-    // Reads what the peer put here with the same flag.
+    // Reads the peer's puts to a local region with the same flag.
     template <typename Group>
     __device__ __forceinline__ Status read_packets8(Group group, At target, At source, u64 bytes, u32 flag) const {
         u64 to, from;
@@ -251,7 +250,7 @@ struct Channel {
         return shared(group, failed);
     }
 
-    // Puts `bytes` of a region here as packets of 16 bytes.
+    // Puts `bytes` of a local region as packets of 16 bytes.
     template <typename Group>
     __device__ __forceinline__ Status put_packets16(Group group, At target, At source, u64 bytes, u32 flag) const {
         u64 to, from;
@@ -265,7 +264,7 @@ struct Channel {
         return Status::ok;
     }
 
-    // Reads what the peer put here with the same flag.
+    // Reads the peer's puts to a local region with the same flag.
     template <typename Group>
     __device__ __forceinline__ Status read_packets16(Group group, At target, At source, u64 bytes, u32 flag) const {
         u64 to, from;
@@ -288,7 +287,7 @@ struct Channel {
         return shared(group, failed);
     }
 
-    // Puts `bytes` of a region here as packets of 128 bytes, each by 8 threads at once.
+    // Puts `bytes` of a local region as packets of 128 bytes, each by 8 threads together.
     template <typename Group>
     __device__ __forceinline__ Status put_packets128(Group group, At target, At source, u64 bytes, u64 flag) const {
         const u64 lines = (bytes + 119) / 120;
@@ -309,7 +308,7 @@ struct Channel {
         return Status::ok;
     }
 
-    // Reads what the peer put here with the same flag.
+    // Reads the peer's puts to a local region with the same flag.
     template <typename Group>
     __device__ __forceinline__ Status read_packets128(Group group, At target, At source, u64 bytes, u64 flag) const {
         const u64 lines = (bytes + 119) / 120;
@@ -332,8 +331,8 @@ struct Channel {
                 if ((failed = __any_sync(mask, is_ended(++polls)))) break;
             }
             if (failed) break;
-            // The line was stored as a whole, but the loads of 8 threads need not be one: what the others
-            // loaded may be older than the flag. What is loaded now is not.
+            // The line was stored as a whole, but the loads of 8 threads are not one access: data loaded by the other
+            // threads may be older than the flag. Data loaded from now on is not.
             asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(from + 128 * line + 16 * part) : "memory");
             const u64 at = 15 * line + 2 * part;
             if (at < words) out[at] = first;
@@ -342,18 +341,19 @@ struct Channel {
         return shared(group, failed);
     }
 
-    // ---- places
+    // ---- addresses
 
-    // The address of a place in this rank's region, to read or write data at, or 0 where `bytes` from there are not all in the region.
+    // Address of an offset in this rank's region, for reading or writing data, or 0 if `bytes` from there exceed the
+    // region.
     __device__ __forceinline__ u64 here(At at, u64 bytes) const {
         if (at.region == 0) return inside(detail::Window{local, local_bytes}, at.offset, bytes);
         if (at.region >= detail::regions) return 0;
         return inside(window(at.region), at.offset, bytes);
     }
 
-    // ---- what the calls are made of
+    // ---- implementation of the calls
 
-    // What threads of the group wrote before is seen by all of them after it.
+    // Makes earlier writes of the group's threads visible to all of them.
     template <typename Group>
     __device__ __forceinline__ static void begin(Group group) {
         if constexpr (Group::synchronizes) group.sync();
@@ -364,32 +364,33 @@ struct Channel {
         return group.any(failed) ? Status::aborted : Status::ok;
     }
 
-    // Whether the group consists of whole warps. The size of a grid does not tell: its blocks have to.
+    // Whether the group consists of whole warps. For a grid, its blocks have to; the size of the grid does not
+    // determine it.
     template <typename Group>
     __device__ __forceinline__ static bool whole_warps(Group group) {
         return group.size() % 32 == 0 && (Group::synchronizes || blockDim.x % 32 == 0);
     }
 
-    // Whether the waits were ended, looked at now and then.
+    // Whether waits were aborted, checked every few polls.
     __device__ __forceinline__ bool is_ended(u32 polls) const {
         return polls % detail::polls_per_look == 0 && detail::load_relaxed(abort) != 0;
     }
 
-    // Whether the waits were ended or the proxy was stopped, looked at now and then.
+    // Whether waits were aborted or the proxy was stopped, checked every few polls.
     __device__ __forceinline__ bool is_stopped(u32 polls) const {
         if (polls % detail::polls_per_look != 0) return false;
         return detail::load_relaxed(abort) != 0 || detail::load_relaxed(tail + 8) != 0;
     }
 
-    // The address of a place at the peer, mapped here, or 0 where `bytes` from there are not all in the region.
+    // Address of an offset in the peer's region, mapped here, or 0 if `bytes` from there exceed the region.
     __device__ __forceinline__ u64 there(At at, u64 bytes) const {
         if (at.region == 0) return inside(detail::Window{remote, remote_bytes}, at.offset, bytes);
         if (at.region >= detail::regions) return 0;
         return inside(window(detail::regions + at.region), at.offset, bytes);
     }
 
-    // An entry of the table, which the host may add to while the kernel runs: one of which a half is
-    // there yet has no base or no bytes.
+    // An entry of the table, which the host may extend while the kernel runs: an entry that is only half written
+    // still has no base or no bytes.
     __device__ __forceinline__ detail::Window window(u32 entry) const {
         const u64 at = windows + sizeof(detail::Window) * entry;
         return detail::Window{detail::load_relaxed(at), detail::load_relaxed(at + 8)};
@@ -435,8 +436,8 @@ struct Channel {
         }
     }
 
-    // Hands a request to the proxy, in several triggers where it is long. `position`, where it is asked
-    // for, is set in the first thread.
+    // Sends a request to the proxy, split into several triggers if it is long. `position`, if not null, is set by the
+    // first thread.
     template <typename Group>
     __device__ __forceinline__ Status triggers(Group group, u32 kind, At peers, At own, u64 bytes, u64 *position) const {
         bool failed = false;
@@ -456,9 +457,9 @@ struct Channel {
         return shared(group, failed);
     }
 
-    // Puts one trigger into the FIFO, once there is room; false when the waits were ended or the proxy was stopped. A
-    // position is claimed when there is room for it: who gives up has claimed nothing, and the proxy, which serves other
-    // communicators too, never waits for a trigger that does not come.
+    // Puts one trigger into the FIFO, once there is space; false if waits were aborted or the proxy was stopped. A
+    // position is claimed only when there is space for it: a thread that gives up has claimed nothing, and the proxy,
+    // which serves other communicators too, never waits for a trigger that does not arrive.
     __device__ __forceinline__ bool push(u32 kind, At peers, At own, u64 bytes, u64 &position) const {
         position = detail::load_relaxed(head);
         for (u32 polls = 1;; polls++) {
@@ -468,8 +469,7 @@ struct Channel {
                 position = before;
                 continue;
             }
-            // The count of what was read lies in the host's memory. One thread at a time looks there: many
-            // would keep the proxy from counting on.
+            // The read count is in host memory. One thread at a time polls it: many would delay the proxy's updates.
             if (detail::claim(head + detail::looking_offset)) {
                 const u64 seen = detail::load_acquire(tail);
                 detail::max_release(head + detail::seen_offset, seen);
@@ -478,19 +478,20 @@ struct Channel {
             if (is_stopped(polls)) return false;
             position = detail::load_relaxed(head);
         }
-        // Each half says in which lap of the ring it was stored, so that the proxy never takes a half
-        // that is not there yet.
+        // Each half contains the lap of the ring in which it was stored, so that the proxy never reads a half that
+        // has not arrived yet.
         const u64 lap = (position & slots) == 0 ? 1ull << 63 : 0;
         const u64 first = lap | (u64)kind << 59 | (u64)connection << 49 | (u64)own.region << 45 | own.offset << 9 | (bytes & 511u);
         const u64 second = lap | (u64)peers.region << 59 | peers.offset << 23 | bytes >> 9;
         detail::fence_all();
         asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(ring + 16 * (position & (slots - 1))), "l"(first), "l"(second) : "memory");
-        // The proxy says that it was stopped before it counts, for the last time, what was claimed: a position that was
-        // claimed too late for that finds the word set. Where the peer was lost, nobody else says so while there is room.
+        // The proxy sets the stop word before it reads the claim count for the last time: a thread whose claim came
+        // too late for that finds the word set. If the peer was lost, this check is the only one while there is
+        // space.
         return (detail::load_relaxed(head + detail::stopped_offset) | detail::load_relaxed(abort)) == 0;
     }
 
-    // Blocks until the proxy has done what it found before `position`, and that.
+    // Blocks until the proxy has completed all triggers before `position`, and that one.
     template <typename Group>
     __device__ __forceinline__ Status await_flush(Group group, u64 position) const {
         bool failed = false;
@@ -500,7 +501,7 @@ struct Channel {
                 if ((failed = seen >= detail::ended_epoch)) break;
                 if ((long long)(seen - (position + 1)) >= 0) break;
                 if (is_stopped(polls)) {
-                    // What was done before the proxy ended counts.
+                    // Requests completed before the proxy ended count.
                     failed = (long long)(detail::load_acquire(completed) - (position + 1)) < 0;
                     break;
                 }
@@ -513,8 +514,8 @@ struct Channel {
 // The host, and warplink.h, have the same layout.
 static_assert(sizeof(Channel) == 128 && alignof(Channel) == 8, "the layout");
 
-// Blocks until all peers have called it: signals on each of `count` channels and waits for each. What the
-// group, and the peers' groups, put and wrote before it is seen after it. Uses the channels' signals.
+// Blocks until all peers have called it: signals on each of `count` channels and waits for each. Earlier puts and
+// writes of the group, and of the peers' groups, are visible after it. Consumes the channels' signals.
 template <typename Group>
 __device__ __forceinline__ Status barrier(Group group, const Channel *channels, u32 count) {
     group.sync();

@@ -1,8 +1,8 @@
-// Element types and operators of reductions, and the units in which they are moved; a part of steps.cuh.
+// Element types and operators of reductions, and the units in which elements are moved; a part of steps.cuh.
 //
-// An element type says how its elements lie in memory and as what they are added: f16, bf16 and 8-bit floats
-// as f32, integers so that overflow wraps around. An operator combines two such values, and finishes the
-// result of all. Results are rounded once, to nearest, ties to even.
+// An element type defines the layout of its elements in memory and the type of their sums: f32 for f16, bf16 and
+// 8-bit floats; integers, whose overflow wraps around. An operator combines two such values, and finishes the result
+// of all. Results are rounded once, to nearest, ties to even.
 
 #ifndef WARPLINK_ELEMENTS_CUH
 #define WARPLINK_ELEMENTS_CUH
@@ -18,7 +18,7 @@ template <u32 BYTES> struct Unit {
 
 // ---- element types
 //
-// `Bits` is what is stored, `Value` what is computed with. A cell is the smallest number of whole words with
+// `Bits` is the stored type, `Value` the type of computations. A cell is the smallest number of whole words with
 // whole elements: `unpack` and `pack` convert one.
 
 struct F16 {
@@ -69,7 +69,7 @@ struct F64 {
     }
 };
 
-// Floats of 8 bits. Values that are too large become the largest, not infinity.
+// 8-bit floats. Values out of range become the largest finite value, not infinity.
 template <u32 EXPONENT_BITS> struct F8 {
     typedef unsigned char Bits;
     typedef float Value;
@@ -109,13 +109,13 @@ template <u32 EXPONENT_BITS> struct F8 {
     }
 
   private:
-    // The bits of the same value in half precision, which has every value of both formats.
+    // The bits of the same value in half precision, which represents every value of both formats.
     static __device__ __forceinline__ u32 as_f16(u32 bits) {
         // Half precision has the exponent of e5m2.
         if constexpr (!e4m3) return bits << 8;
         const u32 sign = (bits & 0x80u) << 8, magnitude = bits & 0x7fu;
         if (magnitude == 0x7fu) return sign | 0x7fffu;
-        // The exponent's bias is 8 smaller; what has none is a multiple of 2^-9.
+        // The exponent's bias is 8 smaller; subnormals are multiples of 2^-9.
         if (magnitude >= 8) return sign | ((magnitude << 7) + (8u << 10));
         u32 half;
         asm("{.reg .f16 value; cvt.rn.f16.f32 value, %1; mov.b32 %0, {value, value};}" : "=r"(half) : "f"((float)magnitude * 0.001953125f));
@@ -127,8 +127,8 @@ template <u32 EXPONENT_BITS> struct F8 {
         constexpr u32 largest = e4m3 ? 0x7e : 0x7b;
         const u32 bits = __float_as_uint(value), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
         if (magnitude > 0x7f800000u) return 0x7fu;
-        // Of a normal number, the exponent is biased anew and the mantissa rounded, which may carry; of a
-        // smaller one, the mantissa is shifted with its leading one.
+        // For a normal result, the exponent is rebiased and the mantissa rounded, which may carry; for a subnormal
+        // one, the mantissa is shifted with its leading one.
         const u32 smallest = (127u - bias + 1) << 23;
         u32 result;
         if (magnitude >= smallest) {
@@ -147,7 +147,7 @@ template <u32 EXPONENT_BITS> struct F8 {
 typedef F8<4> E4m3;
 typedef F8<5> E5m2;
 
-// Integers of 1, 4 or 8 bytes; `T` has the sign and, but for bytes, the size.
+// Integers of 1, 4 or 8 bytes; `T` determines the sign and, except for bytes, the size.
 template <typename T, typename STORED> struct Integer {
     typedef STORED Bits;
     typedef T Value;
@@ -159,7 +159,7 @@ template <typename T, typename STORED> struct Integer {
             value[0] = (T)word[0];
         } else {
 #pragma unroll
-            // Shifted to the top and back, so that the sign of a signed type comes along.
+            // Shifted to the top and back, which extends the sign of a signed type.
             for (u32 i = 0; i < 4; i++) value[i] = (T)(word[0] << 8 * (3 - i)) >> 24;
         }
     }
@@ -186,12 +186,12 @@ typedef Integer<u32, unsigned char> U8;
 
 // ---- operators
 //
-// `begin` makes of a value what is combined, where the operator has that; `finish` makes the result of what `number`
-// values were combined to.
+// `begin` converts a value before it is combined, if the operator requires that; `finish` computes the result from
+// `number` combined values.
 
 namespace detail {
 
-// Without a sign, so that overflow wraps around.
+// Unsigned, so that overflow wraps around.
 __device__ __forceinline__ int plus(int a, int b) { return (int)((u32)a + (u32)b); }
 __device__ __forceinline__ long long plus(long long a, long long b) { return (long long)((u64)a + (u64)b); }
 __device__ __forceinline__ u32 plus(u32 a, u32 b) { return a + b; }
@@ -206,7 +206,7 @@ __device__ __forceinline__ u64 times(u64 a, u64 b) { return a * b; }
 __device__ __forceinline__ float times(float a, float b) { return __fmul_rn(a, b); }
 __device__ __forceinline__ double times(double a, double b) { return __dmul_rn(a, b); }
 
-// Of a number and a NaN, the number.
+// The number, if the other value is a NaN.
 template <typename T> __device__ __forceinline__ T smaller(T a, T b) { return b < a ? b : a; }
 __device__ __forceinline__ float smaller(float a, float b) { return fminf(a, b); }
 __device__ __forceinline__ double smaller(double a, double b) { return fmin(a, b); }
@@ -236,7 +236,7 @@ struct Maximum {
     template <typename T> static __device__ __forceinline__ T finish(T value, u32) { return value; }
 };
 
-// The sum divided by the number of values; of integers, without the remainder.
+// The sum divided by the number of values; for integers, truncated.
 struct Average {
     template <typename T> static __device__ __forceinline__ T combine(T a, T b) { return detail::plus(a, b); }
     template <typename T> static __device__ __forceinline__ T finish(T value, u32 number) { return value / (T)number; }
@@ -317,7 +317,7 @@ template <typename Element, u32 BYTES> struct Accumulator {
     }
 };
 
-// In the order that the code has: what is loaded first is under way first.
+// In code order: loads are issued in this order.
 template <u32 BYTES> __device__ __forceinline__ Unit<BYTES> load_unit(u64 at) {
     Unit<BYTES> unit;
     if constexpr (BYTES == 16)
@@ -332,7 +332,7 @@ template <u32 BYTES> __device__ __forceinline__ Unit<BYTES> load_unit(u64 at) {
     return unit;
 }
 
-// The same where it stands in the code, which of volatile loads alone the assembler leaves there.
+// The same with a fixed position in the code, which the assembler guarantees for volatile loads only.
 template <u32 BYTES> __device__ __forceinline__ Unit<BYTES> load_unit_here(u64 at) {
     static_assert(BYTES == 4 || BYTES == 8, "what a packet has of data");
     Unit<BYTES> unit;
@@ -352,8 +352,8 @@ template <u32 BYTES> __device__ __forceinline__ void store_unit(u64 at, const Un
         asm volatile("st.global.u32 [%0], %1;" ::"l"(at), "r"(unit.word[0]) : "memory");
 }
 
-// The first `number` elements of a unit, one by one, and zeros: where the memory is not aligned for a whole
-// one, or ends.
+// The first `number` elements of a unit, one by one, and zeros: for memory that is not aligned to a whole unit, or
+// ends within it.
 template <typename Element, u32 BYTES> __device__ __forceinline__ Unit<BYTES> load_elements(u64 at, u32 number) {
     typedef typename Element::Bits Bits;
     Unit<BYTES> unit = {};

@@ -1,4 +1,4 @@
-// What a call gives, and the threads that make it together; a part of device.cuh.
+// Status of a call, and the groups of threads that make it together; a part of device.cuh.
 
 #ifndef WARPLINK_GROUPS_CUH
 #define WARPLINK_GROUPS_CUH
@@ -12,11 +12,11 @@ enum class Status : u32 {
     ok = 0,
     // The peer or this rank has failed, or the proxy was stopped.
     aborted = 1,
-    // An offset or a length passes the end of a region, or the region is not there.
+    // An offset or a length exceeds a region, or there is no such region.
     out_of_range = 2,
-    // An address or a length is not aligned as the call wants it.
+    // An address or a length does not have the alignment that the call requires.
     misaligned = 3,
-    // The kind of channel does not do this.
+    // The kind of channel does not support this.
     unsupported = 4,
 };
 
@@ -37,7 +37,7 @@ struct Warp {
     __device__ __forceinline__ void sync() const { __syncwarp(); }
     __device__ __forceinline__ bool any(bool value) const {
         const bool found = __any_sync(0xffffffffu, value);
-        // Which alone orders memory.
+        // Needed to order memory.
         __syncwarp();
         return found;
     }
@@ -52,8 +52,8 @@ struct Block {
     __device__ __forceinline__ bool any(bool value) const { return __syncthreads_or(value); }
 };
 
-// All threads of a one-dimensional grid: for direct put and get, and for packets, of which each thread
-// does a part. It cannot be synchronized, so each thread has a status of its own.
+// All threads of a one-dimensional grid: for direct put and get, and for packets, where each thread handles a part.
+// It cannot be synchronized, so each thread gets its own status.
 struct Grid {
     static constexpr bool synchronizes = false;
     __device__ __forceinline__ u32 rank() const { return blockIdx.x * blockDim.x + threadIdx.x; }

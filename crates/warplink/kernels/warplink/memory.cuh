@@ -1,4 +1,4 @@
-// Accesses to memory that channels are made of; a part of device.cuh.
+// Memory accesses that implement channels; a part of device.cuh.
 
 #ifndef WARPLINK_MEMORY_CUH
 #define WARPLINK_MEMORY_CUH
@@ -8,13 +8,13 @@
 namespace warplink {
 namespace detail {
 
-// From here on a count means that the waits were ended. Must match the host.
+// Counts from this value on mean that waits were aborted. Must match the host.
 constexpr u64 ended_epoch = 1ull << 61;
-// Polls from one look at the abort word to the next.
+// Polls between two checks of the abort word.
 constexpr u32 polls_per_look = 256;
 
-// The first call of a kernel that may start before what precedes it in its stream is over: from here on it is, and what it
-// stored is seen. Lets the kernel that follows start in the same way.
+// The first call of a kernel that may start before earlier work of its stream is complete: after it that work is
+// complete, and its stores are visible. Lets the following kernel start in the same way.
 __device__ __forceinline__ void await_preceding() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -34,13 +34,13 @@ __device__ __forceinline__ u64 load_relaxed(u64 word) {
     return value;
 }
 
-// Sets a word, which this thread alone changes, after everything before it is visible to the whole system.
+// Sets a word that only this thread changes, after everything before it is visible to the whole system.
 __device__ __forceinline__ void store_release(u64 word, u64 value) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-// Adds one after everything before it is visible to the whole system. Where the word is a peer's, its memory must have
-// atomic operations from here.
+// Increments a word after everything before it is visible to the whole system. A peer's memory must support atomic
+// operations from here.
 __device__ __forceinline__ void add_release(u64 word) {
     asm volatile("red.release.sys.global.add.u64 [%0], 1;" ::"l"(word) : "memory");
 }
@@ -49,7 +49,7 @@ __device__ __forceinline__ void max_release(u64 word, u64 value) {
     asm volatile("red.release.gpu.global.max.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-// Whether the word was 0, and is 1 now: until its `release`, nobody else of this GPU claims it.
+// Whether the word was 0; it is 1 afterwards: until its `release`, no other thread of this GPU can claim it.
 __device__ __forceinline__ bool claim(u64 word) {
     u64 before;
     asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], 0, 1;" : "=l"(before) : "l"(word) : "memory");
@@ -60,7 +60,7 @@ __device__ __forceinline__ void release(u64 word) {
     asm volatile("st.release.gpu.global.u64 [%0], 0;" ::"l"(word) : "memory");
 }
 
-// As `fence`; also between what this thread stored before and what it loads after.
+// Like `fence`; also orders earlier stores of this thread before its later loads.
 __device__ __forceinline__ void fence_all() { asm volatile("fence.sc.sys;" ::: "memory"); }
 
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
@@ -71,7 +71,7 @@ __device__ __forceinline__ u64 increment(u64 word) {
     return before;
 }
 
-// Loads that a thread has under way before it stores, to cover the latency of a peer's memory.
+// Loads that a thread has in flight before it stores, to cover the latency of a peer's memory.
 constexpr u32 in_flight = 4;
 
 template <typename T>
@@ -94,7 +94,7 @@ __device__ __forceinline__ void copy_items(u64 target, u64 source, u64 count, u3
     }
 }
 
-// Bytes `from` to `to`, of which there are fewer than 16.
+// Bytes `from` to `to`, fewer than 16.
 __device__ __forceinline__ void copy_edge(u64 target, u64 source, u64 from, u64 to, u32 rank, u32 size) {
     for (u64 i = from + rank; i < to; i += size) *(unsigned char *)(target + i) = *(const unsigned char *)(source + i);
 }

@@ -1,10 +1,10 @@
-// Functions of rows: what compiled sections call for steps with an expression between sources and targets; a part of
+// Functions of rows, called by compiled sections for steps with an expression between sources and targets; a part of
 // sections.cuh.
 //
-// A row is cut into units of 8 elements, of which thread t of a lane has those numbered t, t + size, …, in every
-// operand alike, whatever the alignment: so the order of sums along the row depends on its length and the lane's
-// threads alone. Everything is computed in f32, without contraction. Sources are read before any target is stored, but
-// for units that are read again (Row::each), each by the thread that stores it.
+// A row is cut into units of 8 elements; thread t of a lane handles units t, t + size, …, of every operand, whatever
+// the alignment: so the order of sums along the row depends only on its length and the lane's threads. All
+// computations are in f32, without contraction. Sources are read before any target is stored, except for units that
+// are read again (Row::each), each by the thread that stores it.
 
 #ifndef WARPLINK_ROWS_CUH
 #define WARPLINK_ROWS_CUH
@@ -16,7 +16,7 @@ namespace warplink {
 // Elements of a unit. Must match the host.
 constexpr u32 row_unit = 8;
 
-// Bytes that targets of rows hold as integers: values are truncated, to 0 and 255 where they are beyond.
+// Bytes that targets of rows store as integers: values are truncated, and saturate at 0 and 255.
 struct RowByte {
     typedef unsigned char Bits;
     static constexpr u32 cell = 4;
@@ -29,7 +29,7 @@ struct RowByte {
 
 namespace detail {
 
-// A unit as it lies in memory.
+// A unit in its memory layout.
 template <typename Element> struct RowUnit {
     static constexpr u32 bytes = row_unit * sizeof(typename Element::Bits), words = bytes / 4;
     u32 word[words];
@@ -50,10 +50,10 @@ __device__ __forceinline__ u32 in_piece(u32 count, u32 elements, u32 i) {
     return count <= elements * i ? 0 : count - elements * i < elements ? count - elements * i : elements;
 }
 
-// The widest accesses that a unit consists of.
+// The widest accesses that make up a unit.
 template <typename Element> constexpr u32 row_access = RowUnit<Element>::bytes < 16 ? RowUnit<Element>::bytes : 16;
 
-// The first `count` elements of a unit; `whole` says that it may be accessed as a whole.
+// The first `count` elements of a unit; `whole` if it may be accessed as a whole.
 template <typename Element> __device__ __forceinline__ RowUnit<Element> load_row_unit(u64 at, u32 count, bool whole) {
     constexpr u32 bytes = row_access<Element>, elements = unit_elements<Element, bytes>;
     RowUnit<Element> unit;
@@ -86,14 +86,14 @@ template <typename Element, u32 DATA> struct RowPackets {
     static constexpr u32 elements = unit_elements<Element, DATA>, number = row_unit / elements;
     Packet<DATA> packet[number];
 
-    // Of the unit whose first packet is at `at`.
+    // The unit whose first packet is at `at`.
     __device__ __forceinline__ void load(u64 at, u32 count) {
 #pragma unroll
         for (u32 i = 0; i < number; i++)
             if (elements * i < count) packet[i] = load_packet<DATA>(at + 2 * DATA * i);
     }
 
-    // Waits for them; false where the lane has ended.
+    // Waits for the packets; false if the lane has ended.
     __device__ __forceinline__ bool settle(Lane &lane, u64 at, u32 count, Flag flag, RowUnit<Element> &unit) {
         bool there = true;
 #pragma unroll
@@ -138,21 +138,22 @@ __device__ __forceinline__ float row_sqrt(float a) { return __fsqrt_rn(a); }
 __device__ __forceinline__ float row_rsqrt(float a) { return __frcp_rn(__fsqrt_rn(a)); }
 __device__ __forceinline__ float row_exp(float a) { return expf(a); }
 __device__ __forceinline__ float row_abs(float a) { return fabsf(a); }
-// The least power of two that is no smaller in magnitude.
+// The smallest power of two that is not smaller in magnitude.
 __device__ __forceinline__ float row_power_of_two(float a) {
     constexpr u32 mantissa = (1u << 23) - 1;
     return a == a ? __uint_as_float((__float_as_uint(a) + mantissa) & ~mantissa) : a;
 }
-// The exponent as it is stored.
+// The exponent in its stored encoding.
 __device__ __forceinline__ float row_exponent(float a) { return (float)(__float_as_uint(a) >> 23 & 0xff); }
-// The code of the nearest float of 4 bits, e2m1, ties to even; of NaN, the largest, as the conversion of GPUs that have one.
+// The code of the nearest 4-bit float, e2m1, ties to even; for NaN, the largest, like the conversion of GPUs that
+// have one.
 __device__ __forceinline__ float row_e2m1(float a) {
     const float size = fabsf(a);
-    // The middles of neighbours, which go to the one with an even code.
+    // Midpoints between neighbours, which round to the one with an even code.
     const u32 code = (size > 0.25f) + (size >= 0.75f) + (size > 1.25f) + (size >= 1.75f) + (size > 2.5f) + (size >= 3.5f) + (size > 5.0f);
     return a == a ? (float)(code | __float_as_uint(a) >> 31 << 3) : 7.0f;
 }
-// As PTX has it: -0 is less than 0.
+// As in PTX: -0 is less than 0.
 __device__ __forceinline__ float row_min(float a, float b) {
     float least;
     asm("min.f32 %0, %1, %2;" : "=f"(least) : "f"(a), "f"(b));
@@ -195,7 +196,7 @@ template <typename Element, typename Operator, typename P> __device__ __forceinl
     return Operator::finish(value, P::count);
 }
 
-// A row that a lane goes through. `turn` counts the lane's reductions along rows.
+// A row that a lane processes. `turn` counts the lane's reductions along rows.
 struct Row {
     Lane &lane;
     u32 &turn;
@@ -207,8 +208,8 @@ struct Row {
 
     __device__ __forceinline__ u32 count(u32 unit) const { return width - row_unit * unit < row_unit ? width - row_unit * unit : row_unit; }
 
-    // Calls `with` for each unit of this thread, with what is kept of it. That is in registers for the first `KEPT` units;
-    // for others, `again` makes it anew.
+    // Calls `with` for each unit of this thread, with its cached value. The first `KEPT` units are cached in
+    // registers; for others, `again` recomputes it.
     template <u32 KEPT, typename Kept, typename Again, typename With>
     __device__ __forceinline__ void each(Kept (&kept)[KEPT], const Again &again, const With &with) const {
 #pragma unroll
@@ -224,8 +225,8 @@ struct Row {
         }
     }
 
-    // What all threads' values are combined to, on each of them: by the bits of the thread's number from bit 4 on within
-    // a warp, and of the warp's number then. The threads agree on whether the lane has ended.
+    // Combines the values of all threads, on each of them: by the bits of the thread's number from bit 4 on within a
+    // warp, and then of the warp's number. The threads agree on whether the lane has ended.
     template <typename Operator> __device__ __forceinline__ float across(float value) {
         __shared__ float of_warps[2][32];
         float *values = of_warps[turn++ % 2];
@@ -239,8 +240,8 @@ struct Row {
         return value;
     }
 
-    // What the threads that have units of a block of `UNITS` combine their values to, on each of them: these are a part of
-    // a warp, in which units that are not there have no thread.
+    // Combines the values of the threads that have units of a block of `UNITS`, on each of them: these are a part of
+    // a warp; missing units have no thread.
     template <typename Operator, u32 UNITS> __device__ __forceinline__ float across_block(u32 unit, float value) const {
         static_assert(UNITS <= 32 && (UNITS & (UNITS - 1)) == 0, "blocks of up to a warp");
         const u32 place = unit % UNITS, there = units - (unit - place) < UNITS ? units - (unit - place) : UNITS;
@@ -248,27 +249,27 @@ struct Row {
 #pragma unroll
         for (u32 half = UNITS / 2; half > 0; half /= 2) {
             const float other = __shfl_down_sync(mask, value, half);
-            // What a thread that is not there would give is nothing.
+            // Values of threads without a unit are ignored.
             if (place + half < there) value = Operator::combine(value, other);
         }
         value = __shfl_sync(mask, value, first);
         return value;
     }
 
-    // A unit of a plain operand, which is under way until its values are used.
+    // A unit of a plain operand, whose load is in flight until its values are used.
     template <typename Element> __device__ __forceinline__ detail::RowUnit<Element> load(u64 at, u32 unit, u32 count) const {
         return detail::load_row_unit<Element>(at + detail::RowUnit<Element>::bytes * (u64)unit, count, at % 16 == 0);
     }
 
-    // The value of the block that a unit is in, one of a row of them.
+    // The value of the block that contains a unit, from a row with one value per block.
     template <typename Element, u32 UNITS> __device__ __forceinline__ float of_block(u64 at, u32 unit) const {
         return single<Element>(at + sizeof(typename Element::Bits) * (u64)(unit / UNITS));
     }
 
-    // What the operator makes of a unit of each source, in their order.
+    // The operator's result for a unit of each source, in their order.
     template <typename Element, typename Operator, typename P>
     __device__ __forceinline__ void reduce(const P &from, u32 unit, u32 count, float (&value)[row_unit]) const {
-        // As many at a time as there are registers for.
+        // As many at a time as registers allow.
         constexpr u32 together = P::packets != 0 && P::count > 4 ? 4 : P::count;
         constexpr u32 data = P::packet_data == 0 ? 8 : P::packet_data, bytes = detail::RowUnit<Element>::bytes;
 #pragma unroll
@@ -302,7 +303,7 @@ struct Row {
         for (u32 e = 0; e < row_unit; e++) value[e] = Operator::finish(value[e], P::count);
     }
 
-    // Stores a unit, rounded, to all targets; nothing where the lane has ended.
+    // Stores a unit, rounded, to all targets; nothing if the lane has ended.
     template <typename Element, typename P> __device__ __forceinline__ void store(const P &to, u32 unit, u32 count, const float (&value)[row_unit]) const {
         if (lane.ended) return;
         constexpr u32 data = P::packet_data == 0 ? 8 : P::packet_data, bytes = detail::RowUnit<Element>::bytes;
@@ -318,7 +319,7 @@ struct Row {
         }
     }
 
-    // The same of a single value.
+    // The same for a single value.
     template <typename Element, typename P> __device__ __forceinline__ void store_single(const P &to, float value) const {
         if (lane.ended || lane.rank() != 0) return;
         float values[Element::cell];

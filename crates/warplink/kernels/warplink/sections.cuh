@@ -1,4 +1,4 @@
-// What kernels that are made of the text of kernel sections include.
+// Header of kernels compiled from the text of kernel sections.
 
 #ifndef WARPLINK_SECTIONS_CUH
 #define WARPLINK_SECTIONS_CUH

@@ -1,5 +1,4 @@
-// Words that kernels of this rank wait for and peers count up, without a connection; a part of
-// device.cuh.
+// Words that kernels of this rank wait for and peers increment, without a connection; a part of device.cuh.
 
 #ifndef WARPLINK_SIGNALS_CUH
 #define WARPLINK_SIGNALS_CUH
@@ -20,8 +19,7 @@ __device__ __forceinline__ Status reach(u64 word, u64 value, u64 abort) {
     }
 }
 
-// Takes one count of `awaited` where `word` is further: `found` says whether. False where the waits were
-// ended.
+// Consumes one count of `awaited` if `word` is ahead of it; `found` is whether it was. False if waits were aborted.
 __device__ __forceinline__ bool take(u64 word, u64 awaited, bool &found) {
     u64 taken = load_relaxed(awaited);
     found = false;
@@ -35,22 +33,22 @@ __device__ __forceinline__ bool take(u64 word, u64 awaited, bool &found) {
     }
 }
 
-// Bytes of a signal; what all of them share comes first. Must match the host.
+// Bytes of a signal; the part shared by all signals comes first. Must match the host.
 constexpr u64 signal_bytes = 64;
 constexpr u64 awaited_offset = 8;
-// What a rank that is the only one to count up its peers' words has in its own signals of the same numbers: how often it
-// has, and what lanes hold that share such a word.
+// Use of a rank's own signals when it is the only one to increment its peers' words of the same numbers: the count of
+// its increments, and the lock of lanes that share such a word.
 constexpr u64 sent_offset = 16;
 constexpr u64 claim_offset = 24;
 
 }  // namespace detail
 
-// Signals of this rank (`Communicator::signals` on the host), by number from 0: as a kernel's argument,
-// by value. The calls mean what those of a channel mean.
+// Signals of this rank (`Communicator::signals` on the host), by number from 0: as a kernel's argument, by value. The
+// calls have the same meaning as those of a channel.
 struct Signals {
     u64 base;
 
-    // Blocks until signal `number` was counted up once more than was waited for.
+    // Blocks until a further count of signal `number` has arrived, and consumes it.
     template <typename Group>
     __device__ __forceinline__ Status wait(Group group, u32 number) const {
         bool failed = false;
@@ -61,7 +59,7 @@ struct Signals {
         return group.any(failed) ? Status::aborted : Status::ok;
     }
 
-    // Blocks until signal `number` was counted up `epoch` times in all. Uses up no count.
+    // Blocks until signal `number` was incremented `epoch` times in total. Consumes no count.
     template <typename Group>
     __device__ __forceinline__ Status wait_until(Group group, u32 number, u64 epoch) const {
         bool failed = false;
@@ -69,7 +67,7 @@ struct Signals {
         return group.any(failed) ? Status::aborted : Status::ok;
     }
 
-    // As `wait`, where that would not block: `arrived` says whether there was a count to use up.
+    // Like `wait`, without blocking: `arrived` is whether there was a count to consume.
     template <typename Group>
     __device__ __forceinline__ Status poll(Group group, u32 number, bool &arrived) const {
         bool failed = false, found = false;
@@ -78,7 +76,7 @@ struct Signals {
         return group.any(failed) ? Status::aborted : Status::ok;
     }
 
-    // How often signal `number` was counted up so far. From 2^61 on it is no count: the waits were ended.
+    // Number of increments of signal `number` so far. Values from 2^61 on are not counts: waits were aborted.
     __device__ __forceinline__ u64 epoch(u32 number) const { return detail::load_acquire(word(number)); }
 
     __device__ __forceinline__ u64 word(u32 number) const { return base + detail::signal_bytes * (1 + number); }
@@ -88,7 +86,7 @@ struct Signals {
 struct RemoteSignals {
     u64 base;
 
-    // Counts signal `number` up by one, after everything that the group did before. Several ranks may, so that it takes an
+    // Increments signal `number`, after all earlier accesses of the group. Several ranks may do so, which requires an
     // atomic operation on the peer's memory.
     template <typename Group>
     __device__ __forceinline__ void add(Group group, u32 number) const {

@@ -1,24 +1,24 @@
-// The steps of kernel sections: what compiled sections call, and hand-written kernels may (sm_80 and newer). Those by
-// which ranks tell one another what a launch is called with are in announcements.cuh.
+// The steps of kernel sections, called by compiled sections and available to hand-written kernels (sm_80 and newer).
+// The steps by which ranks exchange the arguments of a launch are in announcements.cuh.
 //
-// A lane is a block of whole warps, of one dimension. All its threads make every call, with the same arguments. The steps of
-// a lane happen in order as far as signals, packets and `sync` order them:
+// A lane is a one-dimensional block of whole warps. All its threads make every call, with the same arguments. The
+// steps of a lane are ordered only by signals, packets and `sync`:
 //
 // | call | orders |
 // |---|---|
-// | put_packets, reduce of packets | a packet is read when it is there; nothing else |
-// | signal | all that the lane stored before it, here and at peers, is seen by who waits for it |
-// | wait | all that preceded the signals at the peers is seen by the lane |
-// | sync | what one thread of the lane stored is seen by the others |
-// | reduce, put, copy | nothing; each thread handles the same elements in each of them only where count and alignment are the same |
+// | put_packets, reduce of packets | a packet is read after it has arrived; nothing else |
+// | signal | all earlier stores of the lane, here and at peers, are visible to whoever waits for it |
+// | wait | all accesses of the peers before their signals are visible to the lane |
+// | sync | stores of one thread of the lane are visible to the others |
+// | reduce, put, copy | nothing; a thread handles the same elements in each of them only if count and alignment are the same |
 //
 // Every wait ends when the abort word is set. The lane is then `ended`: its further steps return at once and
 // store nothing, and the kernel should return after `finish`.
 //
 // A step moves fewer than 2^31 units of 16 bytes, or packets.
 //
-// Addresses are of this address space (peers' memory is mapped). Whole units of memory are moved where
-// addresses allow that: for parts of tensors that begin at a multiple of 16 bytes, everywhere.
+// Addresses are of this address space (peers' memory is mapped). Memory is moved in whole units where addresses allow
+// that: everywhere, for parts of tensors that begin at a multiple of 16 bytes.
 
 #ifndef WARPLINK_STEPS_CUH
 #define WARPLINK_STEPS_CUH
@@ -29,15 +29,15 @@
 
 namespace warplink {
 
-// The flag that packets of an epoch, from 1 on, carry: `single` in packets of 8 bytes, which is never 0, `first` and
-// `second` in those of 16, which are never the same pair again. Those of 128 bytes carry the epoch itself.
+// Flags of packets of an epoch, from 1 on: `single` in 8-byte packets, which is never 0, `first` and `second` in
+// 16-byte packets, a pair that never repeats. 128-byte packets contain the epoch itself.
 struct Flag {
     u32 first, second, single;
     __device__ __forceinline__ explicit Flag(u64 epoch)
         : first((u32)epoch), second((u32)epoch + (u32)(epoch >> 32)), single((u32)((epoch - 1) % 0xffffffffull) + 1) {}
 };
 
-// What a lane needs to know of itself, in registers.
+// State of a lane, in registers.
 struct Lane {
     u64 abort;
     u64 epochs;
@@ -45,13 +45,13 @@ struct Lane {
     u64 launches;
     bool ended;
 
-    // `epochs` are the numbers of launches so far, one for each lane, in this rank's memory.
+    // `epochs`: the number of launches so far for each lane, in this rank's memory.
     __device__ __forceinline__ Lane(u64 abort, u64 epochs) : abort(abort), epochs(epochs), ended(false) {
         detail::await_preceding();
         launches = detail::load_relaxed(epochs + 8 * blockIdx.x);
     }
 
-    // Of this launch, from 1 on. What is loaded before in the code is under way before `launches` has to be there.
+    // Epoch of this launch, from 1 on. Loads earlier in the code are in flight before `launches` has to arrive.
     __device__ __forceinline__ u64 epoch() const {
         u64 epoch;
         asm volatile("add.u64 %0, %1, 1;" : "=l"(epoch) : "l"(launches));
@@ -68,16 +68,15 @@ struct Lane {
         return ended;
     }
 
-    // Whether a wait that has polled so often is to end. Looks at the abort word now and then.
+    // Whether a wait that has polled so often has to end. Checks the abort word every few polls.
     __device__ __forceinline__ bool gives_up(u32 polls) {
         if (polls % detail::polls_per_look != 0) return false;
         if (!ended && detail::load_relaxed(abort) != 0) ended = true;
         return ended;
     }
 
-    // The last call of a kernel: advances the epochs of `lanes` lanes. Where launches with other numbers of
-    // blocks have the same epochs, `lanes` is the largest of these numbers, in all of them, so that all
-    // epochs stay equal.
+    // The last call of a kernel: advances the epochs of `lanes` lanes. If launches with different numbers of blocks
+    // share the epochs, `lanes` is the largest of these numbers, in all of them, so that all epochs stay equal.
     __device__ __forceinline__ void finish(u32 lanes) {
         // Every thread has read its epoch.
         __syncthreads();
@@ -89,19 +88,19 @@ struct Lane {
     }
 };
 
-// When the steps of a lane start, in a kernel that is traced.
+// Start times of a lane's steps, in a traced kernel.
 struct Times {
     u64 words;
     u64 room;
     u64 count;
 
-    // `all` is where the times of all lanes are: for each three words, how many steps there are, when the last
-    // ended, and the epoch; then two for each of `room` steps, when it started and where it stands. Steps that
-    // there is no room for are left out.
+    // `all` is the memory for the times of all lanes: per lane three words, the number of steps, the end of the last
+    // one, and the epoch; then two words for each of `room` steps, its start and its position in the text. Steps
+    // beyond `room` are not recorded.
     __device__ __forceinline__ Times(u64 all, u64 room)
         : words(all + (24 + 16 * room) * blockIdx.x), room(room), count(0) {}
 
-    // Nanoseconds, the same for all blocks.
+    // Nanoseconds, on a clock shared by all blocks.
     __device__ __forceinline__ static u64 now() {
         u64 time;
         asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)::"memory");
@@ -129,26 +128,26 @@ struct Times {
     }
 };
 
-// Several places, one for each source or target of a step. Where bit i of `PACKETS` is set, place i has
-// packets of `PACKET` bytes; the others are plain memory. Of packets of 8 and 16 bytes half is data; of 128
-// bytes, which are stored by 8 threads at once and want a link that does not split them, 120 are. Loads and
-// stores go to the places in order from number `FIRST` on, which should be another rank's on each rank.
+// Several places, one for each source or target of a step. If bit i of `PACKETS` is set, place i contains packets of
+// `PACKET` bytes; the others are plain memory. In packets of 8 and 16 bytes, half is data; in those of 128 bytes,
+// which 8 threads store together and which require a link that does not split them, 120 bytes are. Loads and stores
+// access the places in order starting with number `FIRST`, which should belong to a different rank on each rank.
 template <u32 COUNT, u32 PACKETS = 0, u32 PACKET = 16, u32 FIRST = 0> struct Places {
     static constexpr u32 count = COUNT;
     static constexpr u32 packets = PACKETS;
-    // The data of a packet, or 0 where there are none.
+    // Data bytes of a packet, or 0 if there are none.
     static constexpr u32 packet_data = PACKETS == 0 ? 0 : PACKET == 128 ? 120 : PACKET / 2;
     static_assert(COUNT >= 1 && COUNT <= 32, "up to 32 places");
     static_assert(PACKET == 8 || PACKET == 16 || PACKET == 128, "packets have 8, 16 or 128 bytes");
     u64 at[COUNT];
     static __device__ __forceinline__ constexpr bool is_packets(u32 i) { return PACKETS >> i & 1u; }
-    // The place that comes i-th.
+    // The i-th place in this order.
     static __device__ __forceinline__ constexpr u32 in_turn(u32 i) { return (i + FIRST) % COUNT; }
 };
 
 namespace detail {
 
-// A packet as it was read: half of its words are flags.
+// A packet as loaded: half of its words are flags.
 template <u32 DATA> struct Packet {
     Unit<DATA> unit;
     u32 first, second;
@@ -181,7 +180,7 @@ template <u32 DATA> __device__ __forceinline__ bool carries(const Packet<DATA> &
     return packet.first == flag.single;
 }
 
-// Reads a packet again until it carries the flag; false where the lane has ended.
+// Reloads a packet until it contains the flag; false if the lane has ended.
 template <u32 DATA> __device__ __forceinline__ bool await_packet(Lane &lane, u64 at, Packet<DATA> &packet, Flag flag) {
     for (u32 polls = 1; !carries(packet, flag); polls++) {
         if (lane.ended || lane.gives_up(polls)) return false;
@@ -190,10 +189,10 @@ template <u32 DATA> __device__ __forceinline__ bool await_packet(Lane &lane, u64
     return true;
 }
 
-// Plain units that a thread has under way at a time, for this number of sources: 8 loads.
+// Plain units that a thread has in flight at a time, for this number of sources: 8 loads.
 __device__ constexpr u32 units_under_way(u32 sources) { return sources == 1 ? 8 : sources == 2 ? 4 : sources <= 4 ? 2 : 1; }
 
-// What the operator makes of a unit of each source, in their order.
+// The operator's result for a unit of each source, in their order.
 template <typename Element, typename Operator, u32 BYTES, u32 COUNT>
 __device__ __forceinline__ Unit<BYTES> combined(const Unit<BYTES> (&units)[COUNT]) {
     if constexpr (COUNT == 1 && !begins<Operator>) {
@@ -256,7 +255,7 @@ __device__ __forceinline__ void plain_units(Lane &lane, const Sources &from, con
     single_elements<Element, Operator>(lane, from, to, count - count % elements, count);
 }
 
-// Loads unit number `unit`, or its first `elements` elements, from what is plain memory among the sources.
+// Loads unit number `unit`, or its first `elements` elements, from the plain places among the sources.
 template <typename Element, u32 BYTES, bool WHOLE, typename Sources>
 __device__ __forceinline__ void load_plain(const Sources &from, u32 unit, u32 elements, Unit<BYTES> (&units)[Sources::count]) {
 #pragma unroll
@@ -270,8 +269,8 @@ __device__ __forceinline__ void load_plain(const Sources &from, u32 unit, u32 el
     }
 }
 
-// Loads the first unit of a thread, or anything where there are not so many: of whole units without a branch, and here, so
-// that the load is under way before anything waits for the epoch.
+// Loads a thread's first unit, or arbitrary data if there are fewer: for whole units without a branch, and at this
+// position, so that the load is in flight before anything waits for the epoch.
 template <typename Element, u32 BYTES, bool WHOLE, typename Sources>
 __device__ __forceinline__ void load_first(const Lane &lane, const Sources &from, u32 whole, Unit<BYTES> (&units)[Sources::count]) {
     const u32 unit = lane.rank();
@@ -286,7 +285,7 @@ __device__ __forceinline__ void load_first(const Lane &lane, const Sources &from
     }
 }
 
-// Stores what the operator makes of a unit, or its first `elements` elements, to all targets.
+// Stores the operator's result for a unit, or its first `elements` elements, to all targets.
 template <typename Element, typename Operator, u32 BYTES, bool WHOLE, u32 COUNT, typename Targets>
 __device__ __forceinline__ void store_combined(const Unit<BYTES> (&units)[COUNT], const Targets &to, u32 unit, u32 elements, Flag flag) {
     const Unit<BYTES> result = combined<Element, Operator>(units);
@@ -302,8 +301,7 @@ __device__ __forceinline__ void store_combined(const Unit<BYTES> (&units)[COUNT]
     }
 }
 
-// The first `elements` elements of unit number `unit`, of which packets hold one each. False where the lane has
-// ended.
+// The first `elements` elements of unit number `unit`, one per packet. False if the lane has ended.
 template <typename Element, typename Operator, u32 BYTES, bool WHOLE, typename Sources, typename Targets>
 __device__ __forceinline__ bool packet_unit(Lane &lane, const Sources &from, const Targets &to, u32 unit, u32 elements, Flag flag) {
     Unit<BYTES> units[Sources::count];
@@ -326,15 +324,15 @@ __device__ __forceinline__ bool packet_unit(Lane &lane, const Sources &from, con
     return there;
 }
 
-// All `count` elements where packets of `2 * BYTES` are among the places; `WHOLE` says that plain places are
-// aligned to `BYTES`. One unit at a time: what polls for several finds most of them late.
+// All `count` elements if packets of `2 * BYTES` are among the places; `WHOLE` if plain places are aligned to
+// `BYTES`. One unit at a time: polling for several finds most of them late.
 template <typename Element, typename Operator, u32 BYTES, bool WHOLE, typename Sources, typename Targets>
 __device__ __forceinline__ void packet_units(Lane &lane, const Sources &from, const Targets &to, u64 count) {
     constexpr u32 elements = unit_elements<Element, BYTES>;
     const u32 whole = (u32)(count / elements);
     u32 unit = lane.rank();
     Unit<BYTES> units[Sources::count];
-    // Under way before the epoch is there, by which the packets' place and their flag go.
+    // In flight before the epoch arrives, which determines the packets' slot and flag.
     if constexpr (Sources::packets == 0) load_first<Element, BYTES, WHOLE>(lane, from, whole, units);
     const Flag flag(lane.epoch());
 #pragma unroll 1
@@ -347,13 +345,13 @@ __device__ __forceinline__ void packet_units(Lane &lane, const Sources &from, co
         }
         unit += lane.size();
     }
-    // The thread whose turn it is does what is left, and fills its packet up with zeros.
+    // The thread whose turn it is handles the remainder, and fills its packet up with zeros.
     const u32 left = (u32)(count % elements);
     if (left != 0 && unit == whole) packet_unit<Element, Operator, BYTES, false>(lane, from, to, unit, left, flag);
 }
 
-// The part of a packet of 128 bytes that one of 8 threads has: two words of 8 bytes, of which the last
-// thread's second is the flag.
+// One thread's part of a 128-byte packet shared by 8 threads: two words of 8 bytes; the second word of the last
+// thread is the flag.
 struct LinePart {
     Unit<16> unit;
     __device__ __forceinline__ u64 second() const { return (u64)unit.word[2] | (u64)unit.word[3] << 32; }
@@ -390,8 +388,7 @@ template <typename Element, bool WHOLE> __device__ __forceinline__ void store_wo
         store_elements<Element, 8>(at + 8, words[1], second);
 }
 
-// All `count` elements where packets of 128 bytes are among the places; `WHOLE` says that plain places are
-// aligned to 8 bytes.
+// All `count` elements if packets of 128 bytes are among the places; `WHOLE` if plain places are aligned to 8 bytes.
 template <typename Element, typename Operator, bool WHOLE, typename Sources, typename Targets>
 __device__ __forceinline__ void line_units(Lane &lane, const Sources &from, const Targets &to, u64 count) {
     const u64 flag = lane.epoch();
@@ -416,12 +413,12 @@ __device__ __forceinline__ void line_units(Lane &lane, const Sources &from, cons
 #pragma unroll
         for (u32 source = 0; source < Sources::count; source++) {
             if (Sources::is_packets(source)) {
-                // All 8 threads go on, and end, together.
+                // All 8 threads continue, and end, together.
                 for (u32 polls = 1; !lane.ended && __shfl_sync(mask, parts[source].second(), 7, 8) != flag; polls++) {
                     lane.ended = __any_sync(mask, lane.gives_up(polls));
                     parts[source] = load_line_part(from.at[source] + packed);
                 }
-                // What another thread loaded along with the flag may be older than it.
+                // Data loaded by another thread together with the flag may be older than it.
                 units[source] = load_line_part(from.at[source] + packed).unit;
             }
         }
@@ -444,7 +441,7 @@ __device__ __forceinline__ void line_units(Lane &lane, const Sources &from, cons
     }
 }
 
-// The bits that are set in the address of any plain place, and those that are not set in all of these.
+// Bits set in the address of any plain place, and bits not set in all of them.
 template <typename Sources, typename Targets>
 __device__ __forceinline__ void alignment(const Sources &from, const Targets &to, u32 &any, u32 &apart) {
     u32 all = 0xffffffffu;
@@ -467,14 +464,14 @@ template <typename P> __device__ __forceinline__ P advanced(P places, u64 bytes)
 
 }  // namespace detail
 
-// Element i of every target becomes what the operator makes of elements i of all sources, combined in the
-// order of the sources. Packets carry the epoch, and those among the sources are waited for. `ALIGNED` says that all
-// plain places are known to be aligned to 16 bytes (8 with packets). A target may be a source at the same place.
+// Element i of every target becomes the operator's result for elements i of all sources, combined in the order of the
+// sources. Packets contain the epoch, and packets among the sources are waited for. `ALIGNED`: all plain places are
+// known to be aligned to 16 bytes (8 with packets). A target may be a source at the same place.
 template <typename Element, typename Operator, bool ALIGNED = false, typename Sources, typename Targets>
 __device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Targets &to, u64 count) {
     constexpr u32 data = Sources::packet_data != 0 ? Sources::packet_data : Targets::packet_data;
     static_assert(Targets::packet_data == 0 || Targets::packet_data == data, "packets of one size");
-    // What plain places have to be aligned to.
+    // Required alignment of plain places.
     constexpr u32 bytes = data == 0 ? 16 : data == 4 ? 4 : 8;
     // Threads that handle packets together end together.
     if constexpr (data == 120) lane.ended = __any_sync(0xffffffffu, lane.ended);
@@ -494,7 +491,7 @@ __device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Ta
     } else if (apart % bytes != 0) {
         detail::single_elements<Element, Operator>(lane, from, to, 0, count);
     } else {
-        // All begin at the same place of a unit; what comes before the next one is done by itself.
+        // All begin at the same offset within a unit; elements before the next unit are handled separately.
         constexpr u32 size = sizeof(typename Element::Bits);
         u64 head = (bytes - any % bytes) % bytes / size;
         if (head > count) head = count;
@@ -503,8 +500,7 @@ __device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Ta
     }
 }
 
-// Copies `count` elements to every target, which may be peers' or have packets, from a source that may have
-// packets.
+// Copies `count` elements to every target, possibly at peers or in packets, from a source that may be in packets.
 template <typename Element, bool ALIGNED = false, typename Sources, typename Targets>
 __device__ __forceinline__ void copy(Lane &lane, const Sources &from, const Targets &to, u64 count) {
     static_assert(Sources::count == 1, "a copy has one source");
@@ -513,19 +509,18 @@ __device__ __forceinline__ void copy(Lane &lane, const Sources &from, const Targ
 
 // ---- signals
 
-// The signals of a number of peers, of which each counts up a word of its own in this rank's memory, and what
-// was waited for so far. Kept for the time of a kernel: make it at the beginning, and call `finish` before
-// the lane's.
+// Signals of a number of peers, each of which increments a separate word in this rank's memory, and the counts
+// awaited so far. Lives as long as a kernel: construct it at the beginning, and call `finish` before the lane's.
 template <u32 PEERS> struct Inbound {
     u64 word;
     u64 awaited;
 
-    // Of the signals from `number` on, one for each peer.
+    // Signals from `number` on, one for each peer.
     __device__ __forceinline__ Inbound(Signals signals, u32 number) : word(signals.word(number + threadIdx.x)), awaited(0) {
         if (threadIdx.x < PEERS) awaited = detail::load_relaxed(word + detail::awaited_offset);
     }
 
-    // Blocks until each peer of `peers`, a bit for each, has signalled once more than was waited for.
+    // Blocks until a further signal has arrived from each peer of the bit set `peers`, and consumes it.
     __device__ __forceinline__ void wait(Lane &lane, u32 peers = PEERS == 32 ? 0xffffffffu : (1u << PEERS) - 1) {
         if (threadIdx.x < PEERS && peers >> threadIdx.x & 1u) {
             awaited++;
@@ -547,27 +542,27 @@ template <u32 PEERS> struct Inbound {
     }
 };
 
-// The signals of a lane to the lane of its number on each peer, of which it alone counts up the words: so it stores how
-// often it has, which needs no atomic operation on a peer's memory. `counts` is shared memory for a number for each peer;
-// the lane's own signals hold them from one kernel to the next.
+// Signals of a lane to the lane of the same number on each peer. Only this lane increments these words, so it stores
+// the count of its increments, which needs no atomic operation on a peer's memory. `counts` is shared memory for a
+// number for each peer; the lane's own signals keep the counts between kernels.
 template <u32 PEERS> struct Outbound {
     u64 *counts;
     u64 sent;
 
-    // Of the signals from `number` on of this rank, one for each peer. The lane meets before its first signal.
+    // Signals from `number` on of this rank, one for each peer. The lane synchronizes before its first signal.
     __device__ __forceinline__ Outbound(Signals signals, u32 number, u64 *counts) : counts(counts), sent(signals.word(number) + detail::sent_offset) {
         if (threadIdx.x < PEERS) counts[threadIdx.x] = detail::load_relaxed(sent + detail::signal_bytes * threadIdx.x);
     }
 
-    // Counts up the words of all places, one at each of `peers`, after everything that the lane stored before.
+    // Increments the words of all places, one at each of `peers`, after all earlier stores of the lane.
     template <u32 COUNT> __device__ __forceinline__ void signal(Lane &lane, const Places<COUNT> &words, const u32 (&peers)[COUNT]) {
-        // A lane that has ended has not stored what the signal would vouch for.
+        // A lane that has ended has skipped stores that the signal would cover.
         if (lane.agree()) return;
 #pragma unroll
         for (u32 i = 0; i < COUNT; i++) {
             if (threadIdx.x != i) continue;
             const u64 count = ++counts[peers[i]];
-            // Waits were ended: so were the peers'.
+            // Waits were aborted, and so were the peers'.
             if (count >= detail::ended_epoch) continue;
             detail::store_release(words.at[i], count);
             *(volatile u64 *)(sent + detail::signal_bytes * peers[i]) = count;
@@ -575,9 +570,9 @@ template <u32 PEERS> struct Outbound {
     }
 };
 
-// Counts up the words of all places, after everything that the lane stored before. Several lanes of this rank may count
-// up one word, and nobody else does: they take turns by the word of this rank at the same place of `sent`, which
-// `Outbound` keeps for lanes with words of their own.
+// Increments the words of all places, after all earlier stores of the lane. Several lanes of this rank may increment
+// the same word, and no other rank does: they take turns by the word of this rank at the same place of `sent`, which
+// `Outbound` uses for words of a single lane.
 template <u32 COUNT> __device__ __forceinline__ void signal(Lane &lane, const Places<COUNT> &words, const Places<COUNT> &sent) {
     if (lane.agree()) return;
 #pragma unroll
@@ -585,10 +580,10 @@ template <u32 COUNT> __device__ __forceinline__ void signal(Lane &lane, const Pl
         if (threadIdx.x != i) continue;
         const u64 claim = sent.at[i] - detail::sent_offset + detail::claim_offset;
         u32 polls = 1;
-        // The claim is a word of signals, which the host fills when it ends waits.
+        // The lock is a word of signals, which the host overwrites when it aborts waits.
         while (!detail::claim(claim) && !lane.gives_up(polls)) polls++;
         if (lane.ended) continue;
-        // What the last lane stored there precedes what this one does.
+        // The previous lane's store there precedes this one's.
         detail::fence();
         const u64 count = detail::load_relaxed(sent.at[i]) + 1;
         if (count < detail::ended_epoch) {

@@ -1,5 +1,5 @@
-// Integers that the lanes of kernel sections read from memory; a part of sections.cuh. As the steps in steps.cuh, all
-// threads of a lane make every call.
+// Integers that the lanes of kernel sections read from memory; a part of sections.cuh. As with the steps in
+// steps.cuh, all threads of a lane make every call.
 
 #ifndef WARPLINK_VALUES_CUH
 #define WARPLINK_VALUES_CUH
@@ -11,9 +11,9 @@ namespace warplink {
 
 namespace detail {
 
-// Offset of the note of a value that is out of range, from the end of a rank's verdicts, and its words of 8 bytes: the
-// position in the program's text, the value, the largest one allowed, the lane, and whether a lane has claimed the note.
-// Must match the host.
+// Offset of the record of an out-of-range value, from the end of a rank's verdicts, and its words of 8 bytes: the
+// position in the program's text, the value, the maximum, the lane, and whether a lane has claimed the record. Must
+// match the host.
 constexpr u32 value_note_offset = 8;
 
 template <typename T> __device__ __forceinline__ i64 load_word(u64 at) {
@@ -28,8 +28,8 @@ template <typename T> __device__ __forceinline__ i64 load_word(u64 at) {
     }
 }
 
-// The value, if it is from 0 to `most`. If not, notes it, ends the lane, which stores nothing from here on, and the waits of
-// this rank's other lanes.
+// The value, if it is from 0 to `most`. If not, records it, ends the lane, which stores nothing from here on, and
+// aborts the waits of this rank's other lanes.
 __device__ __forceinline__ Index checked(Lane &lane, i64 value, i64 most, u64 place, u64 note) {
     if (value >= 0 && value <= most) return (Index)value;
     lane.ended = true;
@@ -50,12 +50,12 @@ __device__ __forceinline__ Index checked(Lane &lane, i64 value, i64 most, u64 pl
 
 }  // namespace detail
 
-// The integer at `at`, which is from 0 to `most`; `place` is the position of the step that reads it.
+// The integer at `at`, from 0 to `most`; `place` is the position of the step that reads it.
 template <typename T> __device__ __forceinline__ Index value(Lane &lane, u64 at, i64 most, u64 place, u64 note) {
     return detail::checked(lane, detail::load_word<T>(at), most, place, note);
 }
 
-// The same of an integer at the start of a packet with `DATA` bytes of data, which is waited for; 0 where the lane has
+// The same for an integer at the start of a packet with `DATA` bytes of data, which is waited for; 0 if the lane has
 // ended. The threads agree on that, since steps depend on the value.
 template <typename T, u32 DATA> __device__ __forceinline__ Index packet_value(Lane &lane, u64 at, i64 most, u64 place, u64 note) {
     static_assert(sizeof(T) <= DATA, "an integer in one packet");

@@ -1,4 +1,4 @@
-// Parts of tensors, as the text of kernel sections selects them; a part of sections.cuh.
+// Parts of tensors, as selected by the text of kernel sections; a part of sections.cuh.
 
 #ifndef WARPLINK_VIEWS_CUH
 #define WARPLINK_VIEWS_CUH
@@ -9,7 +9,7 @@ namespace warplink {
 
 typedef long long i64;
 
-// Integers of a section: of 32 bits where all of its sizes and indices fit.
+// Integers of a section: 32 bits if all of its sizes and indices fit.
 #ifndef WARPLINK_INDEX
 #define WARPLINK_INDEX long long
 #endif
@@ -31,19 +31,19 @@ constexpr Index part_unit = 16;
 
 }  // namespace detail
 
-// Rounded down, as integers of programs are.
+// Rounds down, like integers of programs.
 __device__ __forceinline__ Index divide(Index a, Index b) {
     const Index rounded = a / b;
     return a % b != 0 && (a < 0) != (b < 0) ? rounded - 1 : rounded;
 }
 
-// What `divide` leaves: it has the sign of `b`.
+// The remainder of `divide`; it has the sign of `b`.
 __device__ __forceinline__ Index modulo(Index a, Index b) {
     const Index left = a % b;
     return left != 0 && (left < 0) != (b < 0) ? left + b : left;
 }
 
-// The same where nothing is below 0.
+// The same for non-negative values.
 __device__ __forceinline__ Index quotient(Index a, Index b) { return (Index)((detail::UnsignedIndex)a / (detail::UnsignedIndex)b); }
 __device__ __forceinline__ Index remainder(Index a, Index b) { return (Index)((detail::UnsignedIndex)a % (detail::UnsignedIndex)b); }
 
@@ -51,14 +51,14 @@ __device__ __forceinline__ Index least(Index a, Index b) { return b < a ? b : a;
 __device__ __forceinline__ Index greatest(Index a, Index b) { return a < b ? b : a; }
 __device__ __forceinline__ Index logarithm(Index a) { return 63 - __clzll((i64)a); }
 
-// The length of the parts that n, which is not below 0, is cut into.
+// Length of the parts that n, which is not negative, is divided into.
 __device__ __forceinline__ Index part(Index n, Index parts) {
     const detail::UnsignedIndex units = parts * detail::part_unit;
     return (Index)(((detail::UnsignedIndex)n + units - 1) / units) * detail::part_unit;
 }
 
-// A part of a tensor, in elements from its start. The leading axis has two lengths: `extent` is what it is cut
-// into parts by, as if the tensor went on, and `length` is what is there.
+// A part of a tensor, in elements from its start. The leading axis has two lengths: `extent`, by which it is divided
+// into parts, as if the tensor continued, and `length`, the elements that exist.
 template <u32 AXES> struct View {
     Index offset, length;
     Index extent[AXES], stride[AXES];
@@ -108,14 +108,14 @@ template <> struct View<0> {
     __device__ __forceinline__ u64 elements() const { return 1; }
 };
 
-// How many elements a step moves: as many as the shortest of its operands has.
+// Number of elements that a step moves: that of the shortest operand.
 template <typename V> __device__ __forceinline__ u64 shortest(const V &view) { return view.elements(); }
 template <typename V, typename... Others> __device__ __forceinline__ u64 shortest(const V &view, const Others &...others) {
     const u64 count = view.elements(), rest = shortest(others...);
     return rest < count ? rest : count;
 }
 
-// Where a view starts in memory: plain, as packets of which half is data, or as packets of 128 bytes.
+// Start of a view in memory: plain, as packets half of which is data, or as packets of 128 bytes.
 template <typename Element, u32 AXES> __device__ __forceinline__ u64 plain(u64 base, const View<AXES> &view) {
     return base + sizeof(typename Element::Bits) * (u64)view.offset;
 }
