@@ -133,7 +133,7 @@ impl Config {
         self
     }
 
-    /// Reads the environment: who this is as [`JoinConfig::from_env`] says, and
+    /// Reads the environment: the rank's identity as [`JoinConfig::from_env`] does, and
     ///
     /// An empty variable counts as not set.
     ///

@@ -75,8 +75,9 @@ pub trait Element:
     fn from_f64(value: f64) -> Self;
 }
 
-/// `value` in single precision, rounded to odd: rounding it again to a narrower type gives what rounding `value` at once
-/// does. Conversions of `half` from `f64` drop the lower 32 bits, and with them whether a value lies above a tie.
+/// `value` in single precision, rounded to odd: rounding it again to a narrower type equals rounding `value`
+/// directly. Conversions of `half` from `f64` drop the lower 32 bits, and so cannot distinguish a value above a tie
+/// from the tie.
 fn to_odd(value: f64) -> f32 {
     let near = value as f32;
     let difference = f64::from(near).abs() - value.abs();
@@ -256,7 +257,7 @@ mod tests {
 
     #[test]
     fn floats_are_rounded_once() {
-        // Ties of bf16 and of f16 at 1, and what lies next to them by less than single precision.
+        // Ties of bf16 and of f16 at 1, and their neighbours closer than single precision.
         for (dtype, step) in [(DType::BF16, 2f64.powi(-7)), (DType::F16, 2f64.powi(-10))] {
             let little = 2f64.powi(-40);
             for (value, rounded) in [

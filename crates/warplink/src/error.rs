@@ -117,7 +117,7 @@ impl Error {
             _ => ErrorKind::Io,
         };
         let message = match kind {
-            // The system says "resource temporarily unavailable" of a timeout.
+            // The system's text for a timeout is "resource temporarily unavailable".
             ErrorKind::Timeout => Cow::Borrowed("the other side did not answer in time"),
             _ => Cow::Owned(error.to_string()),
         };

@@ -18,7 +18,7 @@ pub(crate) struct Shortage {
 }
 
 impl Shortage {
-    /// The resource for lack of which a system call failed; `None` for other errors.
+    /// The exhausted resource that made a system call fail; `None` for other errors.
     pub(crate) fn of(error: &io::Error) -> Option<Self> {
         match Errno::from_io_error(error)? {
             Errno::MFILE => Some(Self::of_descriptors(getrlimit(Resource::Nofile).current)),
@@ -44,7 +44,7 @@ impl Shortage {
         }
     }
 
-    /// The resource for lack of which a thread or a process could not be started.
+    /// The exhausted resource that prevented the start of a thread or process.
     pub(crate) fn of_threads(error: &io::Error) -> Option<Self> {
         if Errno::from_io_error(error)? != Errno::AGAIN {
             return Self::of(error);

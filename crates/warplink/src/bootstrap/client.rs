@@ -563,7 +563,7 @@ pub(crate) fn failed_group(rank: Rank, reason: &str) -> Error {
     let message = format!("rank {rank} of the job cannot finish its work here: {reason}");
     Error::new(ErrorKind::PeerFailed, message)
         .with_peer(rank)
-        .with_help("look at what that rank says, and go on with survivors()")
+        .with_help("check the log of that rank, and continue with survivors()")
 }
 
 /// The error of a join for which ranks are missing, `when` they should have joined.

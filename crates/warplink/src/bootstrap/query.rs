@@ -1,7 +1,7 @@
 //! Queries and notices between ranks, which their reading threads handle, whatever their programs do.
 //!
-//! Keys of the store could not replace them: only a live answer tells a rank that has made fewer calls from one that is
-//! stopped, and only a notice ends a wait of a rank that calls nothing.
+//! Keys in the store could not replace them: only a live answer distinguishes a rank that has made fewer calls from
+//! one that is stopped, and only a notice ends the wait of a rank that makes no calls.
 
 use super::client::Client;
 use super::group::Group;

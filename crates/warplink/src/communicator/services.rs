@@ -35,8 +35,8 @@ pub(super) struct JobServices {
     pub(super) topology: Option<TopologyClass>,
 }
 
-/// Tells the others that this rank failed to join. Where a lost rank is the cause, the store has told them: it may be gone
-/// with that rank, and the caller is not to wait for it.
+/// Notifies the other ranks that this rank failed to join. If a lost rank is the cause, the store has notified them
+/// already; the store may be lost with that rank, and the caller must not wait for it.
 fn abort_join(bootstrap: &Arc<Bootstrap>, error: &Error) {
     let reason = format!("it aborted: {error}");
     if error.kind() == ErrorKind::PeerLost {

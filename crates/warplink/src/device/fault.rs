@@ -116,7 +116,7 @@ impl Fault {
     pub(crate) fn with_outcome<T>(&self, result: Result<T>) -> Result<T> {
         result.map_err(|error| match (error.kind(), self.error()) {
             (ErrorKind::Timeout, None) => error.adding("the communicator can still be used"),
-            // The raised error already says so.
+            // The raised error already contains this message.
             (ErrorKind::Timeout, Some(raised)) if raised.message() != error.message() => {
                 error.adding("the communicator has ended")
             }

@@ -147,8 +147,8 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
     /// [`Backing::identity`](super::Backing::identity) distinguishes successive allocations at one address.
     ///
     /// # Safety
-    /// `address` must be device memory of this device, allocated for as long as `owner` is held,
-    /// and nothing may access it in a way that Rust forbids for shared memory.
+    /// `address` must be device memory of this device, allocated for as long as `owner` is held, and all other
+    /// accesses must follow Rust's rules for shared memory.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is not within one

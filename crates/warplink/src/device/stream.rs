@@ -158,8 +158,8 @@ impl Stream {
     /// completed. It can be recorded and queried even after the device's fault.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) during a capture, of which the event
-    /// would become a part.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) during a capture, since the event would
+    /// become part of the graph.
     pub fn record_end(&self) -> Result<Event> {
         self.0.record_end()
     }

@@ -3,8 +3,8 @@
 //! # Invariants
 //! 1. A region's memory is not freed while a peer maps it: its registration persists until every issued
 //!    handle has been returned, or the peer is gone.
-//! 2. A mapping is closed after its last use when the owner requests it, the cache evicts it, or the job
-//!    closes; then the owner is told how many handles were returned.
+//! 2. A mapping is closed after its last use when the owner requests it, the cache evicts it, or the job closes; then
+//!    the owner receives the number of returned handles.
 //! 3. A buffer freed and reallocated at the same address is another allocation, with another identity and
 //!    generation; a mapping of the old one is never used for it.
 //! 4. A pooled allocation is not freed: it stays registered, and mapped by peers. It is reused once no stream

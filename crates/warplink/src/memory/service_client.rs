@@ -22,7 +22,7 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// Interval for checking whether the peer is stopped.
 const SLICE: Duration = Duration::from_millis(500);
 
-/// The descriptors that an answer takes: for the connection, and for what it hands over.
+/// Descriptors needed by a response: one for the connection, and one that it passes.
 const NEEDED: u64 = 2;
 
 /// A request in flight.

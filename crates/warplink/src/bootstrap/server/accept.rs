@@ -18,8 +18,8 @@ const MIN_PATIENCE: Duration = Duration::from_millis(100);
 const MAX_UNAUTHENTICATED: usize = 64;
 /// How long the server pauses when the process is out of descriptors.
 const DESCRIPTOR_PAUSE: Duration = Duration::from_millis(20);
-/// How long ranks that are missing may find no descriptor or thread here. Then the job fails and says why, before they
-/// time out without a reason.
+/// How long missing ranks may fail to get a descriptor or thread here. Then the job fails with that reason, before
+/// they time out without one.
 const MAX_SHORTAGE: Duration = Duration::from_secs(1);
 
 static CANNOT_SERVE: Throttle = Throttle::new();

@@ -142,7 +142,7 @@ pub(super) fn of_context(context: &Context) -> Result<Capabilities> {
 
 fn name(driver: &Driver, device: CUdevice) -> Result<String> {
     let mut name = [0 as c_char; 256];
-    // SAFETY: `name` has as many bytes as are said; the driver ends what it writes with a zero.
+    // SAFETY: the length passed is that of `name`; the driver terminates the string with a zero.
     let code = unsafe { (driver.cuDeviceGetName)(name.as_mut_ptr(), name.len() as c_int, device) };
     driver.check(code, "ask for the GPU's name")?;
     let bytes = name.map(|byte| byte as u8);

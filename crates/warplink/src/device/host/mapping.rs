@@ -216,7 +216,7 @@ unsafe fn map_file(
     at: *mut c_void,
     flags: MapFlags,
 ) -> Result<u64> {
-    // SAFETY: the caller vouches for what is replaced.
+    // SAFETY: the caller guarantees that the range may be replaced.
     let base = unsafe {
         rustix::mm::mmap(
             at,

@@ -82,7 +82,7 @@ pub(super) fn wake(word: &Word) {
 
 /// As [`store`], for words without sleeping waiters.
 pub(super) fn set(word: &Word, value: u64) {
-    // Release: a reader of the value sees what preceded it, as with `store`.
+    // Release: a reader of the value sees all earlier writes, as with `store`.
     atomic(word).store(value, Ordering::Release);
 }
 

@@ -106,7 +106,7 @@ impl Exports {
     /// meanwhile, even if it has entered again.
     pub(in crate::memory) fn streams_are_past(&self, numbers: PoolNumbers) {
         let mut table = lock(&self.table);
-        // The stay's number tells whether the allocation has been reused since.
+        // The number of the stay shows whether the allocation has been reused since.
         let entry = table.entries.get_mut(&numbers.generation);
         if let Some(pooled) = entry.and_then(|entry| entry.pooled.as_mut())
             && pooled.number == numbers.number
@@ -118,7 +118,7 @@ impl Exports {
         self.changed.notify_all();
     }
 
-    /// Evicts everything; returns what peers should unmap. Allocations that no peer maps are freed now.
+    /// Evicts everything; returns the handles that peers should unmap. Allocations that no peer maps are freed now.
     pub(in crate::memory) fn empty_pool(&self) -> Vec<Unwanted> {
         self.shrink_pool(None)
     }

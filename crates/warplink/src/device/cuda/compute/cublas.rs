@@ -155,8 +155,8 @@ impl BatchedGemms {
         {
             let _entered = self.gpu.context.enter()?;
             let _relaxed = self.gpu.context.relax_capture();
-            // SAFETY: the lists name the scratch operands, which are of what `spec` says; all
-            // matmuls write the same values to one result, which nobody reads.
+            // SAFETY: the lists name the scratch operands, which match `spec`; all matmuls write the same values to
+            // one result, which nobody reads.
             unsafe { self.enqueue(spec, &tried, workspace, scratch.stream.raw.cast())? };
         }
         scratch.wait(&self.gpu)?;
@@ -177,9 +177,8 @@ impl BatchedGemms {
     /// Enqueues the listed matmuls.
     ///
     /// # Safety
-    /// The lists must name live device memory of what `spec` says, aligned to [`ALIGNMENT`];
-    /// `workspace` must be memory that nothing else uses meanwhile; `stream` must be a stream of the
-    /// context, which must be current.
+    /// The lists must name live device memory that matches `spec`, aligned to [`ALIGNMENT`]; nothing else may use the
+    /// memory of `workspace` meanwhile; `stream` must be a stream of the context, which must be current.
     unsafe fn enqueue(
         &self,
         spec: &MatmulSpec,
@@ -323,8 +322,8 @@ impl BatchedGemm {
             None => gpu.workspaces.of_stream(reaper, live, bytes)?,
         };
         let workspace = (scratch, self.workspace_bytes);
-        // SAFETY: the slices are kept, and were checked to be of what `spec` says and aligned; the
-        // scratch memory belongs to this stream or to what it records.
+        // SAFETY: the slices are kept alive, and were checked against `spec`, alignment included; the scratch memory
+        // belongs to this stream or to the graph that it captures.
         unsafe {
             self.batched.enqueue(
                 &self.spec,

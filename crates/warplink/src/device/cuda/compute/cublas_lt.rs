@@ -204,8 +204,8 @@ impl Description {
     }
 
     pub(crate) fn set<T>(&self, attribute: DescAttribute, value: &T) -> Result<()> {
-        // SAFETY: `value` has as many bytes as are said, and the library copies them; it refuses
-        // a size that is not the attribute's.
+        // SAFETY: the length passed is that of `value`, which the library copies; it rejects a size that is not the
+        // attribute's.
         let code = unsafe {
             (self.library.cublasLtMatmulDescSetAttribute)(
                 self.raw,

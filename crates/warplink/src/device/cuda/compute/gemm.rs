@@ -113,7 +113,7 @@ impl Gemm {
         };
         let mut proposals = [nothing; CANDIDATES];
         let mut count = 0;
-        // SAFETY: everything described above is live; there is room for as many proposals as asked.
+        // SAFETY: everything described above is live; the array has space for the requested number of proposals.
         let code = unsafe {
             (library.cublasLtMatmulAlgoGetHeuristic)(
                 handle.raw,
@@ -172,9 +172,9 @@ impl Gemm {
     /// Enqueues the matmul.
     ///
     /// # Safety
-    /// The operands must be live device memory of what the description says, aligned as those it
-    /// was prepared with; `scratch` must have [`workspace`](Self::workspace) bytes that nothing else
-    /// uses meanwhile; `stream` must be a stream of the current context, the handle's.
+    /// The operands must be live device memory that matches the description, with at least the alignment that it was
+    /// prepared with; `scratch` must have [`workspace`](Self::workspace) bytes that nothing else uses meanwhile;
+    /// `stream` must be a stream of the current context, the handle's.
     pub(crate) unsafe fn enqueue(
         &self,
         handle: &CublasLtHandle,

@@ -160,8 +160,8 @@ impl Compute for CudaCompute {
                 }
             }
         };
-        // SAFETY: the operands are live device memory of what `spec` says, as was checked, and
-        // aligned as the gemm's; the scratch memory belongs to this stream or to what it records.
+        // SAFETY: the operands are live device memory, were checked against `spec`, and are aligned as the gemm
+        // requires; the scratch memory belongs to this stream or to the graph that it captures.
         unsafe { gemm.enqueue(&self.handle, &operands, scratch, stream.raw_stream().cast()) }
     }
 

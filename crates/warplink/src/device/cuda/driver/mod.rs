@@ -279,7 +279,7 @@ impl Driver {
     /// PCI address of a GPU.
     pub(super) fn pci_address(&self, device: CUdevice) -> Result<PciAddress> {
         let mut text = [0 as c_char; 32];
-        // SAFETY: `text` has as many bytes as are said; the driver ends what it writes with a zero.
+        // SAFETY: the length passed is that of `text`; the driver terminates the string with a zero.
         let code =
             unsafe { (self.cuDeviceGetPCIBusId)(text.as_mut_ptr(), text.len() as c_int, device) };
         self.check(code, "ask for the GPU's PCI address")?;

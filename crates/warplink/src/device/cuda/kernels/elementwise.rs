@@ -164,8 +164,8 @@ impl ElementwiseKernels {
             (&raw mut count).cast(),
             (&raw mut vectors).cast(),
         ];
-        // SAFETY: the parameters are the kernel's, in order. All slices are live device memory of
-        // `count` elements, aligned to an element and, where `vectors` says so, to a vector.
+        // SAFETY: the parameters are the kernel's, in order. All slices are live device memory of `count` elements,
+        // aligned to an element and, if `vectors` is set, to a vector.
         unsafe { function.launch(stream.raw_stream(), blocks, BLOCK, &mut parameters) }
     }
 

@@ -42,7 +42,7 @@ impl RawModule {
     /// It must have been loaded in `context`, which is current, and not unloaded before; no kernel of it runs
     /// or is launched later.
     unsafe fn unload(self, context: &Context) {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         let code = unsafe { (context.driver.cuModuleUnload)(self.0) };
         if !status::is_gone(code) {
             tracing::warn!(code, "a kernel was not unloaded");
@@ -176,7 +176,7 @@ impl Function {
         parameters: &mut [*mut c_void],
     ) -> Result<()> {
         let launch = Launch::new(grid, block);
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.launch_as(stream, &launch, parameters) }
     }
 

@@ -188,8 +188,8 @@ impl Compiler {
             compiler: self,
             raw: std::ptr::null_mut(),
         };
-        // SAFETY: `raw` is an output parameter for one program; all strings end with a zero; there are as
-        // many headers, with their names, as is said.
+        // SAFETY: `raw` is an output parameter for one program; all strings end with a zero; the count passed is that
+        // of the headers and of their names.
         let code = unsafe {
             (self.nvrtcCreateProgram)(
                 &mut program.raw,
@@ -201,7 +201,7 @@ impl Compiler {
             )
         };
         self.check(code, "create a program for NVRTC")?;
-        // SAFETY: the program is live, and there are as many options as are said.
+        // SAFETY: the program is live, and the count passed is that of the options.
         let code = unsafe {
             (self.nvrtcCompileProgram)(program.raw, pointers.len() as c_int, pointers.as_ptr())
         };
@@ -219,7 +219,7 @@ impl Compiler {
         let code = unsafe { (self.nvrtcGetCUBINSize)(program.raw, &mut bytes) };
         self.check(code, "get a kernel's machine code")?;
         let mut image = vec![0_u8; bytes];
-        // SAFETY: `image` has as many bytes as the compiler said that it writes.
+        // SAFETY: `image` has the size that the compiler reported.
         let code = unsafe { (self.nvrtcGetCUBIN)(program.raw, image.as_mut_ptr().cast()) };
         self.check(code, "get a kernel's machine code")?;
         if image.is_empty() {
@@ -246,7 +246,7 @@ impl Program<'_> {
             return None;
         }
         let mut log = vec![0_u8; bytes];
-        // SAFETY: `log` has as many bytes as the compiler said that it writes.
+        // SAFETY: `log` has the size that the compiler reported.
         let code = unsafe { (self.compiler.nvrtcGetProgramLog)(self.raw, log.as_mut_ptr().cast()) };
         (code == 0).then(|| {
             String::from_utf8_lossy(&log)

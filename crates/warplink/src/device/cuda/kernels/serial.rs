@@ -132,8 +132,8 @@ impl KernelGraph {
         let mut signals = made.signals;
         let mut pointers = pointers(&made.words, &mut signals);
         let params = made.params(launch, &mut pointers);
-        // SAFETY: `made.node` is an output parameter for one node, which depends on no other; the driver copies the
-        // parameters, of which there are as many as the kernel has, each of its length.
+        // SAFETY: `made.node` is an output parameter for one node without dependencies; the driver copies the
+        // kernel's parameters, whose number and lengths `params` describes.
         let code = unsafe { add(&mut made.node, made.graph, std::ptr::null(), 0, &params) };
         driver.check(code, "add a kernel to a graph")?;
         // SAFETY: `made.exec` is an output parameter for one graph; no flags.

@@ -37,20 +37,20 @@ impl UserModule {
     /// Compiles if needed, and loads.
     ///
     /// # Safety
-    /// As [`Device::load_module`](crate::device::Device::load_module) says; an image must be whole.
+    /// As for [`Device::load_module`](crate::device::Device::load_module); an image must be complete.
     pub(crate) unsafe fn load(gpu: &Arc<Gpu>, source: &ModuleSource) -> Result<Self> {
         let mut is_new = true;
         let module = match source.code() {
             // SAFETY: the caller vouches for it.
             Some(CudaCode::Image(image)) => unsafe { Self::load_image(gpu, source, image)? },
-            // SAFETY: as the caller says.
+            // SAFETY: guaranteed by the caller.
             Some(CudaCode::Text(text)) => unsafe { Self::compile(gpu, source, text)? },
             Some(CudaCode::Written(write)) => {
                 let text = write()?;
                 is_new = false;
                 gpu.written.get(&text, || {
                     is_new = true;
-                    // SAFETY: as the caller says.
+                    // SAFETY: guaranteed by the caller.
                     unsafe { Self::compile(gpu, source, &text) }
                 })?
             }
@@ -75,11 +75,11 @@ impl UserModule {
     /// Compiles `text` if needed, and loads it.
     ///
     /// # Safety
-    /// As [`Device::load_module`](crate::device::Device::load_module) says.
+    /// As for [`Device::load_module`](crate::device::Device::load_module).
     unsafe fn compile(gpu: &Arc<Gpu>, source: &ModuleSource, text: &str) -> Result<Arc<Module>> {
         let architecture = gpu.capabilities.architecture();
         let code = nvrtc::machine_code_of(source.name(), text, source.options(), &architecture)?;
-        // SAFETY: made by the compiler for this GPU; what it does, the caller vouches for.
+        // SAFETY: compiled for this GPU; the caller guarantees that the kernels are sound.
         unsafe { Self::load_image(gpu, source, &code) }
     }
 
@@ -93,7 +93,7 @@ impl UserModule {
         image: &[u8],
     ) -> Result<Arc<Module>> {
         let (context, reaper, name) = (&gpu.context, &gpu.reaper, source.name());
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { Module::load_image(context, reaper, &gpu.capabilities, name, image) }
     }
 }
@@ -263,7 +263,7 @@ impl UserKernel {
         launch: &Launch,
         parameters: &mut [*mut c_void],
     ) -> Result<()> {
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.function.launch_as(stream, launch, parameters) }
     }
 
@@ -341,8 +341,8 @@ impl KernelBackend for UserKernel {
             _ => &[],
         });
         let _enqueuing = stream.enqueue(slices);
-        // SAFETY: the arguments have as many bytes as the parameters, as was checked where the driver tells
-        // them; that the kernel does nothing unsound with them was promised when it was loaded.
+        // SAFETY: the lengths of the arguments are those of the parameters, which were checked if the driver reports
+        // them; whoever loaded the kernel guaranteed that it is sound.
         let launched = unsafe { self.launch_on(stream.raw_stream(), launch, &mut pointers) };
         self.explain(launched)
     }

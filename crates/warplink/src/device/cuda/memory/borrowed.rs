@@ -199,7 +199,7 @@ fn place(gpu: &Gpu, address: u64) -> BorrowedPlace {
     ];
     let mut attributes = values.map(|(attribute, _)| attribute);
     let mut pointers = values.map(|(_, value)| value.cast::<c_void>());
-    // SAFETY: there are as many attributes as pointers, each to a value with room for the widest.
+    // SAFETY: the number of attributes is that of the pointers, each to a value with space for the largest attribute.
     let code = unsafe {
         (gpu.context.driver.cuPointerGetAttributes)(
             attributes.len() as c_uint,

@@ -93,7 +93,7 @@ impl FifoMemory for CudaFifoMemory {
 
     fn set_kernels_stopped(&self, stopped: bool) -> Result<()> {
         let address = self.counters.address() + STOPPED;
-        // SAFETY: the word lies in the slice, which is live device memory. Kernels load it as a whole.
+        // SAFETY: the word is in the slice, which is live device memory. Kernels load it in one access.
         unsafe {
             self.gpu
                 .staging

@@ -97,7 +97,7 @@ impl Nvml {
         Ok(LIBRARY.get_or_init(|| library))
     }
 
-    /// The GPU at `address`, or null and the status that says why not.
+    /// Handle of the GPU at `address`, or null and the status of the failure.
     pub(super) fn find(&self, address: PciAddress) -> Result<(NvmlHandle, c_int)> {
         let text = CString::new(address.to_string())
             .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;

@@ -57,8 +57,7 @@ impl CudaGraph {
             .exec
             .get_mut()
             .unwrap_or_else(std::sync::PoisonError::into_inner);
-        // SAFETY: with a null list of nodes the driver only says how many there are; the caller
-        // vouches for the graph.
+        // SAFETY: with a null list of nodes the driver only returns their number; the caller guarantees that the graph is live.
         let counted =
             unsafe { (driver.cuGraphGetNodes)(graph, std::ptr::null_mut(), &mut made.operations) };
         // SAFETY: `exec.0` is an output parameter for one graph; no flags.

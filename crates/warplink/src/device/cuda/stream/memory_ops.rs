@@ -41,7 +41,7 @@ pub(crate) fn enqueue(driver: &Driver, stream: CUstream, ops: &[MemoryOp<'_>]) -
             driver.check(code, "enqueue a wait for a word")
         }
         _ => in_batches(ops, |batch| {
-            // SAFETY: the batch has as many valid operations as are said, on words of live slices.
+            // SAFETY: the count passed is that of the batch, whose operations are valid and use words of live slices.
             let code = unsafe {
                 (driver.cuStreamBatchMemOp_v2)(stream, batch.len() as c_uint, batch.as_mut_ptr(), 0)
             };

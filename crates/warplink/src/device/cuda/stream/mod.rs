@@ -402,7 +402,7 @@ impl StreamBackend for CudaStream {
             }
             Ok(())
         })?;
-        // A fault ends waits that nobody satisfied: the work behind them ran on what was there.
+        // A fault aborts waits without their signal: the work after them ran on stale data.
         self.gpu.fault.check()?;
         self.faults.check()?;
         self.faults.done(place);
