@@ -6,7 +6,7 @@ use crate::named::named;
 use std::fmt;
 
 named! {
-    /// Which rule a [`Diagnostic`] says is broken.
+    /// Rule violated according to a [`Diagnostic`].
     #[non_exhaustive]
     pub enum DiagnosticKind: "kind of diagnostic" {
         /// A `require` does not hold.
@@ -29,7 +29,7 @@ named! {
         CollectiveOrder = "collective-order",
         /// A signal may be overwritten before it is seen, or is never waited for.
         LostSignal = "lost-signal",
-        /// Hosts or streams wait for one another, or for what never comes.
+        /// Hosts or streams wait for one another, or for an event that never happens.
         Deadlock = "deadlock",
         /// Two accesses to the same bytes, at least one a write, without an order.
         Race = "race",
@@ -37,7 +37,7 @@ named! {
         UnwrittenRead = "unwritten-read",
         /// An output is not written in full.
         UnwrittenOutput = "unwritten-output",
-        /// An output is not what the program expects of it.
+        /// An output differs from the value that the program expects.
         Expectation = "expectation",
         /// A stream's work is not joined to the caller's stream at the end.
         Unjoined = "unjoined",

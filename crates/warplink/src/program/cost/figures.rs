@@ -1,5 +1,5 @@
-//! Inputs of a derived hardware model: rates, of which the device reports the nominal ones, and a short measurement
-//! the achieved ones.
+//! Inputs of a derived hardware model: nominal rates reported by the device, and achieved rates from a short
+//! measurement.
 
 use super::fields::refused;
 use crate::device::DeviceProperties;

@@ -1,9 +1,8 @@
 //! Steps of kernel launches: each lane is a stream of its own.
 //!
-//! Of equivalent lanes, two are simulated, each of which represents half of them: its work demands as much of links
-//! and memory as theirs together. Lanes of the first half move their data first, so that the second half moves its
-//! data while the first one continues with steps that need no link. A few iterations of a long loop represent all of
-//! them.
+//! Of equivalent lanes, two are simulated, and each represents half of them: its work demands as much of links and
+//! memory as theirs together. Lanes of the first half move their data first, so that the second half moves its data
+//! while the first one continues with steps that need no link. A few iterations of a long loop represent all of them.
 //!
 //! ```text
 //!   stream:  ── launch ──┬───────────────────────────── all lanes done ──►

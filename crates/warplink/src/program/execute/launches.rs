@@ -118,7 +118,7 @@ impl Plan {
                     return launched;
                 }
                 Err(error) => {
-                    // The run itself tells of a fault.
+                    // A fault is reported by the run itself.
                     tracing::info!(%error, plan = self.name(), "runs are enqueued without a graph");
                     state.unrecorded = true;
                 }
@@ -151,7 +151,7 @@ mod tests {
         let mut state = State::default();
         assert!(!state.recurs(&[1, 2]) && !state.recurs(&[1, 3]));
         assert!(state.recurs(&[1, 2]));
-        // What was evicted has to recur again.
+        // An evicted entry has to recur again.
         assert!(!state.recurs(&[1, 2]));
         for other in 0..MAX_GRAPHS as u64 {
             assert!(!state.recurs(&[other]));

@@ -114,8 +114,8 @@ impl Pool {
         streams.collect()
     }
 
-    /// Records what `enqueue` enqueues on a caller's stream and on streams for `kinds`. Graphs made by this share scratch
-    /// memory, so they must be launched one after another.
+    /// Captures the operations that `enqueue` enqueues on a caller's stream and on streams for `kinds`. Graphs made
+    /// by this share scratch memory, so they must be launched one after another.
     pub(super) fn record_in_turn(
         &self,
         kinds: &[StreamKind],

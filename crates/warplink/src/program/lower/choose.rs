@@ -10,8 +10,8 @@ use crate::program::times::Times;
 use crate::program::unroll::unroll_or_diagnose;
 use std::fmt;
 
-/// The share of the collective's time that another lowering has to be below. What two times differ by
-/// less may be an error of the model or of measuring, and the collective needs no exchange.
+/// Fraction of the collective's time that another lowering must stay below. Smaller differences may be errors of the
+/// model or of the measurement, and the collective needs no exchange.
 const ADVANTAGE: f64 = 0.97;
 
 /// The most operations of all ranks of a lowering that is considered. An overlapped one has a step for each two ranks, so
@@ -72,7 +72,7 @@ impl Choice {
         self.lowered.lowering.name()
     }
 
-    /// Whether no other is faster, by what decided.
+    /// Whether no other is faster, by the times that decided.
     fn is_fastest(&self) -> bool {
         let times = self.estimates.iter().filter_map(|estimate| {
             let seconds = match self.decision {
@@ -179,13 +179,12 @@ impl fmt::Display for Choice {
 
 /// Chooses among `lowerings`, for `world` ranks with `streams` streams in the pool.
 ///
-/// Each is simulated with every combination of what it leaves open. Where they are equally fast, the
-/// earlier one is taken; one that needs the collective engine is taken where nothing is faster by
-/// more than the model's error.
+/// Each is simulated with every combination of its open parameters. Of equally fast ones, the first is taken; one
+/// that needs the collective engine is taken if nothing is faster by more than the model's error.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the problem does not suit
-/// the world, or no lowering does; what [`simulate_with`] says.
+/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the problem does not suit the world, or no
+/// lowering does; errors of [`simulate_with`].
 pub fn choose(
     problem: &impl Problem,
     lowerings: &[Lowering],
@@ -264,7 +263,7 @@ pub fn choose(
     })
 }
 
-/// `lowering` for `problem`, with the first alternatives that fit of what it leaves open.
+/// `lowering` for `problem`, with the first applicable alternatives of its open parameters.
 ///
 /// # Errors
 /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the problem does not suit
@@ -302,7 +301,7 @@ fn unroll_all(
     let mut ranks = Vec::with_capacity(world);
     for rank in 0..world {
         let program = unroll_or_diagnose(lowering.program(), rank, world, streams, parameters)?;
-        // They do much the same, so that the first tells.
+        // Ranks have similar numbers of operations, so the first one is representative.
         let each = program.operations.len();
         if each.saturating_mul(world) > MAX_OPERATIONS {
             let message = format!(

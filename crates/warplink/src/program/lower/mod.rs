@@ -1,10 +1,10 @@
 //! Lowerings: programs that overlap a matrix multiplication with the communication that feeds or
 //! follows it.
 //!
-//! A lowering is a program in a file beside this one. Its header declares what a caller gives (sizes,
-//! element type) and what may be left open (`parts = 1 | 2 | 4`); a cost model chooses among the
-//! lowerings of an operation and among what they leave open. What runs is the file as it stands, so
-//! it can be read, kept and changed. A caller's own file is a lowering too ([`Lowering::parse`]).
+//! A lowering is a program in a file next to this one. Its header declares the caller's parameters (sizes, element
+//! type) and open parameters (`parts = 1 | 2 | 4`); a cost model selects among the lowerings of an operation and
+//! among the alternatives of their open parameters. The file is executed unmodified, so it can be read, kept and
+//! changed. A caller's own file is a lowering too ([`Lowering::parse`]).
 //!
 //! | module | subject |
 //! |---|---|
@@ -37,8 +37,8 @@ pub struct Lowering {
 }
 
 impl Lowering {
-    /// The lowering `name` in `text`. Its parameters and tensors are those of the other lowerings of
-    /// its operation, and it may have others of which it lists the alternatives.
+    /// The lowering `name` in `text`. It has the parameters and tensors of the operation's other lowerings, and may
+    /// have further parameters with listed alternatives.
     ///
     /// # Errors
     /// [`ErrorKind::Parse`] where `text` is not a program.
@@ -65,8 +65,8 @@ impl Lowering {
         &self.program
     }
 
-    /// Every combination of alternatives for the parameters that `given` leaves open, whether or not it
-    /// suits the sizes: only what is chosen, to be [added](Parameters::and) to what is given.
+    /// Every combination of alternatives for the parameters that `given` leaves open, whether or not it suits the
+    /// sizes: only the chosen ones, to be [added](Parameters::and) to `given`.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] where there are more than 256.
@@ -125,7 +125,7 @@ impl PartialEq for Lowering {
 pub struct Lowered {
     /// The lowering.
     pub lowering: Lowering,
-    /// Sizes, element type, and the alternative of what the lowering leaves open.
+    /// Sizes, element type, and the selected alternatives of open parameters.
     pub parameters: Parameters,
     /// How many streams the pool has.
     pub streams: usize,
@@ -179,7 +179,7 @@ macro_rules! lowerings {
 }
 
 lowerings! {
-    /// How an all-gather + matmul is lowered. The head of each file says how it works.
+    /// Lowerings of an all-gather + matmul. The head of each file describes its algorithm.
     pub enum AllGatherMatmulLowering {
         /// The engine's all-gather, then one matmul: no overlap.
         Collective = "collective", "all_gather_matmul/collective.wlp";
@@ -195,7 +195,7 @@ lowerings! {
 }
 
 lowerings! {
-    /// How a matmul + reduce-scatter is lowered. The head of each file says how it works.
+    /// Lowerings of a matmul + reduce-scatter. The head of each file describes its algorithm.
     pub enum MatmulReduceScatterLowering {
         /// One matmul, then the engine's reduce-scatter: no overlap.
         Collective = "collective", "matmul_reduce_scatter/collective.wlp";
@@ -203,7 +203,7 @@ lowerings! {
         InOrder = "in-order", "matmul_reduce_scatter/in-order.wlp";
         /// Each block is put to its owner, who adds them up at the end.
         Push = "push", "matmul_reduce_scatter/push.wlp";
-        /// Each rank adds its product to what arrives, around one ring or several.
+        /// Each rank adds its product to the received sum, around one ring or several.
         Rings = "rings", "matmul_reduce_scatter/rings.wlp";
         /// Matmuls store their tiles straight into the owners' memory.
         Store = "store", "matmul_reduce_scatter/store.wlp";

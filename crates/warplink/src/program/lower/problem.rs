@@ -6,8 +6,7 @@ use crate::error::{Error, Result};
 use crate::named::alternatives;
 use crate::program::parameters::Parameters;
 
-/// The parameter that says whether memory holds B's transpose. A lowering that does not have it takes
-/// no other than row-major B.
+/// Parameter for whether memory contains B's transpose. A lowering without it accepts only row-major B.
 pub(super) const TRANSPOSED_B: &str = "transposed_b";
 
 /// An operation that is lowered.
@@ -143,7 +142,7 @@ const fn order(transposed_b: bool) -> &'static str {
     if transposed_b { ", B transposed" } else { "" }
 }
 
-/// Refuses what no lowering can do; `shared` are the sizes that the ranks share among them.
+/// Rejects problems that no lowering can solve; `shared` are the sizes that are divided among the ranks.
 fn check(
     dtype: DType,
     world: usize,

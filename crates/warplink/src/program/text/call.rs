@@ -35,7 +35,7 @@ impl Parser<'_> {
             self.at += 1;
             return Ok(ArgumentValue::ElementType(dtype));
         }
-        // A name with or without brackets is told apart when its meaning is known.
+        // A name with or without brackets is resolved when its meaning is known.
         let start = self.at;
         if let Ok(reference) = self.tensor()
             && (self.is(",") || self.is(")"))

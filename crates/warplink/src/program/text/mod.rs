@@ -224,8 +224,8 @@ impl fmt::Display for ParseError {
     }
 }
 
-/// The part of a long line that is shown around the character with `at` before it, and how many characters
-/// are before it there; `…` stands for what is left out. Short lines are shown whole.
+/// The part of a long line that is shown around the character with `at` before it, and how many characters are before
+/// it there; `…` marks omitted parts. Short lines are shown whole.
 pub fn window(line: &str, at: usize) -> (String, usize) {
     let length = line.chars().count();
     if length <= MAX_SHOWN {
@@ -261,8 +261,8 @@ pub(super) fn below(
     })
 }
 
-/// Subject of a message about `value`: `peer rank + 1`, or `the peer` where the expression is
-/// the value itself. In `B[1]: member`, the last word is what it gives.
+/// Subject of a message about `value`: `peer rank + 1`, or `the peer` if the expression is the value itself. In
+/// `B[1]: member`, the last word is the result.
 fn named(what: &str, expression: &Expr, value: i64) -> String {
     let text = expression.to_string();
     if text != value.to_string() {

@@ -99,7 +99,7 @@ impl<'a> Parser<'a> {
         error_at(self.text, token.at, message)
     }
 
-    /// A name that may be bound; `what` is what it will stand for.
+    /// A name that may be bound; `what` is its meaning, for errors.
     pub(super) fn name(&mut self, what: &str) -> Parsed<String> {
         let token = self.peek();
         match token.kind {

@@ -87,7 +87,7 @@ impl Parser<'_> {
         Ok(Parameter { name, kind })
     }
 
-    /// `1 | 2 | 4` or `bf16 | f16`; `types` stands for all element types, and `operators` for all operators.
+    /// `1 | 2 | 4` or `bf16 | f16`; `types` means all element types, and `operators` all operators.
     fn alternatives(&mut self) -> Parsed<Vec<Value>> {
         let mut list: Vec<Value> = Vec::new();
         if self.take("types") {
@@ -136,7 +136,8 @@ impl Parser<'_> {
         }
     }
 
-    /// `{ … }`, each statement on a line of its own or ended by `;`. What is no loop or branch is parsed by `other`.
+    /// `{ … }`, each statement on its own line or ended by `;`. Statements other than loops and branches are parsed
+    /// by `other`.
     pub(super) fn block<A>(
         &mut self,
         other: fn(&mut Self) -> Parsed<NodeKind<A>>,
@@ -270,8 +271,8 @@ impl Parser<'_> {
             }
             return Ok(NodeKind::Do(StatementKind::LetList { name, elements }));
         }
-        // A word with brackets is a tensor or the element of a list; only the first ends the statement
-        // where the brackets end, and `n[0]` alone is told apart when the name is known.
+        // A word with brackets is a tensor or the element of a list; only a tensor ends the statement where the
+        // brackets end, and `n[0]` alone is resolved when the name is known.
         if self.is("transpose") {
             let value = self.tensor()?;
             return Ok(NodeKind::LetTensor { name, value });

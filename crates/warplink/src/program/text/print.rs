@@ -88,7 +88,7 @@ fn print_program(
         write!(f, "{lead}{parameter}")?;
     }
     f.write_str(") {\n")?;
-    // Declarations stand together, and what takes several lines stands apart.
+    // Declarations are grouped, and multi-line statements are separated by blank lines.
     let shape = |statement: &Statement| match &statement.kind {
         NodeKind::For(_) | NodeKind::If(_) => (false, true),
         NodeKind::LetInteger { .. } | NodeKind::LetTensor { .. } => (false, false),

@@ -92,7 +92,7 @@ impl Parser<'_> {
         Ok(TransferRef { name, indices })
     }
 
-    /// A list of items, each of which may be repeated over an index.
+    /// A list of items, which may be repeated over an index.
     pub(super) fn each<T>(&mut self, item: fn(&mut Self) -> Parsed<T>) -> Parsed<Vec<Each<T>>> {
         let first = item(self)?;
         self.each_after(first, item)

@@ -150,7 +150,7 @@ impl Parser<'_> {
         }))
     }
 
-    /// Whether `let n =` is followed by a value from memory: `at most` stands in its line.
+    /// Whether `let n =` is followed by a value from memory: its line contains `at most`.
     pub(super) fn reads_value(&self) -> bool {
         let ends = |token: &Token<'_>| {
             matches!(token.kind, TokenKind::LineEnd | TokenKind::End) || token.text == ";"
@@ -200,7 +200,7 @@ impl Parser<'_> {
         })
     }
 
-    /// Whether a function of rows stands behind the `=` of the statement at hand.
+    /// Whether the current statement has a function of rows after its `=`.
     pub(super) fn applies_function(&self) -> bool {
         let ends = |token: &Token<'_>| {
             token.text == "=" || matches!(token.kind, TokenKind::LineEnd | TokenKind::End)

@@ -1,4 +1,4 @@
-//! The text of what is inside `share { … }`.
+//! Parser and printer of the body of `share { … }`.
 
 use super::operand::{Parsed, Parser};
 use super::print::Action;

@@ -120,8 +120,8 @@ pub(super) fn tokens(text: &str) -> Result<Vec<Token<'_>>, ParseError> {
                 match sign {
                     "(" | "[" => open += 1,
                     ")" | "]" => open = open.saturating_sub(1),
-                    // A brace is never inside parentheses: some were left open, and the parser
-                    // says so better where lines end again.
+                    // A brace is never inside parentheses: some were left open, and the parser reports that better if
+                    // lines end again.
                     "{" | "}" => open = 0,
                     _ => {}
                 }

@@ -24,7 +24,7 @@ impl Published {
         (self.number + 1) << OFFSET_BITS | self.start
     }
 
-    /// Decodes a word; `None` for 0, which stands for unreachable memory.
+    /// Decodes a word; `None` for 0, which denotes unreachable memory.
     pub(crate) fn of_word(word: u64) -> Option<Self> {
         let number = (word >> OFFSET_BITS).checked_sub(1)?;
         let start = word & ((1 << OFFSET_BITS) - 1);
