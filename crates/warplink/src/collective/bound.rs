@@ -169,9 +169,9 @@ impl Collectives {
     /// Overlap of input and output on all ranks; `None` if it differs. Fails if ranks bind different calls.
     fn overlap_of_all(&self, call: &Call, own: Overlap) -> Result<Option<Overlap>> {
         let words = call.words(0);
-        let mut told: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        told.push(u8::from(own == Overlap::Shared));
-        let all = self.0.context.gather_in_step(&told)?;
+        let mut statement: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        statement.push(u8::from(own == Overlap::Shared));
+        let all = self.0.context.gather_in_step(&statement)?;
         for (peer, theirs) in all.iter().enumerate() {
             let (theirs, _) = theirs.as_chunks::<4>();
             let theirs: Vec<u32> = theirs.iter().copied().map(u32::from_le_bytes).collect();
@@ -182,7 +182,7 @@ impl Collectives {
                     .with_help("bind the same calls in the same order on every rank"));
             }
         }
-        Ok(all.iter().all(|theirs| *theirs == told).then_some(own))
+        Ok(all.iter().all(|theirs| *theirs == statement).then_some(own))
     }
 
     /// Binds the call to the copy engine's program, if that is requested and possible. Blocks until all ranks

@@ -198,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_announced_says_what_was_called() {
+    fn announcement_identifies_call() {
         let call = Call {
             kind: CollectiveKind::Reduce,
             op: Some(ReduceOp::Max),
@@ -208,14 +208,14 @@ mod tests {
         };
         assert_eq!(call.to_string(), "reduce of 5000000000 bf16, max, root 3");
         let other = Call { count: 7, ..call };
-        let told = Call::difference(&call.words(1), &other.words(1));
+        let text = Call::difference(&call.words(1), &other.words(1));
         assert!(
-            told.contains("the peer calls reduce of 7 bf16, max, root 3; expected reduce of 5")
+            text.contains("the peer calls reduce of 7 bf16, max, root 3; expected reduce of 5")
         );
-        let told = Call::difference(&call.words(1), &call.words(2));
-        assert!(told.contains("by different algorithms"), "{told}");
+        let text = Call::difference(&call.words(1), &call.words(2));
+        assert!(text.contains("by different algorithms"), "{text}");
         assert!(call.checked(3).is_err() && call.checked(4).is_ok());
-        for (dtype, told) in [(DType::F32, "0.10000000149011612"), (DType::F64, "0.1")] {
+        for (dtype, factor) in [(DType::F32, "0.10000000149011612"), (DType::F64, "0.1")] {
             let scaled = |factor: f64| Call {
                 op: Some(ReduceOp::scaled_sum(factor)),
                 dtype,
@@ -225,11 +225,11 @@ mod tests {
             let text = scaled(0.1).to_string();
             assert_eq!(
                 text,
-                format!("reduce of 9 {dtype}, scaled_sum({told}), root 3")
+                format!("reduce of 9 {dtype}, scaled_sum({factor}), root 3")
             );
-            let told = Call::difference(&scaled(0.5).words(1), &scaled(0.25).words(1));
-            let said = "scaled_sum(0.25), root 3; expected reduce of 9";
-            assert!(told.contains(said), "{told}");
+            let text = Call::difference(&scaled(0.5).words(1), &scaled(0.25).words(1));
+            let expected = "scaled_sum(0.25), root 3; expected reduce of 9";
+            assert!(text.contains(expected), "{text}");
             // Factors that round to the same value are equal.
             let near = scaled(0.1 + 1e-12).words(1) == scaled(0.1).words(1);
             assert_eq!(near, dtype == DType::F32);

@@ -116,15 +116,15 @@ fn every_call_is_chosen_on_every_machine() {
             for kind in CollectiveKind::ALL {
                 for bytes in [2, 34, 5000, 300 * KIB, 64 * MIB] {
                     let call = call(kind, bytes);
-                    let told = format!("{call} of {world} ranks on {}", model.name);
+                    let case = format!("{call} of {world} ranks on {}", model.name);
                     let algorithm = chosen(&machine, &call);
-                    assert!(algorithm.program(kind).is_some(), "{told}");
+                    assert!(algorithm.program(kind).is_some(), "{case}");
                     if kind != CollectiveKind::Barrier {
                         let seconds = estimate(&machine, algorithm, &call);
-                        assert!(seconds > 0.0 && seconds < 1.0, "{told}: {seconds}");
+                        assert!(seconds > 0.0 && seconds < 1.0, "{case}: {seconds}");
                         assert!(
                             bytes < MIB || algorithm == Algorithm::Direct,
-                            "{told}: {algorithm}"
+                            "{case}: {algorithm}"
                         );
                     }
                 }
@@ -158,8 +158,8 @@ fn lanes_follow_the_link_and_the_bound() {
             ..machine(&model, 2)
         };
         let choice = machine.shape(Algorithm::Direct, &call(kind, bytes));
-        let told = format!("{kind} of {bytes} bytes, at most {most_lanes}");
-        assert_eq!((choice.lanes, choice.threads), (lanes, threads), "{told}");
+        let case = format!("{kind} of {bytes} bytes, at most {most_lanes}");
+        assert_eq!((choice.lanes, choice.threads), (lanes, threads), "{case}");
     }
     // A tenth of the bandwidth needs a tenth of the lanes.
     let slow = Machine {
@@ -346,7 +346,7 @@ fn a_model_names_what_exists_and_once() {
         limits: vec![(1024, algorithm.to_owned())],
     };
     let right = of("all_reduce", "one-shot");
-    for (algorithms, says) in [
+    for (algorithms, expected) in [
         (
             vec![of("allreduce", "one-shot")],
             "unknown collective 'allreduce'",
@@ -375,7 +375,7 @@ fn a_model_names_what_exists_and_once() {
             ..(*shipped("h200-8").unwrap()).clone()
         };
         let error = Estimates::new(&model).unwrap_err().to_string();
-        assert!(error.contains(says), "{error}");
+        assert!(error.contains(expected), "{error}");
     }
 }
 
@@ -393,8 +393,8 @@ fn the_shortest_calls_have_estimates() {
                     .filter(|one| machine.fits(*one, &call));
                 for algorithm in fitting.filter(|_| kind != CollectiveKind::Barrier) {
                     let seconds = machine.seconds(algorithm, &call);
-                    let told = format!("{call} by {algorithm} on {world} ranks: {seconds:?}");
-                    assert!(seconds.is_ok_and(|seconds| seconds < 1e-3), "{told}");
+                    let case = format!("{call} by {algorithm} on {world} ranks: {seconds:?}");
+                    assert!(seconds.is_ok_and(|seconds| seconds < 1e-3), "{case}");
                 }
             }
         }
@@ -414,8 +414,8 @@ fn bound_calls_of_large_data_go_by_the_copy_engine() {
         };
         for (mib, copied) in [(1, false), (8, false), (256, true), (1024, true)] {
             let algorithm = by(&machine, mib * MIB, Overlap::Apart).unwrap();
-            let told = format!("{kind} of {mib} MiB by {algorithm}");
-            assert_eq!(algorithm == Algorithm::CopyEngine, copied, "{told}");
+            let case = format!("{kind} of {mib} MiB by {algorithm}");
+            assert_eq!(algorithm == Algorithm::CopyEngine, copied, "{case}");
         }
         let in_place = by(&machine, 1024 * MIB, Overlap::Shared).unwrap();
         let copied = kind == CollectiveKind::AllGather;

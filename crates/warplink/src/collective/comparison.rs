@@ -21,7 +21,7 @@ const INTERVAL: Duration = Duration::from_millis(100);
 const INTERVAL_PER_RANK: Duration = Duration::from_millis(1);
 
 /// Maximum ranks that receive unsolicited statements, to bound traffic.
-const MAX_TOLD: usize = 8;
+const MAX_RECIPIENTS: usize = 8;
 
 /// Calls in a query and its answer, unless earlier ones differ.
 const ASKED: u64 = 16;
@@ -109,7 +109,7 @@ impl CallComparison {
 
     /// Sends pending statements to neighbouring ranks; returns how long to wait if it is too early. Does not
     /// block.
-    pub(super) fn tell(&self) -> Option<Duration> {
+    pub(super) fn send_statements(&self) -> Option<Duration> {
         let (rank, world) = (self.group.rank(), self.group.world());
         let statement = {
             let mut state = lock(&self.state);
@@ -131,7 +131,7 @@ impl CallComparison {
             state.sent = Some((now, made));
             state.record.statement(made, made - sent)
         };
-        let next = following(rank, world, MAX_TOLD);
+        let next = following(rank, world, MAX_RECIPIENTS);
         self.group.notify(&next, &statement.to_bytes());
         None
     }
@@ -142,10 +142,10 @@ impl CallComparison {
         let Statements {
             record, statements, ..
         } = &mut *state;
-        let mut told = statements.iter();
-        let found = told.find_map(|(peer, told)| Some((*peer, record.difference(told)?)));
+        let mut all = statements.iter();
+        let found = all.find_map(|(peer, statement)| Some((*peer, record.difference(statement)?)));
         // Statements that this rank has caught up with carry no more information.
-        statements.retain(|_, told| told.made > record.settled());
+        statements.retain(|_, statement| statement.made > record.settled());
         found.map(|(peer, difference)| self.mismatch(peer, &difference))
     }
 
@@ -166,8 +166,9 @@ impl CallComparison {
         let read = |(peer, words): &(Rank, Vec<u8>)| Some((*peer, Statement::from_bytes(words)?));
         let answers: BTreeMap<Rank, Statement> = answers.iter().filter_map(read).collect();
         let state = lock(&self.state);
-        let differs =
-            |(peer, told): (&Rank, &Statement)| Some((*peer, state.record.difference(told)?));
+        let differs = |(peer, statement): (&Rank, &Statement)| {
+            Some((*peer, state.record.difference(statement)?))
+        };
         let differences: Vec<(Rank, Difference)> = answers.iter().filter_map(differs).collect();
         let Some((peer, difference)) = differences.first() else {
             return missing(&state.record, &asked, &answers);
@@ -244,7 +245,11 @@ fn following(rank: Rank, world: usize, most: usize) -> Vec<Rank> {
 
 /// Ranks with the fewest calls, if fewer than this rank has made; else those that did not answer.
 fn missing(record: &Record, asked: &[Rank], answers: &BTreeMap<Rank, Statement>) -> QueryResult {
-    let behind = || answers.iter().filter(|(_, told)| record.is_ahead_of(told));
+    let behind = || {
+        answers
+            .iter()
+            .filter(|(_, statement)| record.is_ahead_of(statement))
+    };
     let listed = |ranks: Vec<String>| {
         let more = ranks.len().saturating_sub(MAX_LISTED);
         let text = ranks[..ranks.len() - more].join(", ");
@@ -254,14 +259,14 @@ fn missing(record: &Record, asked: &[Rank], answers: &BTreeMap<Rank, Statement>)
         }
     };
     // Ranks that are behind explain a timeout better than ranks that do not answer.
-    if let Some(fewest) = behind().map(|(_, told)| told.made).min() {
-        let absent = || behind().filter(|(_, told)| told.made == fewest);
+    if let Some(fewest) = behind().map(|(_, statement)| statement.made).min() {
+        let absent = || behind().filter(|(_, statement)| statement.made == fewest);
         let number = fewest + 1;
         let call = record.describe(number);
         let call = call.map_or_else(String::new, |call| format!(", {call},"));
-        let ranks = absent().map(|(rank, told)| match told.last_call() {
+        let ranks = absent().map(|(rank, statement)| match statement.last_call() {
             Some(last) => format!("rank {rank} (whose last is {last})"),
-            None if told.made > 0 => format!("rank {rank} (whose last is call {fewest})"),
+            None if statement.made > 0 => format!("rank {rank} (whose last is call {fewest})"),
             None => format!("rank {rank} (which has made no call)"),
         });
         let text = format!(
@@ -305,7 +310,7 @@ mod tests {
     }
 
     /// Result of a rank with 4 calls for peers with these numbers of calls, or without an answer.
-    fn told(made: &[Option<usize>]) -> Option<(Rank, String)> {
+    fn missing_of(made: &[Option<usize>]) -> Option<(Rank, String)> {
         let asked: Vec<Rank> = (1..=made.len()).collect();
         let answers = asked.iter().zip(made);
         let answers = answers.filter_map(|(rank, made)| Some((*rank, record((*made)?))));
@@ -318,14 +323,14 @@ mod tests {
 
     #[test]
     fn those_that_have_made_fewest_calls_are_missing() {
-        assert_eq!(told(&[Some(4), Some(5)]), None);
-        let (first, text) = told(&[Some(3), None, Some(2), Some(9), Some(2)]).unwrap();
+        assert_eq!(missing_of(&[Some(4), Some(5)]), None);
+        let (first, text) = missing_of(&[Some(3), None, Some(2), Some(9), Some(2)]).unwrap();
         assert_eq!(first, 3);
         let last = "(whose last is all_gather of 2 bytes)";
-        let says =
+        let expected =
             format!("call 3, all_gather of 3 bytes, is missing on rank 3 {last}, rank 5 {last}");
-        assert_eq!(text, says);
-        let (first, text) = told(&[Some(0); 10]).unwrap();
+        assert_eq!(text, expected);
+        let (first, text) = missing_of(&[Some(0); 10]).unwrap();
         assert_eq!(first, 1);
         assert!(
             text.ends_with("rank 8 (which has made no call) and 2 more"),
@@ -335,7 +340,7 @@ mod tests {
 
     #[test]
     fn those_that_do_not_answer_are_named_where_nobody_is_behind() {
-        let (first, text) = told(&[Some(4), None, None]).unwrap();
+        let (first, text) = missing_of(&[Some(4), None, None]).unwrap();
         assert_eq!(first, 2);
         assert_eq!(text, "no answer came from rank 2, rank 3");
     }

@@ -32,10 +32,12 @@ impl JoinedCollectives {
 
     /// Sends pending statements about engine calls to neighbouring ranks; returns how long to wait if it is
     /// too early. Does not block.
-    pub(crate) fn tell(&self) -> Option<Duration> {
+    pub(crate) fn send_statements(&self) -> Option<Duration> {
         let all = self.all();
         let comparisons = all.iter().filter_map(|one| one.comparison());
-        comparisons.filter_map(CallComparison::tell).max()
+        comparisons
+            .filter_map(CallComparison::send_statements)
+            .max()
     }
 
     /// Engine calls that differ, when a failure of another rank or of the library ended a wait. Queries other

@@ -237,21 +237,21 @@ mod tests {
 
     #[test]
     fn a_missing_library_is_told_with_what_it_is_needed_for() {
-        let told = |kind, world| {
+        let message = |kind, world| {
             let error = Error::new(kind, "NCCL was not found").with_help("install NCCL");
             with_reason(error, world).to_string()
         };
-        let nine = told(ErrorKind::LibraryMissing, MAX_DIRECT_RANKS + 1);
-        let says = "join the collectives of 9 ranks, more than the 8 of the direct path: NCCL was not found";
+        let nine = message(ErrorKind::LibraryMissing, MAX_DIRECT_RANKS + 1);
+        let expected = "join the collectives of 9 ranks, more than the 8 of the direct path: NCCL was not found";
         assert!(
-            nine.contains(says) && nine.contains("install NCCL"),
+            nine.contains(expected) && nine.contains("install NCCL"),
             "{nine}"
         );
-        let eight = told(ErrorKind::LibraryMissing, MAX_DIRECT_RANKS);
+        let eight = message(ErrorKind::LibraryMissing, MAX_DIRECT_RANKS);
         assert!(
             eight.contains("of ranks that cannot map one another's memory: NCCL"),
             "{eight}"
         );
-        assert!(!told(ErrorKind::Unsupported, 9).contains("join the collectives"));
+        assert!(!message(ErrorKind::Unsupported, 9).contains("join the collectives"));
     }
 }

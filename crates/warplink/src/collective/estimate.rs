@@ -41,7 +41,7 @@ impl Estimates {
             let Some(kind) = kinds.find(|kind| kind.name() == name) else {
                 return Err(wrong(format!("unknown collective '{name}'")));
             };
-            let element = of.element_bytes.unwrap_or(unsaid_element(kind));
+            let element = of.element_bytes.unwrap_or(default_element(kind));
             if !DType::ALL.iter().any(|dtype| dtype.size() == element) {
                 let sizes = format!("algorithms of {name} for elements of {element} bytes");
                 return Err(wrong(sizes));
@@ -76,7 +76,7 @@ impl Estimates {
             return of.first().copied().unwrap_or(Algorithm::Chunks);
         };
         let size = call.dtype.size();
-        let elements = (size, unsaid_element(call.kind));
+        let elements = (size, default_element(call.kind));
         let measured = self
             .model
             .algorithm(call.kind.name(), world, elements, call.bytes());
@@ -118,7 +118,7 @@ impl Estimates {
 }
 
 /// Element size of tables from before the field existed.
-const fn unsaid_element(kind: CollectiveKind) -> usize {
+const fn default_element(kind: CollectiveKind) -> usize {
     if kind.reduces() {
         DType::BF16.size()
     } else {

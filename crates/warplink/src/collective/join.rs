@@ -89,10 +89,10 @@ impl Collectives {
             // The whole workspace is for packets, half of whose bytes are data.
             machine.packet_bytes = pages(options.workspace_bytes / 4);
         }
-        let told = format!("{options:?} {machine:?}");
+        let settings = format!("{options:?} {machine:?}");
         // Ranks with different options or models would choose different algorithms.
-        let all = context.all_gather(told.as_bytes())?;
-        if let Some(peer) = all.iter().position(|other| other != told.as_bytes()) {
+        let all = context.all_gather(settings.as_bytes())?;
+        if let Some(peer) = all.iter().position(|other| other != settings.as_bytes()) {
             return Err(Error::new(
                 ErrorKind::Mismatch,
                 "the ranks have other options; expected the same on all",

@@ -67,9 +67,9 @@ impl Losses {
         deadline: Deadline,
     ) -> Vec<Spoiled> {
         // Transitive: a stream that fails may also have work of further communicators.
-        let mut spoiled = Vec::new();
+        let mut affected = Vec::new();
         while let Some(fault) = faults.pop() {
-            for fault in fault.spoiled() {
+            for fault in fault.affected() {
                 let Some(group) = self.group_of(&fault) else {
                     continue;
                 };
@@ -92,12 +92,12 @@ impl Losses {
                 };
                 // Notify before confirming: a rank that waits for all confirmations must not miss the
                 // failure.
-                failed.tell(bootstrap, deadline);
+                failed.notify_group(bootstrap, deadline);
                 failed.confirm(bootstrap, deadline);
-                spoiled.push(failed);
+                affected.push(failed);
             }
         }
-        spoiled
+        affected
     }
 
     /// The communicator `name` and its fault.
@@ -149,7 +149,7 @@ pub(super) struct Spoiled {
 
 impl Spoiled {
     /// Notifies its ranks of the reason, if this rank must. Blocks while the store is busy, until `deadline`.
-    fn tell(&self, bootstrap: &Bootstrap, deadline: Deadline) {
+    fn notify_group(&self, bootstrap: &Bootstrap, deadline: Deadline) {
         let Some(reason) = &self.reason else { return };
         if let Err(error) = bootstrap.fail_group(&self.group, reason, deadline) {
             tracing::warn!(%error, "the failure of a communicator could not be reported to its ranks");
@@ -171,7 +171,7 @@ impl Spoiled {
             if bootstrap.wait_for_confirmations(&self.group, until) || deadline.passed() {
                 break;
             }
-            self.tell(bootstrap, deadline);
+            self.notify_group(bootstrap, deadline);
         }
         self.fault.release();
     }
@@ -229,7 +229,7 @@ pub(super) fn fail(
             reason: Some(error.message().to_owned()),
         };
         let further = losses.spread(&bootstrap, vec![failed.fault.clone()], &error, deadline);
-        failed.tell(&bootstrap, deadline);
+        failed.notify_group(&bootstrap, deadline);
         further
             .iter()
             .for_each(|one| one.release(&bootstrap, deadline));

@@ -95,7 +95,7 @@ impl Communicator {
         // Weak, since the fault owns this callback.
         let own = (Arc::downgrade(&fault), group.clone());
         let (losses, bootstrap) = (job.losses.clone(), Arc::downgrade(&job.bootstrap));
-        fault.tell_with(move |error| {
+        fault.notify_with(move |error| {
             let Some(fault) = own.0.upgrade() else { return };
             match bootstrap.upgrade() {
                 Some(bootstrap) => {
@@ -387,14 +387,14 @@ impl Communicator {
     /// Blocks until `stream` is done; meanwhile exchanges call statements with other ranks.
     fn wait_for(&self, stream: &Stream, deadline: Deadline) -> Result<()> {
         // In two steps: wait until the moment at which a statement is due, send it, wait on.
-        if let Some(moment) = self.joined_collectives.tell()
+        if let Some(moment) = self.joined_collectives.send_statements()
             && moment < deadline.remaining()
         {
             match stream.synchronize(Deadline::after(moment)) {
                 Err(error) if error.kind() == ErrorKind::Timeout => {}
                 ended => return ended,
             }
-            self.joined_collectives.tell();
+            self.joined_collectives.send_statements();
         }
         stream.synchronize(deadline)
     }

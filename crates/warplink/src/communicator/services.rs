@@ -68,28 +68,28 @@ impl JobServices {
         .inspect_err(|error| abort_join(&bootstrap, error))?;
         let memory = Arc::new(memory);
         let losses = Arc::new(Losses::default());
-        let (told, forgetful) = (losses.clone(), Arc::downgrade(&memory));
+        let (recorder, forgetful) = (losses.clone(), Arc::downgrade(&memory));
         let joined = Arc::downgrade(&bootstrap);
         bootstrap.health().when_lost(move |lost, error| {
             let deadline = Deadline::after(losses::NOTIFY_TIMEOUT);
-            let announced = told.announce(lost, error);
+            let announced = recorder.announce(lost, error);
             if let Some(memory) = forgetful.upgrade() {
                 memory.forget_peer(lost);
             }
             if let Some(bootstrap) = joined.upgrade() {
-                let spoiled = told.spread(&bootstrap, announced, error, deadline);
+                let affected = recorder.spread(&bootstrap, announced, error, deadline);
                 losses::wait_until_all_know(&bootstrap, lost, deadline);
                 // Before the waits that precede their work in the streams.
-                spoiled
+                affected
                     .iter()
                     .for_each(|one| one.release(&bootstrap, deadline));
             }
-            told.release(lost);
+            recorder.release(lost);
         });
-        let (told, joined) = (losses.clone(), Arc::downgrade(&bootstrap));
+        let (recorder, joined) = (losses.clone(), Arc::downgrade(&bootstrap));
         bootstrap.health().when_group_failed(move |name, error| {
             if let Some(bootstrap) = joined.upgrade() {
-                losses::end_group(&told, bootstrap, name, error);
+                losses::end_group(&recorder, bootstrap, name, error);
             }
         });
         let ended = Arc::downgrade(&device);

@@ -12,13 +12,13 @@ struct Hook {
     run: Box<dyn FnOnce() + Send>,
 }
 
-type Tell = Box<dyn Fn(Error) + Send + Sync>;
+type Notify = Box<dyn Fn(Error) + Send + Sync>;
 
 /// A stream, as registered with the faults that affect it.
 pub(super) trait Concerned: Send + Sync {
     /// Faults of other communicators whose work in this stream may be incomplete if the stream fails by
     /// `fault`.
-    fn spoiled_by(&self, fault: &Fault) -> Vec<Arc<Fault>>;
+    fn affected_by(&self, fault: &Fault) -> Vec<Arc<Fault>>;
 }
 
 /// Set at most once, by the first thread that detects a lost peer. A device has one for all of its work, and
@@ -33,7 +33,7 @@ pub struct Fault {
     released: AtomicBool,
     hooks: Mutex<Vec<Hook>>,
     /// Notifies other ranks before waits are aborted.
-    tell: OnceLock<Tell>,
+    notify: OnceLock<Notify>,
     /// Streams that it affects.
     streams: Mutex<Vec<Weak<dyn Concerned>>>,
 }
@@ -50,18 +50,18 @@ impl Fault {
     /// are aborted. If it was announced before, nothing is sent: the announcer notifies them and aborts the
     /// waits. Does not block.
     pub(crate) fn fail(&self, error: Error) {
-        let Some(tell) = self.tell.get() else {
+        let Some(notify) = self.notify.get() else {
             return self.raise(error);
         };
         if self.error.set(error.clone()).is_ok() {
-            tell(error);
+            notify(error);
         }
     }
 
     /// Registers the callback that [`fail`](Self::fail) uses to notify other ranks, and which then performs
     /// the second step. It must not block. Only the first registration counts.
-    pub(crate) fn tell_with(&self, tell: impl Fn(Error) + Send + Sync + 'static) {
-        let _ = self.tell.set(Box::new(tell));
+    pub(crate) fn notify_with(&self, notify: impl Fn(Error) + Send + Sync + 'static) {
+        let _ = self.notify.set(Box::new(notify));
     }
 
     /// First step: host calls and streams fail with `error`. GPU waits continue.
@@ -81,16 +81,16 @@ impl Fault {
 
     /// Faults of other communicators with work in a stream that fails by this one, which may therefore be
     /// incomplete. To be called between the two steps.
-    pub(crate) fn spoiled(self: &Arc<Self>) -> Vec<Arc<Self>> {
+    pub(crate) fn affected(self: &Arc<Self>) -> Vec<Arc<Self>> {
         let streams = guard(&self.streams).clone();
         let streams = streams.iter().filter_map(Weak::upgrade);
-        let mut spoiled: Vec<Arc<Self>> = Vec::new();
-        for fault in streams.flat_map(|stream| stream.spoiled_by(self)) {
-            if !spoiled.iter().any(|known| Arc::ptr_eq(known, &fault)) {
-                spoiled.push(fault);
+        let mut affected: Vec<Arc<Self>> = Vec::new();
+        for fault in streams.flat_map(|stream| stream.affected_by(self)) {
+            if !affected.iter().any(|known| Arc::ptr_eq(known, &fault)) {
+                affected.push(fault);
             }
         }
-        spoiled
+        affected
     }
 
     /// Registers a stream that it affects.
@@ -169,9 +169,9 @@ mod tests {
     #[test]
     fn waits_end_in_the_second_step_only() {
         let (fault, ended) = (Fault::default(), Arc::new(AtomicBool::new(false)));
-        let told = ended.clone();
+        let notified = ended.clone();
         let listener = Arc::new(());
-        fault.when_raised(&listener, move |_| told.store(true, Ordering::Release));
+        fault.when_raised(&listener, move |_| notified.store(true, Ordering::Release));
         fault.announce(Error::new(ErrorKind::PeerLost, "first"));
         fault.announce(Error::new(ErrorKind::PeerLost, "second"));
         assert_eq!(fault.check().unwrap_err().message(), "first");
@@ -182,12 +182,12 @@ mod tests {
 
     #[test]
     fn a_failure_is_told_once_and_waits_go_on() {
-        let (fault, told) = (Fault::default(), Arc::<Mutex<Vec<String>>>::default());
-        let tells = told.clone();
-        fault.tell_with(move |error| guard(&tells).push(error.message().to_owned()));
+        let (fault, notified) = (Fault::default(), Arc::<Mutex<Vec<String>>>::default());
+        let notifying = notified.clone();
+        fault.notify_with(move |error| guard(&notifying).push(error.message().to_owned()));
         fault.fail(Error::new(ErrorKind::PeerLost, "first"));
         fault.fail(Error::new(ErrorKind::PeerLost, "second"));
-        assert_eq!(*guard(&told), ["first"]);
+        assert_eq!(*guard(&notified), ["first"]);
         assert_eq!(fault.check().unwrap_err().message(), "first");
         assert!(!fault.is_released());
     }

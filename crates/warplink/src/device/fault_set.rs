@@ -233,7 +233,7 @@ impl Drop for Noted<'_> {
 
 impl Concerned for FaultSet {
     // Order is irrelevant: work before an aborted wait may be incomplete too.
-    fn spoiled_by(&self, fault: &Fault) -> Vec<Arc<Fault>> {
+    fn affected_by(&self, fault: &Fault) -> Vec<Arc<Fault>> {
         let concerns = guard(&self.0);
         let is_own = |concern: &&Concern| Arc::ptr_eq(&concern.error, &fault.error);
         let waits = |concern: &Concern| concern.waits.is_some();
@@ -241,8 +241,8 @@ impl Concerned for FaultSet {
             return Vec::new();
         }
         let others = concerns.list.iter().filter(|concern| !is_own(concern));
-        let spoiled = others.filter(|concern| concern.work.is_some());
-        spoiled
+        let affected = others.filter(|concern| concern.work.is_some());
+        affected
             .filter_map(|concern| concern.fault.upgrade())
             .collect()
     }
@@ -282,8 +282,8 @@ mod tests {
 
     /// Whether work of `other` is invalid if `fault` is raised.
     fn spoils(fault: &Arc<Fault>, other: &Arc<Fault>) -> bool {
-        let spoiled = fault.spoiled();
-        spoiled.iter().any(|spoiled| Arc::ptr_eq(spoiled, other))
+        let affected = fault.affected();
+        affected.iter().any(|affected| Arc::ptr_eq(affected, other))
     }
 
     #[test]
@@ -327,7 +327,7 @@ mod tests {
         graph.replace(stream);
         stream.done(stream.place());
         follower.done(follower.place());
-        assert!(lost.spoiled().is_empty());
+        assert!(lost.affected().is_empty());
         drop(launching.add([&lost]));
         drop(launching.repeat(&graph));
         assert!(spoils(&lost, &third) && !spoils(&lost, &other));

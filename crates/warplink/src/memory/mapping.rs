@@ -97,7 +97,7 @@ impl Drop for OpenedHandles {
         // The owner may free immediately, so wait until the device has unmapped.
         shared
             .device
-            .after_unmapping(Box::new(move || outbox.tell(owner, message)));
+            .after_unmapping(Box::new(move || outbox.notify(owner, message)));
     }
 }
 
@@ -158,7 +158,7 @@ impl Drop for RemoteBacking {
         let (outbox, owner) = (shared.outbox.clone(), region_use.owner);
         // The owner may reuse the memory immediately, so wait for local streams first.
         let mapping = DeviceSlice::whole(self.lease.mapping.clone());
-        let tell = move || outbox.tell(owner, message);
-        shared.device.after_uses(&mapping, Box::new(tell));
+        let notify = move || outbox.notify(owner, message);
+        shared.device.after_uses(&mapping, Box::new(notify));
     }
 }

@@ -79,7 +79,7 @@ pub(super) fn queue() -> Result<(Outbox, Queue)> {
 
 impl Outbox {
     /// Queues a notice to `peer`. Does not block.
-    pub(super) fn tell(&self, peer: Rank, message: Message) {
+    pub(super) fn notify(&self, peer: Rank, message: Message) {
         self.send(Notice::Tell(peer, message));
     }
 

@@ -67,8 +67,8 @@ fn a_peer_that_drops_connections_is_told_again_and_not_forgotten() {
     let region = registry.allocate(64, AllocationKind::Plain).unwrap();
     registry.export_handle(&region, 1).unwrap().sent();
     drop(region);
-    let told = Arc::new(Mutex::new(Vec::new()));
-    let (heard, token) = (told.clone(), registry.shared.token);
+    let received = Arc::new(Mutex::new(Vec::new()));
+    let (heard, token) = (received.clone(), registry.shared.token);
     let peer = std::thread::spawn(move || {
         let handler: Handler = Box::new(move |request| {
             lock(&heard).push(request);
@@ -86,15 +86,18 @@ fn a_peer_that_drops_connections_is_told_again_and_not_forgotten() {
             service::answer(&connection, &token, &handler).unwrap();
         }
     });
-    registry.tell(1, release(5));
-    registry.tell(1, release(6));
+    registry.notify(1, release(5));
+    registry.notify(1, release(6));
     peer.join().unwrap();
-    let told: Vec<Request> = lock(&told).clone();
+    let received: Vec<Request> = lock(&received).clone();
     // The dropped region's notice comes first.
-    assert!(matches!(told[0].message, Message::Unmap { .. }), "{told:?}");
-    assert_eq!(told[0], told[1]);
+    assert!(
+        matches!(received[0].message, Message::Unmap { .. }),
+        "{received:?}"
+    );
+    assert_eq!(received[0], received[1]);
     assert_eq!(
-        told[2..],
+        received[2..],
         [2, 3].map(|number| notice(0, number, release(number + 3)))
     );
     assert_eq!(
@@ -103,7 +106,7 @@ fn a_peer_that_drops_connections_is_told_again_and_not_forgotten() {
         "freed though its peer may still map it"
     );
     // Now nobody listens.
-    registry.tell(1, release(7));
+    registry.notify(1, release(7));
     eventually("the peer is gone", || registry.counts().0 == 0);
 }
 

@@ -103,10 +103,10 @@ impl Peers {
         let asked: Vec<_> = asked.collect();
         // Drivers may differ in the two directions, and collectives write both ways: the lesser access
         // counts.
-        let told = asked.iter().map(|access| encode(*access)).collect();
+        let encoded = asked.iter().map(|access| encode(*access)).collect();
         let mut accesses = Vec::with_capacity(asked.len());
-        for ((peer, told), asked) in all_gather(told)?.iter().enumerate().zip(asked) {
-            let back = told.get(rank).copied().and_then(decode).ok_or_else(|| {
+        for ((peer, encoded), asked) in all_gather(encoded)?.iter().enumerate().zip(asked) {
+            let back = encoded.get(rank).copied().and_then(decode).ok_or_else(|| {
                 let what = "the peer's access information is malformed";
                 Error::new(ErrorKind::Protocol, what)
                     .with_operation("read peer information")

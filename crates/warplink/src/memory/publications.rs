@@ -55,7 +55,7 @@ impl Publications {
     }
 
     /// Delivers an event to the publication of that number, if it exists.
-    pub(super) fn tell(&self, number: u64, heard: Heard) {
+    pub(super) fn notify(&self, number: u64, heard: Heard) {
         let listener = lock(&self.0).listeners.get(&number).cloned();
         if let Some(listener) = listener {
             listener(heard);

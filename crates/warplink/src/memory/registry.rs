@@ -294,8 +294,8 @@ impl MemoryRegistry {
     }
 
     /// Queues a notice to `peer`. Does not block.
-    pub(crate) fn tell(&self, peer: Rank, message: Message) {
-        self.shared.outbox.tell(peer, message);
+    pub(crate) fn notify(&self, peer: Rank, message: Message) {
+        self.shared.outbox.notify(peer, message);
     }
 
     /// Registers the handler for peers' releases of signal slots; it receives the peer and the slot number.

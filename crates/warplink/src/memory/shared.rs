@@ -65,18 +65,18 @@ impl Shared {
 
     /// Notifies the owner that a handle is not used.
     pub(super) fn release_handle(&self, handle: &Handle) {
-        let tell = |region| {
+        let notify = |region| {
             let message = Message::Released {
                 generation: handle.generation,
                 region,
                 handles: 1,
             };
-            self.outbox.tell(handle.owner, message);
+            self.outbox.notify(handle.owner, message);
         };
-        tell(0);
+        notify(0);
         // 0 means that the owner does not track this region.
         if handle.region != 0 {
-            tell(handle.region);
+            notify(handle.region);
         }
     }
 
@@ -114,7 +114,7 @@ impl Shared {
                 allocation,
                 generation,
             };
-            self.outbox.tell(peer, message);
+            self.outbox.notify(peer, message);
         }
     }
 
@@ -214,7 +214,7 @@ impl Shared {
                     entry,
                     handle,
                 };
-                self.publications.tell(publication, offer);
+                self.publications.notify(publication, offer);
             }
             Message::Published {
                 publication,
@@ -226,7 +226,7 @@ impl Shared {
                     entry,
                     notice,
                 };
-                self.publications.tell(publication, heard);
+                self.publications.notify(publication, heard);
             }
         }
         Ok(None)

@@ -299,9 +299,9 @@ impl<'a, 's> Queue<'a, 's> {
                 untold.push(copy);
                 continue;
             }
-            let (movement, tells) = copy.movement()?;
+            let (movement, signals_peer) = copy.movement()?;
             self.operations.push(movement);
-            if !tells {
+            if !signals_peer {
                 untold.push(copy);
             }
         }

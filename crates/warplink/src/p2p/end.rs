@@ -229,9 +229,9 @@ impl TransferEnd {
             Flow::Streams => (StreamOp::Copy { target, source }, false),
             Flow::Stores { blocks } => {
                 // One block signals by a plain store, which works over every link; several need atomic adds.
-                let tells = blocks > 1;
+                let signals_peer = blocks > 1;
                 let arrival = |signal: Option<SignalOp>| match signal {
-                    Some(SignalOp::Set(name, _)) if tells => Some(self.word(name, captured)),
+                    Some(SignalOp::Set(name, _)) if signals_peer => Some(self.word(name, captured)),
                     _ => None,
                 };
                 let copy = KernelCopy {
@@ -241,7 +241,7 @@ impl TransferEnd {
                     arrivals: after.map(arrival),
                     counter: self.slots.own.counter(),
                 };
-                (StreamOp::KernelCopy(copy), tells)
+                (StreamOp::KernelCopy(copy), signals_peer)
             }
             Flow::Packets { .. } => (self.packets(source, captured)?, true),
         })

@@ -26,9 +26,9 @@ impl SlotDirectory {
     pub(crate) fn start(memory: &MemoryRegistry) -> Arc<Self> {
         let directory = Arc::new(Self::default());
         // Weak references: the registry's callbacks must not keep the directory alive.
-        let told = Arc::downgrade(&directory);
+        let weak = Arc::downgrade(&directory);
         memory.when_slot_released(move |_, slot| {
-            if let Some(directory) = told.upgrade() {
+            if let Some(directory) = weak.upgrade() {
                 directory.release(slot);
             }
         });
@@ -154,7 +154,7 @@ impl Drop for EndOfSlots {
     fn drop(&mut self) {
         let [own, slot] = self.slots;
         if let Some(memory) = self.releases.memory.upgrade() {
-            memory.tell(self.peer, Message::SlotReleased { slot });
+            memory.notify(self.peer, Message::SlotReleased { slot });
         }
         self.releases.release(own);
     }

@@ -267,14 +267,14 @@ impl Experts {
                 index,
             };
             let given = Count::Given(&sent[peer]);
-            let told = Count::Stated(&received.2[peer]);
+            let stated = Count::Stated(&received.2[peer]);
             let numbers = Some(&numbers[peer]);
             entries.push(message(Direction::Send, tokens, row, given, numbers));
             // Two messages for each direction and peer share one count: the rows, and the expert of each row.
             entries.push(message(Direction::Send, &locals[peer], WORD, given, None));
             let receives = Direction::Receive;
-            entries.push(message(receives, &received.0[peer], row, told, None));
-            entries.push(message(receives, &received.1[peer], WORD, told, None));
+            entries.push(message(receives, &received.0[peer], row, stated, None));
+            entries.push(message(receives, &received.1[peer], WORD, stated, None));
         }
         let routing = Routing {
             experts: experts.clone(),

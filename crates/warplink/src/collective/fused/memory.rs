@@ -267,10 +267,7 @@ impl FusedMemory<'_> {
         if (gathers && !follows) || !(follows || self.sum.is_some() || self.residual_out.is_some())
         {
             let text = format!("{} has nothing to store", call.kind.name());
-            return refused(
-                text,
-                "pass memory for at least one result (FusedMemory)",
-            );
+            return refused(text, "pass memory for at least one result (FusedMemory)");
         }
         let there = |tensor: &Tensor| self.get(*tensor, call).is_some();
         let there: Vec<Tensor> = Tensor::ALL.into_iter().filter(there).collect();

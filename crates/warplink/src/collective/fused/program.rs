@@ -485,14 +485,14 @@ impl Described {
         let mut lines = Vec::new();
         for (names, row) in names.chunks(ANNOUNCED_AT_ONCE).zip(rows) {
             // The row is full. With fewer tensors, announcements have space for more of the call's description.
-            let told = match names.len() {
+            let listed = match names.len() {
                 1 => "what, length, upper, factor, 0, 0",
                 2 => "what, length, upper, factor",
                 _ => "form, length",
             };
             for verb in ["announce", "agree"] {
                 lines.push(format!(
-                    "{verb} {told} with {} in A[slot][{row}]",
+                    "{verb} {listed} with {} in A[slot][{row}]",
                     names.join(", ")
                 ));
             }

@@ -63,19 +63,19 @@ mod tests {
 
     #[test]
     fn what_a_kernel_noted_says_what_the_ends_state() {
-        let said = noted(&[100, 1 << 31, 64, 0, 64, 0]).to_string();
+        let text = noted(&[100, 1 << 31, 64, 0, 64, 0]).to_string();
         assert!(
-            said.contains("receive: the peer sends 64 bytes; expected 100, as this rank receives"),
-            "{said}"
+            text.contains("receive: the peer sends 64 bytes; expected 100, as this rank receives"),
+            "{text}"
         );
-        let said = noted(&[64, 0, 0, 1, 0, 0]).to_string();
+        let text = noted(&[64, 0, 0, 1, 0, 0]).to_string();
         assert!(
-            said.contains("send: the peer receives 4294967296 bytes; expected 64"),
-            "{said}"
+            text.contains("send: the peer receives 4294967296 bytes; expected 64"),
+            "{text}"
         );
-        let said = noted(&[64, 0, 64, 0, 80, 0]).to_string();
-        assert!(said.contains("80 bytes by the count"), "{said}");
-        let said = noted(&[64, 0, 64, 0, u32::MAX, u32::MAX]).to_string();
-        assert!(said.contains("another count in device memory"), "{said}");
+        let text = noted(&[64, 0, 64, 0, 80, 0]).to_string();
+        assert!(text.contains("80 bytes by the count"), "{text}");
+        let text = noted(&[64, 0, 64, 0, u32::MAX, u32::MAX]).to_string();
+        assert!(text.contains("another count in device memory"), "{text}");
     }
 }

@@ -118,9 +118,9 @@ impl Collectives {
         let mut entries = Vec::with_capacity(2 * world);
         // Each rank starts with another peer, to spread the load over links.
         for peer in (0..world).map(|step| (rank + step) % world) {
-            let (given, told) = (Count::Given(&sent[peer]), Count::Stated(&received[peer]));
+            let (given, stated) = (Count::Given(&sent[peer]), Count::Stated(&received[peer]));
             entries.push(message(peer, Direction::Send, &input[peer], given));
-            entries.push(message(peer, Direction::Receive, &output[peer], told));
+            entries.push(message(peer, Direction::Receive, &output[peer], stated));
         }
         inner.used_by(stream, || {
             inner.turns.take_with(stream, |is_recorded| {

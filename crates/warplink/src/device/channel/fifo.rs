@@ -170,10 +170,10 @@ impl Fifo {
     /// Errors of the device, whose kernels may then not have been notified.
     pub(crate) fn stop(&self) -> Result<()> {
         self.memory.store(self.words_of_ring() + 1, 1);
-        let told = self.memory.set_kernels_stopped(true);
+        let result = self.memory.set_kernels_stopped(true);
         // Orders the stop flag before the count of claims that the caller reads next (guarantee 5).
         fence(Ordering::SeqCst);
-        told
+        result
     }
 
     /// Accepts triggers again after a stop, once the reader has [discarded](FifoReader::discard) those that it did not

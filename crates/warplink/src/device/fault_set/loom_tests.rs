@@ -18,15 +18,15 @@ fn loom_work_in_a_stream_that_fails_is_refused_or_known() {
         let (raising, enqueuing) = (lost.clone(), stream.clone());
         let raising = thread::spawn(move || {
             raising.announce(Error::new(ErrorKind::PeerLost, "lost"));
-            let spoiled = raising.spoiled().len();
+            let affected = raising.affected().len();
             raising.release();
-            spoiled
+            affected
         });
         // As a post does: record first, then check whether the stream has failed.
         enqueuing.add_work(&other);
         let taken = enqueuing.check().is_ok();
-        let spoiled = raising.join().unwrap();
-        assert!(!taken || spoiled == 1, "work passes unnoticed");
+        let affected = raising.join().unwrap();
+        assert!(!taken || affected == 1, "work passes unnoticed");
     });
 }
 
@@ -41,14 +41,14 @@ fn loom_work_in_a_stream_that_follows_is_refused_or_known() {
             let lost = lost.clone();
             thread::spawn(move || {
                 lost.announce(Error::new(ErrorKind::PeerLost, "lost"));
-                lost.spoiled().len()
+                lost.affected().len()
             })
         };
         drop(follower.follow(&stream));
         follower.add_work(&other);
         let taken = follower.check().is_ok();
-        let spoiled = raising.join().unwrap();
-        assert!(!taken || spoiled == 1, "work passes unnoticed");
+        let affected = raising.join().unwrap();
+        assert!(!taken || affected == 1, "work passes unnoticed");
     });
 }
 

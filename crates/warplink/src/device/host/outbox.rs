@@ -134,18 +134,18 @@ mod tests {
         place: impl Fn(&[u8]) -> Vec<u8>,
         failure: &str,
     ) -> (Result<HostCollectives>, Vec<u8>) {
-        let mut told = Vec::new();
+        let mut received = Vec::new();
         let device = HostDevice::new(None, Pretend::Nothing);
         let joined = HostCollectives::join(&device, (0, 2), &Arc::default(), &mut |own| {
-            let peers = match told.len() {
+            let peers = match received.len() {
                 0 => place(&own),
                 _ => failure.as_bytes().to_vec(),
             };
-            told.push(own.clone());
+            received.push(own.clone());
             Ok(vec![own, peers])
         });
-        assert_eq!(told.len(), 2, "the peer waits for it");
-        (joined, told.remove(1))
+        assert_eq!(received.len(), 2, "the peer waits for it");
+        (joined, received.remove(1))
     }
 
     #[test]
@@ -163,18 +163,18 @@ mod tests {
             Box::new(|own| own[..PLACE - 1].to_vec()),
         ];
         for place in places {
-            let (joined, told) = join_with(place, "");
+            let (joined, received) = join_with(place, "");
             let error = joined.unwrap_err();
             assert_eq!(error.peer(), Some(1), "{error}");
-            assert!(!told.is_empty(), "the peer goes on");
+            assert!(!received.is_empty(), "the peer goes on");
         }
     }
 
     #[test]
     fn where_one_rank_cannot_join_none_does() {
         let peers = OwnOutbox::new(1, outbox_bytes(2)).unwrap();
-        let (joined, told) = join_with(|_| peers.place(), "");
-        assert!(joined.is_ok() && told.is_empty());
+        let (joined, received) = join_with(|_| peers.place(), "");
+        assert!(joined.is_ok() && received.is_empty());
         let (joined, _) = join_with(|_| peers.place(), "out of memory");
         let error = joined.unwrap_err();
         let found = (error.kind(), error.peer());

@@ -217,11 +217,11 @@ impl NetworkLink {
                 .and_then(|_| reached(&*exposed.network, region.memory()));
             staged_end.set_region(number, region.memory(), reached.is_some());
             // Length, then the key if the peer may bypass the rings.
-            let mut told = (region.bytes() as u64).to_le_bytes().to_vec();
-            told.extend_from_slice(reached.as_ref().map_or(&[], NetworkRegion::key));
+            let mut reply = (region.bytes() as u64).to_le_bytes().to_vec();
+            reply.extend_from_slice(reached.as_ref().map_or(&[], NetworkRegion::key));
             exposed.reached.extend(reached);
             exposed.held.push(Box::new(region.clone()));
-            return Ok(told);
+            return Ok(reply);
         }
         exposed.add(region)?;
         let [_, _, key] = exposed.keys();
@@ -260,7 +260,7 @@ impl Drop for NetworkLink {
     fn drop(&mut self) {
         let done = Arc::new(AtomicBool::new(false));
         let (telling, connection) = (done.clone(), &self.connection);
-        let told = match self.staged_end.get() {
+        let notified = match self.staged_end.get() {
             // It notifies the peer once both ends are idle.
             Some(staged_end) => {
                 // The service performs the close.
@@ -273,12 +273,12 @@ impl Drop for NetworkLink {
                 connection.when_done(Box::new(move |_| telling.store(true, Ordering::Release)))
             }),
         };
-        if let Err(error) = told {
+        if let Err(error) = notified {
             tracing::debug!(%error, "the end of a connection was not sent to the peer");
         }
         if let Some(exposed) = lock(&self.exposed).take() {
-            let told = GoneNotice::new(done, connection, &self.words);
-            self.networks.retire(exposed, Some(told));
+            let notice = GoneNotice::new(done, connection, &self.words);
+            self.networks.retire(exposed, Some(notice));
         }
     }
 }

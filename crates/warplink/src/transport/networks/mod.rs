@@ -48,7 +48,7 @@ pub(crate) struct Networks {
 /// A dropped end: its exposed memory and connection.
 struct Retired {
     exposed: ExposedMemory,
-    told: Option<GoneNotice>,
+    notice: Option<GoneNotice>,
 }
 
 /// A connection over which the peer is notified that this end is gone.
@@ -152,8 +152,8 @@ impl Networks {
     }
 
     /// Keeps memory alive until its peer has stopped writing.
-    fn retire(&self, exposed: ExposedMemory, told: Option<GoneNotice>) {
-        lock(&self.retired).push(Retired { exposed, told });
+    fn retire(&self, exposed: ExposedMemory, notice: Option<GoneNotice>) {
+        lock(&self.retired).push(Retired { exposed, notice });
     }
 
     fn is_leaving(&self) -> bool {
@@ -171,9 +171,9 @@ impl Networks {
     pub(crate) fn collect(&self) {
         // Both directions must be finished: the peer knows that this end stopped, and has stopped itself.
         let is_gone = |retired: &mut Retired| {
-            let told = retired.told.as_ref();
-            let told = told.is_none_or(|told| told.done.load(Ordering::Acquire));
-            told && retired.exposed.is_left(&*self.device)
+            let notice = retired.notice.as_ref();
+            let is_notified = notice.is_none_or(|notice| notice.done.load(Ordering::Acquire));
+            is_notified && retired.exposed.is_left(&*self.device)
         };
         let gone: Vec<_> = lock(&self.retired).extract_if(.., is_gone).collect();
         for mut retired in gone {

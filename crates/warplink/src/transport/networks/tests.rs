@@ -52,12 +52,12 @@ fn link(own: Option<Vec<u8>>, peers: &[u8]) -> (Arc<Networks>, NetworkLink, Arc<
 fn a_break_is_told_before_waits_end() {
     let (_networks, link, connection) = link(None, &[]);
     let fault = Arc::<Fault>::default();
-    let told = Arc::new(Mutex::new(None));
-    let tells = told.clone();
-    fault.tell_with(move |error| *lock(&tells) = error.peer());
+    let notified = Arc::new(Mutex::new(None));
+    let notifying = notified.clone();
+    fault.notify_with(move |error| *lock(&notifying) = error.peer());
     link.fail_when_broken(&fault).unwrap();
     connection.break_it();
-    assert_eq!(*lock(&told), Some(1));
+    assert_eq!(*lock(&notified), Some(1));
     assert!(fault.error().is_some() && !fault.is_released());
 }
 

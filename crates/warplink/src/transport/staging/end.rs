@@ -95,12 +95,12 @@ impl StagedEnd {
         lock(&self.state).queue.push_back(operation);
     }
 
-    /// Closes it once both ends are idle: then `told` is set, and the peer knows that this end has stopped
+    /// Closes it once both ends are idle: then `delivered` is set, and the peer knows that this end has stopped
     /// writing.
-    pub(crate) fn close(&self, told: &Arc<AtomicBool>) {
+    pub(crate) fn close(&self, delivered: &Arc<AtomicBool>) {
         let mut state = lock(&self.state);
         state.queue.push_back(StagingOperation::End);
-        state.told = Some(told.clone());
+        state.delivered = Some(delivered.clone());
     }
 
     /// Whether all requested operations are complete.
@@ -148,14 +148,14 @@ impl StagedEnd {
     /// sent or received.
     fn end_failed(&self, state: &mut EndState) -> bool {
         // A failed stream that cannot be queried counts as idle.
-        if state.told.is_none() || matches!(self.inward.is_idle(), Ok(false)) {
+        if state.delivered.is_none() || matches!(self.inward.is_idle(), Ok(false)) {
             return false;
         }
         state.is_over = true;
-        if let Some(told) = state.told.take() {
+        if let Some(delivered) = state.delivered.take() {
             // A peer that cannot be notified is gone as well.
-            let gone = told.clone();
-            if self.tell_gone(told).is_err() {
+            let gone = delivered.clone();
+            if self.notify_gone(delivered).is_err() {
                 gone.store(true, Ordering::Release);
             }
         }
@@ -404,19 +404,19 @@ impl StagedEnd {
             && state.gets.is_empty()
             && state.direct.is_idle()
             && state.requests.is_empty();
-        let Some(told) = state.told.take_if(|_| is_done) else {
+        let Some(delivered) = state.delivered.take_if(|_| is_done) else {
             return Ok(());
         };
         state.is_over = true;
-        self.tell_gone(told)
+        self.notify_gone(delivered)
     }
 
-    /// Notifies the peer, after all puts, that this end has stopped writing; `told` is set once delivered.
-    fn tell_gone(&self, told: Arc<AtomicBool>) -> Result<()> {
+    /// Notifies the peer, after all puts, that this end has stopped writing; `delivered` is set on delivery.
+    fn notify_gone(&self, delivered: Arc<AtomicBool>) -> Result<()> {
         let connection = &self.parts.connection;
         connection.signal(&self.parts.control, GONE, 1)?;
         // Release: pairs with the acquire load in `Networks::collect`, which frees the memory then.
-        connection.when_done(Box::new(move |_| told.store(true, Ordering::Release)))
+        connection.when_done(Box::new(move |_| delivered.store(true, Ordering::Release)))
     }
 }
 

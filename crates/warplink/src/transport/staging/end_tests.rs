@@ -112,11 +112,11 @@ impl Fixture {
         self.read(&self.inbound)
     }
 
-    fn assert_refused(&self, says: &str) {
+    fn assert_refused(&self, expected: &str) {
         self.end.advance();
         let error = self.fault.error().unwrap();
         assert_eq!((error.kind(), error.peer()), (ErrorKind::Protocol, Some(1)));
-        assert!(error.to_string().contains(says), "{error}");
+        assert!(error.to_string().contains(expected), "{error}");
         // It receives nothing any more.
         assert!(!self.end.advance());
     }
@@ -164,7 +164,7 @@ fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
     let at = |region, offset| At { region, offset };
     let put = |at, bytes| StagingMessage::Put { at, bytes };
     let id = 5;
-    for (message, says) in [
+    for (message, expected) in [
         (
             put(at(0, REGION as u64 - 63), 64),
             "64 bytes from 193 of region 0",
@@ -202,7 +202,7 @@ fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
     ] {
         let mut fixture = Fixture::new();
         fixture.send(message.encode(0));
-        fixture.assert_refused(says);
+        fixture.assert_refused(expected);
     }
     let mut fixture = Fixture::new();
     fixture.send(StagingMessage::End.encode(0));
@@ -222,14 +222,14 @@ fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
 #[test]
 fn a_failure_is_told_before_waits_end() {
     let mut fixture = Fixture::new();
-    let told = Arc::<AtomicBool>::default();
-    let tells = told.clone();
+    let delivered = Arc::<AtomicBool>::default();
+    let delivering = delivered.clone();
     fixture
         .fault
-        .tell_with(move |_| tells.store(true, Ordering::Release));
+        .notify_with(move |_| delivering.store(true, Ordering::Release));
     fixture.send([9; WORDS]);
     fixture.end.advance();
-    assert!(told.load(Ordering::Acquire));
+    assert!(delivered.load(Ordering::Acquire));
     assert!(fixture.fault.error().is_some() && !fixture.fault.is_released());
 }
 
@@ -250,14 +250,14 @@ fn an_end_that_failed_parts_from_its_peer() {
         // Still in use.
         fixture.end.advance();
         assert!(!fixture.end.is_over());
-        let told = Arc::<AtomicBool>::default();
-        fixture.end.close(&told);
+        let delivered = Arc::<AtomicBool>::default();
+        fixture.end.close(&delivered);
         let deadline = Deadline::after(LATE);
         while !fixture.end.is_over() {
             assert!(!deadline.passed());
             fixture.end.advance();
         }
-        assert!(told.load(Ordering::Acquire));
+        assert!(delivered.load(Ordering::Acquire));
     }
 }
 
@@ -374,7 +374,7 @@ fn no_more_than_a_ring_is_under_way() {
     fixture
         .end
         .push(StagingOperation::Answer { word, value: 1 });
-    let told = Arc::new(AtomicBool::new(false));
+    let delivered = Arc::new(AtomicBool::new(false));
     for consumed in 0..9 {
         fixture.until(|| fixture.end.sent() == (consumed + 4).min(9));
         for _ in 0..10 {
@@ -391,16 +391,16 @@ fn no_more_than_a_ring_is_under_way() {
     }
     fixture.until(|| fixture.end.is_idle().unwrap());
     // It finishes when the peer's end does, and not before.
-    fixture.end.close(&told);
+    fixture.end.close(&delivered);
     fixture.until(|| fixture.end.sent() == 10);
     fixture.incoming.control.store(CONSUMED, 10);
     for _ in 0..10 {
         fixture.end.advance();
     }
-    assert!(!told.load(Ordering::Acquire));
+    assert!(!delivered.load(Ordering::Acquire));
     let mut fixture = fixture;
     fixture.send(StagingMessage::End.encode(0));
-    fixture.until(|| told.load(Ordering::Acquire));
+    fixture.until(|| delivered.load(Ordering::Acquire));
     assert!(fixture.fault.error().is_none());
 }
 

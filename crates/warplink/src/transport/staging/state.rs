@@ -56,7 +56,7 @@ pub(super) struct EndState {
     /// Whether the peer has ended its requests.
     pub(super) peer_ended: bool,
     /// Set when the peer has been notified that this end has stopped writing.
-    pub(super) told: Option<Arc<AtomicBool>>,
+    pub(super) delivered: Option<Arc<AtomicBool>>,
     pub(super) is_over: bool,
 }
 

@@ -399,9 +399,9 @@ mod tests {
         for (page, fault) in [(8, &lost), (16, &living)] {
             signals.add(page, 64, fault);
         }
-        let told = given.clone();
+        let counter = given.clone();
         signals.retire(16, move || {
-            told.fetch_add(1, Ordering::Relaxed);
+            counter.fetch_add(1, Ordering::Relaxed);
         });
         let run = |finished: Vec<Then>| finished.into_iter().for_each(|then| then());
         let mut state = lock(&signals.state);

@@ -149,14 +149,14 @@ impl Keeper {
         all.filter(|rank| *rank != self.rank).collect()
     }
 
-    fn tell(&self, rank: Rank, entry: u64, notice: Notice) {
+    fn notify(&self, rank: Rank, entry: u64, notice: Notice) {
         let peer = &self.peers[rank];
         let message = Message::Published {
             publication: peer.publication,
             entry,
             notice,
         };
-        self.memory.tell(peer.job_rank, message);
+        self.memory.notify(peer.job_rank, message);
     }
 
     /// Group rank of the peer with job rank `from`; `None` for this rank or a rank of another group.
@@ -200,7 +200,7 @@ impl Keeper {
                         entry: number,
                         handle: handle.sent(),
                     };
-                    self.memory.tell(peer.job_rank, message);
+                    self.memory.notify(peer.job_rank, message);
                 }
                 self.own.insert(number, Own::Offered { region, left });
             }
@@ -239,7 +239,7 @@ impl Keeper {
                 }
                 // The owner withdraws an entry only after the peer's kernels and this rank's have completed with it.
                 self.mapped.remove(&(rank, entry));
-                self.tell(rank, entry, Notice::LetGo);
+                self.notify(rank, entry, Notice::LetGo);
             }
             Notice::LetGo => self.let_go(rank, entry),
         }
@@ -248,7 +248,7 @@ impl Keeper {
     /// Maps a peer's offer.
     fn map(&mut self, rank: Rank, entry: u64, handle: PeerHandle) {
         if self.mapped.contains_key(&(rank, entry)) {
-            self.tell(rank, entry, Notice::Refused);
+            self.notify(rank, entry, Notice::Refused);
             return;
         }
         let noted = handle.open().and_then(|region| {
@@ -258,13 +258,13 @@ impl Keeper {
         match noted {
             Ok(region) => {
                 self.mapped.insert((rank, entry), region);
-                self.tell(rank, entry, Notice::Taken);
+                self.notify(rank, entry, Notice::Taken);
             }
             Err(error) => {
                 tracing::debug!(%error, rank, "a peer's memory cannot be mapped, and goes through the workspace");
                 // The failure may have occurred while the device's table was updated, so clear the entry.
                 let _ = self.tables.clear(rank, entry);
-                self.tell(rank, entry, Notice::Refused);
+                self.notify(rank, entry, Notice::Refused);
             }
         }
     }
@@ -327,7 +327,7 @@ impl Keeper {
                         .collect(),
                 };
                 for rank in self.others() {
-                    self.tell(rank, entry, Notice::Withdrawn);
+                    self.notify(rank, entry, Notice::Withdrawn);
                 }
             }
             Some(Own::Withdrawn { left }) if left.is_empty() => self.reuse(entry),
@@ -392,7 +392,7 @@ impl Keeper {
             }
             let _ = self.tables.clear(self.rank, number);
             for rank in self.others() {
-                self.tell(rank, number, Notice::Withdrawn);
+                self.notify(rank, number, Notice::Withdrawn);
             }
         }
         let mapped = std::mem::take(&mut self.mapped);
