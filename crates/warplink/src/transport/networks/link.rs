@@ -217,11 +217,11 @@ impl NetworkLink {
                 .and_then(|_| reached(&*exposed.network, region.memory()));
             staged_end.set_region(number, region.memory(), reached.is_some());
             // Length, then the key if the peer may bypass the rings.
-            let mut reply = (region.bytes() as u64).to_le_bytes().to_vec();
-            reply.extend_from_slice(reached.as_ref().map_or(&[], NetworkRegion::key));
+            let mut terms = (region.bytes() as u64).to_le_bytes().to_vec();
+            terms.extend_from_slice(reached.as_ref().map_or(&[], NetworkRegion::key));
             exposed.reached.extend(reached);
             exposed.held.push(Box::new(region.clone()));
-            return Ok(reply);
+            return Ok(terms);
         }
         exposed.add(region)?;
         let [_, _, key] = exposed.keys();
