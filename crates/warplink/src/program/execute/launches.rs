@@ -1,8 +1,8 @@
-//! Runs on the caller's memory that recur: one launch of a graph for each set of addresses.
+//! Recurring runs on the caller's memory: one launch of a graph for each set of addresses.
 //!
-//! Memory of an application's allocator comes back at the same addresses, so a plan meets few sets of them. The second run on
-//! a set records a graph, and later ones launch it. A run without a graph enqueues the same work as a launch would
-//! ([`next_launch`]), so each rank decides by itself, and one that records or evicts a graph holds up no other.
+//! An application's allocator reuses addresses, so a plan sees few sets of them. The second run on a set captures a
+//! graph, and later ones launch it. A run without a graph enqueues the same work as a launch would ([`next_launch`]),
+//! so each rank decides by itself, and capturing or evicting a graph delays no other rank.
 
 use super::command::{Command, CommandKind};
 use super::memory::Bindings;
@@ -14,10 +14,10 @@ use crate::sync::lock;
 use std::collections::VecDeque;
 use std::sync::Mutex;
 
-/// Maximum number of graphs of a plan, and of sets of addresses that it remembers without a graph.
+/// Maximum number of graphs of a plan, and of remembered sets of addresses without a graph.
 const MAX_GRAPHS: usize = 64;
 
-/// Addresses of the memory that a run gets, in the order of the tensors' names.
+/// Addresses of a run's memory, in the order of the tensors' names.
 type Addresses = Box<[u64]>;
 
 /// Graphs of a plan.
@@ -26,18 +26,18 @@ pub(super) struct Launches(Mutex<State>);
 
 #[derive(Debug, Default)]
 struct State {
-    /// The one that was launched last is at the end.
+    /// In LRU order: the most recently launched one is last.
     graphs: Vec<(Addresses, InUse<Graph>)>,
-    /// Sets of addresses that had one run, the last at the end.
+    /// Sets of addresses that had one run, the most recent one last.
     seen: VecDeque<Addresses>,
-    /// Whether runs cannot be recorded.
+    /// Whether runs cannot be captured.
     unrecorded: bool,
 }
 
 impl Launches {
     /// Graphs of a plan of `commands`.
     pub(super) fn new(commands: &[Command]) -> Self {
-        // An engine may exchange addresses while it is recorded, with ranks that record the same.
+        // An engine may exchange addresses during a capture, with ranks that capture the same.
         let unrecorded = commands
             .iter()
             .any(|command| matches!(command.kind, CommandKind::Collective(..)));
@@ -62,7 +62,8 @@ impl State {
         self.graphs.last().map(|(_, graph)| graph)
     }
 
-    /// Notes a run on `addresses` without a graph. Whether it is worth one, since it was not the first.
+    /// Records a run on `addresses` without a graph. Returns whether a graph is worthwhile, since it was not the
+    /// first run.
     fn recurs(&mut self, addresses: &[u64]) -> bool {
         if let Some(place) = self.seen.iter().position(|known| **known == *addresses) {
             self.seen.remove(place);
@@ -75,7 +76,7 @@ impl State {
         false
     }
 
-    /// Keeps `graph`; the one that it replaces, which was not launched for longest.
+    /// Inserts `graph`; returns the graph that it replaces, the least recently launched one.
     fn keep(&mut self, addresses: &[u64], graph: InUse<Graph>) -> Option<InUse<Graph>> {
         let evicted = (self.graphs.len() == MAX_GRAPHS).then(|| self.graphs.remove(0).1);
         self.graphs.push((addresses.into(), graph));
@@ -84,12 +85,12 @@ impl State {
 }
 
 impl Plan {
-    /// Like [`run_on`](Self::run_on), for runs that recur: they take little host time on `addresses` that were given
-    /// twice before. `addresses` are those of the memory that `memory` gives, which is called only if needed, in the
-    /// order of the tensors' names, which are the same in every call.
+    /// Like [`run_on`](Self::run_on), for recurring runs: they take little host time on `addresses` that were passed
+    /// twice before. `addresses` are those of the memory that `memory` returns, which is called only if needed, in
+    /// the order of the tensors' names, which are the same in every call.
     ///
-    /// Launches of one executor's plans must follow one another, since they share scratch memory. Where one rank
-    /// calls this, the others do not call `run` or `run_on` instead.
+    /// Launches of one executor's plans must follow one another, since they share scratch memory. If one rank calls
+    /// this, the others must not call `run` or `run_on` instead.
     ///
     /// # Errors
     /// The errors of [`run_on`](Self::run_on), and of `memory`.

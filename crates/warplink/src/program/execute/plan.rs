@@ -87,11 +87,12 @@ impl Plan {
         self.parts.program.is_output(name)
     }
 
-    /// The integer in memory that a kernel of an earlier run has read and that is out of its range, as an error that names
-    /// its place. The lane that read it has stored nothing more, and this rank's lanes no longer wait; peers that wait for
-    /// them run into their timeout. Blocks for the time of a small read from the device. On devices that take closures, the
-    /// stream fails with that error instead. [`Communicator::synchronize`](crate::Communicator::synchronize) calls this for
-    /// all plans; it is for callers who synchronize by other means.
+    /// Returns an out-of-range integer that a kernel of an earlier run has read from memory, as an error that names
+    /// its location. The lane that read it has stored nothing more, and waits of this rank's lanes are aborted; peers
+    /// that wait for them time out. Blocks for the time of a small read from the device. On devices that take
+    /// closures, the stream fails with that error instead.
+    /// [`Communicator::synchronize`](crate::Communicator::synchronize) calls this for all plans; it is for callers
+    /// who synchronize by other means.
     ///
     /// # Errors
     /// The device's, if the read fails.

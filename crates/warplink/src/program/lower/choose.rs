@@ -14,8 +14,8 @@ use std::fmt;
 /// model or of the measurement, and the collective needs no exchange.
 const ADVANTAGE: f64 = 0.97;
 
-/// The most operations of all ranks of a lowering that is considered. An overlapped one has a step for each two ranks, so
-/// that the time to estimate it grows as the square of the ranks: to seconds for these.
+/// Maximum operations of all ranks of a considered lowering. An overlapped one has a step for each pair of ranks, so
+/// the time to estimate it grows with the square of the ranks: to seconds at this limit.
 const MAX_OPERATIONS: usize = 1 << 18;
 
 /// Predicted and measured cost of a lowering.
@@ -25,9 +25,9 @@ pub struct Estimate {
     pub lowered: Lowered,
     /// Best values of its open parameters.
     pub chosen: Parameters,
-    /// By the cost model.
+    /// Predicted by the cost model.
     pub expected: Times,
-    /// On the machine, where a trial was made of it.
+    /// Measured on the machine, if it was tried.
     pub measured: Option<Times>,
     /// Resource that bounds the expected time.
     pub bound: Bound,
@@ -36,7 +36,7 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// The name of the lowering.
+    /// Name of the lowering.
     pub fn name(&self) -> &str {
         self.lowered.lowering.name()
     }
@@ -45,29 +45,29 @@ impl Estimate {
 /// Basis of the decision.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Decision {
-    /// It is the only one that was allowed.
+    /// Only one lowering was allowed.
     Request,
-    /// The cost model finds it fastest.
+    /// Fastest by the cost model.
     Model,
-    /// It was the fastest on the machine, of those that the cost model finds close to the fastest.
+    /// Fastest on the machine, among those that the cost model predicts close to the fastest.
     Trial,
 }
 
-/// A lowering, and why.
+/// A lowering, and the reason for its selection.
 #[derive(Clone, Debug)]
 pub struct Choice {
     /// The lowering, and the values of its parameters.
     pub lowered: Lowered,
     /// Basis of the decision.
     pub decision: Decision,
-    /// Every lowering that fits the problem, the one with the shortest expected time first.
+    /// Every lowering that fits the problem, in ascending order of predicted time.
     pub estimates: Vec<Estimate>,
     /// Description of the problem.
     pub subject: String,
 }
 
 impl Choice {
-    /// The name of the lowering.
+    /// Name of the lowering.
     pub fn name(&self) -> &str {
         self.lowered.lowering.name()
     }
@@ -92,8 +92,8 @@ impl Choice {
         })
     }
 
-    /// The estimates of at most `uncertainty` times the shortest expected time: any of them may be the
-    /// fastest on the machine.
+    /// The estimates of at most `uncertainty` times the shortest predicted time: any of them may be the fastest on
+    /// the machine.
     pub(crate) fn contenders(&self, uncertainty: f64) -> impl Iterator<Item = &Estimate> {
         let shortest = self
             .estimates
@@ -104,7 +104,7 @@ impl Choice {
             .filter(move |estimate| estimate.expected.seconds() <= shortest * uncertainty)
     }
 
-    /// Decides by times on the machine instead: those of lowerings, by their names.
+    /// Decides by times measured on the machine instead; times are by name of the lowering.
     pub(crate) fn decide(&mut self, measured: &[(String, Times)]) {
         for (name, times) in measured {
             let estimate = self
@@ -126,7 +126,7 @@ impl Choice {
     }
 }
 
-/// The fastest, or the one that needs the collective engine where that is almost as fast.
+/// The fastest, or the one that needs the collective engine if that is almost as fast.
 fn preferred<'a>(
     estimates: impl Iterator<Item = (&'a Estimate, f64)> + Clone,
 ) -> Option<&'a Estimate> {
@@ -138,9 +138,9 @@ fn preferred<'a>(
 }
 
 impl fmt::Display for Choice {
-    /// The explanation: a line for the decision and one for each lowering.
+    /// Explanation: a line for the decision and one for each lowering.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // The engine is taken where it is almost as fast.
+        // The engine is preferred if it is almost as fast.
         let rank = if self.is_fastest() {
             "the fastest"
         } else {
@@ -263,11 +263,11 @@ pub fn choose(
     })
 }
 
-/// `lowering` for `problem`, with the first applicable alternatives of its open parameters.
+/// Fills in `lowering` for `problem`, with the first applicable alternatives of its open parameters.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where the problem does not suit
-/// the world or the lowering.
+/// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the problem does not suit the world or the
+/// lowering.
 pub fn lower(
     problem: &impl Problem,
     lowering: &Lowering,

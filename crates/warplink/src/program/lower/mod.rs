@@ -8,8 +8,8 @@
 //!
 //! | module | subject |
 //! |---|---|
-//! | `problem` | what is to be computed, and which parameters that gives a lowering |
-//! | `choose` | which lowering is used, with which parameters |
+//! | `problem` | the problems, and the parameters that they determine |
+//! | `choose` | selection of a lowering and its open parameters |
 
 mod choose;
 mod problem;
@@ -25,7 +25,7 @@ use crate::named::named;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-/// The most combinations of alternatives of one lowering.
+/// Maximum combinations of alternatives of one lowering.
 const MAX_COMBINATIONS: usize = 256;
 
 /// A program that lowers an operation. Cheap to clone.
@@ -41,7 +41,7 @@ impl Lowering {
     /// have further parameters with listed alternatives.
     ///
     /// # Errors
-    /// [`ErrorKind::Parse`] where `text` is not a program.
+    /// [`ErrorKind::Parse`] if `text` is not a program.
     pub fn parse(name: &str, text: &str) -> Result<Self> {
         Ok(Self {
             name: Arc::from(name),
@@ -50,7 +50,7 @@ impl Lowering {
         })
     }
 
-    /// Its name in tables and on the command line.
+    /// Name in tables and on the command line.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -69,7 +69,7 @@ impl Lowering {
     /// sizes: only the chosen ones, to be [added](Parameters::and) to `given`.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`] where there are more than 256.
+    /// [`ErrorKind::InvalidArgument`] if there are more than 256.
     pub fn combinations(&self, given: &Parameters) -> Result<Vec<Parameters>> {
         let mut all = vec![Parameters::new()];
         for Parameter { name, kind } in &self.program.parameters {
@@ -95,8 +95,8 @@ impl Lowering {
         Ok(all)
     }
 
-    /// The parameters among `given` that the program has. One that was written before operands could be transposed
-    /// takes operands that are not.
+    /// The parameters among `given` that the program has. Programs without the parameter for transposed operands
+    /// accept only operands that are not transposed.
     fn taken(&self, given: &Parameters) -> Parameters {
         let knows = |name: &str| self.program.parameters.iter().any(|p| p.name == name);
         let plain = given.value(TRANSPOSED_B) == Some(&Value::Integer(0));
@@ -127,7 +127,7 @@ pub struct Lowered {
     pub lowering: Lowering,
     /// Sizes, element type, and the selected alternatives of open parameters.
     pub parameters: Parameters,
-    /// How many streams the pool has.
+    /// Number of streams in the pool.
     pub streams: usize,
 }
 
@@ -151,14 +151,14 @@ macro_rules! lowerings {
         }
 
         impl $operation {
-            /// Its text.
+            /// Program text.
             $visibility const fn text(self) -> &'static str {
                 match self {
                     $(Self::$lowering => include_str!($file),)+
                 }
             }
 
-            /// Itself, as a program. It is parsed on the first call.
+            /// Parses the program on the first call.
             ///
             /// # Errors
             /// None, as long as the library's own files are programs.
@@ -201,11 +201,11 @@ lowerings! {
         Collective = "collective", "matmul_reduce_scatter/collective.wlp";
         /// A matmul, puts and a sum on the caller's stream alone: for small sizes.
         InOrder = "in-order", "matmul_reduce_scatter/in-order.wlp";
-        /// Each block is put to its owner, who adds them up at the end.
+        /// Each block is put to its owner, which sums them at the end.
         Push = "push", "matmul_reduce_scatter/push.wlp";
         /// Each rank adds its product to the received sum, around one ring or several.
         Rings = "rings", "matmul_reduce_scatter/rings.wlp";
-        /// Matmuls store their tiles straight into the owners' memory.
+        /// Matmuls store their tiles directly into the owners' memory.
         Store = "store", "matmul_reduce_scatter/store.wlp";
     }
 }

@@ -1,4 +1,4 @@
-//! Problems to be lowered, and the parameters that they give a lowering.
+//! Problems to be lowered, and the parameters that they determine.
 
 use super::{AllGatherMatmulLowering, Lowering, MatmulReduceScatterLowering};
 use crate::dtype::DType;
@@ -14,8 +14,8 @@ pub trait Problem {
     /// Parameters for a lowering.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) where `world` ranks cannot
-    /// share the sizes, a size is zero, or the element type has no matmul.
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the sizes cannot be divided among `world`
+    /// ranks, a size is zero, or the element type has no matmul.
     fn parameters(&self, world: usize) -> Result<Parameters>;
 
     /// Description of the problem for display.
@@ -28,11 +28,10 @@ pub trait Problem {
     fn lowerings() -> Result<Vec<Lowering>>;
 }
 
-/// `C[i] = A · B[i] + bias[i]`, where every rank has a part of A's rows, all of every B, and wants all
-/// of every C.
+/// `C[i] = A · B[i] + bias[i]`: every rank has a part of A's rows and all of every B, and gets all of every C.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AllGatherMatmul {
-    /// Rows of A on all ranks together.
+    /// Total rows of A on all ranks.
     pub m: usize,
     /// Columns of A.
     pub k: usize,
@@ -40,7 +39,7 @@ pub struct AllGatherMatmul {
     pub n: Vec<usize>,
     /// Element type.
     pub dtype: DType,
-    /// Whether memory holds B's transpose, `[n, k]`, as the weights of a linear layer: `[out, in]`.
+    /// Whether memory contains B's transpose, `[n, k]`, as the weights of a linear layer: `[out, in]`.
     pub transposed_b: bool,
     /// Whether a bias is added to each row.
     pub bias: bool,
@@ -89,21 +88,21 @@ impl Problem for AllGatherMatmul {
     }
 }
 
-/// `C = A · B + bias`, where every rank has a part of the contraction and wants a part of C's rows.
+/// `C = A · B + bias`: every rank has a part of the contraction and gets a part of C's rows.
 ///
-/// Where the world is more than one rank, sums are formed from partial products rounded to the element
-/// type; where they add up around a ring they are rounded at every rank.
+/// With several ranks, sums are formed from partial products rounded to the element type; around a ring they are
+/// rounded at every rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MatmulReduceScatter {
-    /// Rows of A; every rank gets its part of as many rows of C.
+    /// Rows of A; every rank gets its part of the same number of rows of C.
     pub m: usize,
-    /// Columns of A and rows of B on all ranks together.
+    /// Total columns of A, and rows of B, on all ranks.
     pub k: usize,
     /// Columns of B.
     pub n: usize,
-    /// Element type; partial sums travel in it.
+    /// Element type, also of transferred partial sums.
     pub dtype: DType,
-    /// Whether memory holds B's transpose, `[n, k]`, as the weights of a linear layer: `[out, in]`.
+    /// Whether memory contains B's transpose, `[n, k]`, as the weights of a linear layer: `[out, in]`.
     pub transposed_b: bool,
     /// Whether a bias is added to each row.
     pub bias: bool,

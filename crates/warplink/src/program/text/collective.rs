@@ -6,11 +6,11 @@ use crate::named::alternatives;
 use crate::program::expr::Expr;
 use crate::program::ir::{Collective, TensorRef};
 
-/// How the collectives of host programs reduce.
+/// Reductions of host programs' collectives.
 const REDUCTIONS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
 
 impl Parser<'_> {
-    /// The arguments of the collective `name`; `None` where there is none of that name.
+    /// Parses the arguments of the collective `name`; `None` if there is no such collective.
     pub(super) fn collective(
         &mut self,
         name: &str,
@@ -47,7 +47,7 @@ impl Parser<'_> {
         found.ok_or_else(|| self.expected(&alternatives(&REDUCTIONS)))
     }
 
-    /// `among row`, if it is there.
+    /// Parses an optional `among row`.
     pub(super) fn among(&mut self) -> Parsed<Option<String>> {
         if !self.take("among") {
             return Ok(None);

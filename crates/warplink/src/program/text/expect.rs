@@ -1,4 +1,4 @@
-//! Statements of what an output is: `expect Y = reduce(X on r for r in 0..world, sum)`.
+//! Statements of an output's expected value: `expect Y = reduce(X on r for r in 0..world, sum)`.
 
 use super::operand::{Parsed, Parser};
 use super::print::List;
@@ -69,7 +69,7 @@ impl Parser<'_> {
         Ok(Place { tensor, on })
     }
 
-    /// Such a tensor, or a product of two.
+    /// The same, or a product of two.
     fn term(&mut self) -> Parsed<Term> {
         let token = self.peek();
         if token.kind != TokenKind::Word || !matches!(token.text, "matmul" | "linear") {

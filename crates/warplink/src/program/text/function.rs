@@ -10,10 +10,10 @@ use crate::program::section::{
 };
 use std::fmt::{self, Display, Formatter};
 
-/// The most values within one another.
+/// Maximum nesting depth of values.
 const MAX_DEPTH: usize = 32;
 
-/// The most arguments, and the most results.
+/// Maximum arguments, and maximum results.
 const MAX_COUNT: usize = crate::program::section::function::MAX_ROW_ARGUMENTS;
 
 /// State while a body is parsed.
@@ -203,7 +203,7 @@ impl Parser<'_> {
         Err(self.expected("a value"))
     }
 
-    /// Arguments of a function, after its name and parenthesis; none if there is no such function.
+    /// Parses arguments of a function, after its name and parenthesis; `None` if there is no such function.
     fn called(&mut self, name: &str, body: &mut Body) -> Parsed<Option<RowExpr>> {
         let unary = RowUnary::NAMED.into_iter().find(|it| it.name() == name);
         if let Some(function) = unary {
@@ -264,7 +264,7 @@ impl Parser<'_> {
         Ok(size)
     }
 
-    /// The number at hand, if it is one.
+    /// The current token as a number, if it is one.
     pub(super) fn literal(&mut self) -> Parsed<Option<Literal>> {
         let token = self.peek();
         if !matches!(token.kind, TokenKind::Number(_) | TokenKind::Decimal) {
@@ -341,7 +341,7 @@ impl Display for RowExpr {
 }
 
 impl RowExpr {
-    /// How strongly its outermost sign binds.
+    /// Binding strength of its outermost operator.
     const fn binds(&self) -> u32 {
         match self {
             Self::Binary(RowBinary::Add | RowBinary::Subtract, ..) => 1,
@@ -351,7 +351,7 @@ impl RowExpr {
     }
 }
 
-/// A value, in parentheses where its sign binds less than `least`.
+/// A value, in parentheses if its operator binds less than `least`.
 fn within(f: &mut Formatter<'_>, value: &RowExpr, least: u32) -> fmt::Result {
     if value.binds() < least {
         write!(f, "({value})")

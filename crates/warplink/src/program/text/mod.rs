@@ -72,12 +72,12 @@
 //! source    = place ["if" condition "else" place]
 //! ```
 //!
-//! Integers have, from what binds most, `* / %`, `+ -`, `<< >>` and `^` (the bits in which two differ),
-//! `min(a, b)`, `max(a, b)`, `part(n, k)`, `log2(a)`, elements `n[i]` of a list and its `count(n)`, and parentheses;
-//! conditions have comparisons, `given(NAME)` for an optional tensor, and `and or not`. `/` rounds
-//! down, `%` has the sign of its divisor, and `a << b` is `a` times 2 to the `b`. A line goes on where a parenthesis or bracket is open
-//! or after a comma or an operator. A comment goes from `#` to the end of its line; comments are
-//! not part of the program and are lost when it is printed.
+//! Integer operators, in descending precedence: `* / %`, `+ -`, `<< >>` and `^` (bitwise exclusive or). There are
+//! also `min(a, b)`, `max(a, b)`, `part(n, k)`, `log2(a)`, elements `n[i]` of a list and its `count(n)`, and
+//! parentheses; conditions have comparisons, `given(NAME)` for an optional tensor, and `and or not`. `/` rounds down,
+//! `%` has the sign of its divisor, and `a << b` is `a` times 2 to the `b`. A statement continues on the next line
+//! while a parenthesis or bracket is open, or after a comma or an operator. A comment starts with `#` and ends with
+//! the line; comments are not part of the program and are lost when it is printed.
 //!
 //! Printing a program and parsing it gives the same program.
 
@@ -101,19 +101,19 @@ use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
 use std::str::FromStr;
 
-/// Most bytes of a text that is parsed.
+/// Maximum bytes of a text.
 pub const MAX_TEXT_BYTES: usize = 1 << 20;
 
-/// The most parameters of a program.
+/// Maximum parameters of a program.
 pub const MAX_PARAMETERS: usize = 1024;
 
-/// Most blocks inside one another.
+/// Maximum nesting depth of blocks.
 pub const MAX_BLOCK_DEPTH: usize = 32;
 
-/// The most characters of a line or a statement that messages show.
+/// Maximum characters of a line or a statement in messages.
 const MAX_SHOWN: usize = 160;
 
-/// Words with a meaning outside of kernels, which no name may be.
+/// Reserved words outside of kernels, which cannot be names.
 const RESERVED: [&str; 63] = [
     "program",
     "require",
@@ -194,14 +194,14 @@ fn is_word(name: &str) -> bool {
         && characters.all(|next| next.is_ascii_alphanumeric() || next == '_')
 }
 
-/// Where and why a text is no program.
+/// Position and reason of a parse error.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParseError {
     /// The line, from 1.
     pub line: usize,
     /// The character within the line, from 1.
     pub column: usize,
-    /// The error: the expected and the found token, for example.
+    /// The error, for example the expected and the actual token.
     pub message: String,
     /// The line's text.
     pub excerpt: String,
@@ -239,7 +239,7 @@ pub fn window(line: &str, at: usize) -> (String, usize) {
     (text, at - from + usize::from(lead))
 }
 
-/// A statement or expression for a message; of a long one, the start.
+/// A statement or expression for a message; long ones are truncated.
 pub(super) fn shortened(text: String) -> String {
     match text.char_indices().nth(MAX_SHOWN) {
         Some((end, _)) => format!("{}…", &text[..end]),
@@ -247,7 +247,7 @@ pub(super) fn shortened(text: String) -> String {
     }
 }
 
-/// The number `value` that an expression gives, if it is below `limit`; otherwise a message.
+/// The value of an expression as `value`, if it is below `limit`; otherwise a message.
 pub(super) fn below(
     what: &str,
     expression: &Expr,
@@ -286,8 +286,8 @@ impl Program {
     /// Parses a program's text; see [`text`](self) for the grammar.
     ///
     /// # Errors
-    /// [`ErrorKind::Parse`] with the line, the column and what was expected; see
-    /// [`parse_text`](Self::parse_text) for the parts of it.
+    /// [`ErrorKind::Parse`] with the line, the column and the expected token; see [`parse_text`](Self::parse_text)
+    /// for its parts.
     pub fn parse(text: &str) -> Result<Self> {
         Ok(Self::parse_text(text)?)
     }
@@ -295,7 +295,7 @@ impl Program {
     /// Parses a program's text.
     ///
     /// # Errors
-    /// Where and why it is none.
+    /// Position and reason of the first parse error.
     pub fn parse_text(text: &str) -> Result<Self, ParseError> {
         parse::program(text)
     }

@@ -7,20 +7,20 @@ use crate::program::expr::{Comparison, Condition, Expr, MAX_DEPTH, Operator};
 /// The result of a parsing function.
 pub(super) type Parsed<T> = Result<T, ParseError>;
 
-/// A place in the tokens of a text.
+/// Position in the tokens of a text.
 pub(super) struct Parser<'a> {
     pub(super) text: &'a str,
     pub(super) tokens: Vec<Token<'a>>,
     pub(super) at: usize,
-    /// Blocks that are open.
+    /// Number of open blocks.
     pub(super) blocks: usize,
-    /// The statement that started last: its line, and its first character in the text and the line.
+    /// The last statement that was begun: its line, and its first character in the text and the line.
     pub(super) started: (u32, usize, u32),
-    /// Parentheses and prefixes that are open in the expression at hand.
+    /// Number of open parentheses and prefixes in the current expression.
     nesting: usize,
 }
 
-/// An expression before it is known which kind the place calls for.
+/// An expression whose kind the context has not determined yet.
 enum Value {
     Integer(Expr),
     Truth(Condition),
@@ -38,7 +38,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// The token at hand; behind the last one, always the end.
+    /// The current token; after the last one, always the end.
     pub(super) fn peek(&self) -> Token<'a> {
         self.peek_at(0)
     }
@@ -63,13 +63,13 @@ impl<'a> Parser<'a> {
         token
     }
 
-    /// Whether the token at hand is the word or sign `text`.
+    /// Whether the current token is the word or sign `text`.
     pub(super) fn is(&self, text: &str) -> bool {
         let token = self.peek();
         matches!(token.kind, TokenKind::Word | TokenKind::Sign) && token.text == text
     }
 
-    /// Takes the word or sign `text` where it is at hand.
+    /// Consumes the word or sign `text` if it is the current token.
     pub(super) fn take(&mut self, text: &str) -> bool {
         let there = self.is(text);
         self.at += usize::from(there);
@@ -84,7 +84,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// The error of finding the token at hand where `what` is expected.
+    /// Error for the current token, where `what` is expected.
     pub(super) fn expected(&self, what: &str) -> ParseError {
         let token = self.peek();
         let found = match token.kind {
@@ -139,7 +139,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// Counts a level of nesting around `inner`; the limit keeps the stack from overflowing.
+    /// Counts a nesting level around `inner`; the limit prevents a stack overflow.
     fn nested<T>(&mut self, inner: impl FnOnce(&mut Self) -> Parsed<T>) -> Parsed<T> {
         if self.nesting >= MAX_DEPTH {
             return Err(self.wrong(
@@ -153,7 +153,7 @@ impl<'a> Parser<'a> {
         result
     }
 
-    /// An expression of any kind, `or` binding least.
+    /// An expression of any kind; `or` has the lowest precedence.
     fn any_of(&mut self, start: Token<'a>) -> Parsed<Value> {
         let mut left = self.conjunction(start)?;
         while self.is("or") {
@@ -317,7 +317,7 @@ impl<'a> Parser<'a> {
         }
     }
 
-    /// The arguments of the function that `name` names.
+    /// Parses the arguments of the function `name`.
     fn call(&mut self, name: Token<'a>) -> Parsed<Value> {
         let expression = match name.text {
             "count" => Expr::Count(self.name("a list's name")?),

@@ -13,7 +13,7 @@ use crate::program::ir::{
 use crate::program::parameters::{Parameter, ParameterKind, Value};
 use std::mem::discriminant;
 
-/// Parses a text: a program, behind those that it may call.
+/// Parses a text: a program, preceded by those that it may call.
 pub(super) fn program(text: &str) -> Parsed<Program> {
     let mut parser = Parser::new(text, tokens(text)?);
     let mut subprograms: Vec<Subprogram> = Vec::new();
@@ -171,7 +171,7 @@ impl Parser<'_> {
         }
     }
 
-    /// Where the statement at hand starts. The first on its line is known by the line alone.
+    /// Start of the current statement. For the first one on its line, the line identifies it.
     pub(super) fn position(&mut self) -> Position {
         let token = self.peek();
         let (line, at, column) = self.started;
@@ -182,7 +182,7 @@ impl Parser<'_> {
             let start = self.text[..token.at].rfind('\n').map_or(0, |at| at + 1);
             (start.max(mark_bytes(self.text)), 1)
         };
-        // Counted on from the statement before: a line may have very many.
+        // Counted from the previous statement: a line may have many.
         let column = before + self.text[from..token.at].chars().count() as u32;
         self.started = (token.line, token.at, column);
         Position {
@@ -206,7 +206,7 @@ impl Parser<'_> {
     fn statement(&mut self) -> Parsed<NodeKind<StatementKind>> {
         let first = self.peek();
         if first.kind == TokenKind::Word && is_name(first.text) {
-            // Two words in a row are no assignment.
+            // Two consecutive words are not an assignment.
             let two = self.peek_at(1).kind == TokenKind::Word;
             self.at += usize::from(two && matches!(first.text, "expect" | "inout" | "function"));
             let kind = match first.text {
@@ -485,7 +485,7 @@ impl Parser<'_> {
         }))
     }
 
-    /// Parses the rest of `matmul` or `linear`, whichever `word` is.
+    /// Parses the rest of `matmul` or `linear`, according to `word`.
     fn matrix_product(&mut self, word: &str) -> Parsed<Product> {
         let linear = word == "linear";
         self.expect("(")?;
@@ -538,7 +538,7 @@ impl Parser<'_> {
                 condition: self.condition()?,
                 body: self.block(other)?,
             });
-            // `else` may stand on the line after the brace.
+            // `else` may be on the line after the brace.
             let mut ahead = 0;
             while self.peek_at(ahead).kind == TokenKind::LineEnd {
                 ahead += 1;

@@ -9,8 +9,8 @@ use crate::program::ir::{
 use crate::program::parameters::{Parameter, ParameterKind};
 use std::fmt::{self, Display, Formatter};
 
-/// The first line of the statement or declared transfer that starts at `position` of the program's
-/// text, for messages; empty where none does.
+/// The first line of the statement or declared transfer that starts at `position` of the program's text, for
+/// messages; empty if there is none.
 pub fn summary(program: &Program, position: Position) -> String {
     fn of<A: Action>(
         body: &[Node<A>],
@@ -46,7 +46,7 @@ pub fn summary(program: &Program, position: Position) -> String {
         .unwrap_or_default()
 }
 
-/// Something that takes whole lines, at a depth of indentation.
+/// An item printed on whole lines, at a given indentation.
 pub(super) struct Indented<'a, T>(pub(super) usize, pub(super) &'a T);
 
 impl<T> Indented<'_, T> {
@@ -57,7 +57,7 @@ impl<T> Indented<'_, T> {
 
 /// Text of an action: a node other than a name, a loop or a branch.
 pub(super) trait Action {
-    /// Prints it where it is indented by `depth`, without the margin and end of its first line.
+    /// Prints it at indentation `depth`, without the margin and end of its first line.
     fn print(&self, f: &mut Formatter<'_>, depth: usize) -> fmt::Result;
 }
 
@@ -401,7 +401,7 @@ impl Display for StreamRef {
     }
 }
 
-/// How tightly an expression's outermost operator binds.
+/// Binding strength of an expression's outermost operator.
 fn tightness(expression: &Expr) -> u8 {
     match expression {
         Expr::Binary(Operator::Xor, ..) => 1,

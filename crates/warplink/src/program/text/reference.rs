@@ -52,7 +52,7 @@ impl Parser<'_> {
                     "']' or ','"
                 }));
             }
-            // One alone is on the leading axis.
+            // A single one selects on the leading axis.
             selections.push(match (axes.pop(), axes.is_empty()) {
                 (Some(AxisSelection::Index(index)), true) => Selection::Index(index),
                 (Some(AxisSelection::Range(from, to)), true) => Selection::Range(from, to),
@@ -113,7 +113,7 @@ impl Parser<'_> {
         Ok(list)
     }
 
-    /// `for index in from..to`, if it is there.
+    /// Parses an optional `for index in from..to`.
     pub(super) fn over(&mut self) -> Parsed<Option<Over>> {
         self.take("for").then(|| self.index()).transpose()
     }

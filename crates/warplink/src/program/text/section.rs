@@ -29,7 +29,7 @@ use crate::program::section::{
 };
 use std::fmt::{self, Display, Formatter};
 
-/// Words that begin a step; no name may be one.
+/// Reserved words that begin a step.
 pub(super) const STEPS: [&str; 7] = [
     "put", "get", "signal", "wait", "barrier", "announce", "agree",
 ];
@@ -56,7 +56,7 @@ impl Parser<'_> {
         let first = self.peek();
         let name = self.name("a name for the scratch")?;
         self.expect(":")?;
-        // A type of that name may be a parameter; then its brackets follow.
+        // A parameter may be named like a type; then its brackets follow.
         let packing = Packing::ALL
             .into_iter()
             .find(|packing| packing.is_packets() && self.is(packing.name()))
@@ -321,8 +321,8 @@ impl Parser<'_> {
         }
     }
 
-    /// The operator, which comes last, before the parenthesis, if there is something `before` it: a word for one, which
-    /// may be a tensor's name elsewhere, or a parameter's name.
+    /// The operator, which comes last, before the parenthesis, if anything precedes it: a word for one, which may be
+    /// a tensor's name elsewhere, or a parameter's name.
     pub(super) fn last_operator(&mut self, before: bool) -> Option<Operator> {
         let token = self.peek();
         let last = before && self.peek_at(1).text == ")";
@@ -400,7 +400,7 @@ impl Display for Scratch {
 }
 
 impl Display for Section {
-    /// The line that opens the body.
+    /// The line that starts the body.
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Self {
             lane,

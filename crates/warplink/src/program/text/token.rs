@@ -1,4 +1,4 @@
-//! Words, numbers and signs of a program's text.
+//! Lexer: words, numbers and signs of a program's text.
 
 use super::{MAX_TEXT_BYTES, ParseError};
 
@@ -25,13 +25,13 @@ pub(super) struct Token<'a> {
     pub(super) line: u32,
 }
 
-/// Signs, longer ones before those that they start with.
+/// Signs; longer ones precede their prefixes.
 const SIGNS: [&str; 27] = [
     "..", "==", "!=", "<=", ">=", "<<", ">>", "+=", "{", "}", "(", ")", "[", "]", ",", ":", ";",
     "=", "<", ">", "+", "-", "*", "/", "%", "^", "|",
 ];
 
-/// After one of these a statement cannot be over, so that the line's end does not count.
+/// After one of these a statement continues, so the line's end is ignored.
 const CONTINUES: [&str; 23] = [
     "..", "==", "!=", "<=", ">=", "<<", ">>", "+=", ",", ":", "=", "<", ">", "+", "-", "*", "/",
     "%", "^", "|", "and", "or", "not",
@@ -145,7 +145,7 @@ pub(super) fn tokens(text: &str) -> Result<Vec<Token<'_>>, ParseError> {
     Ok(list)
 }
 
-/// Bytes of the byte order mark that a text may begin with, which some editors write.
+/// Length of the byte order mark that some editors write at the beginning of a text.
 pub(super) fn mark_bytes(text: &str) -> usize {
     if text.starts_with('\u{feff}') {
         '\u{feff}'.len_utf8()
@@ -154,7 +154,8 @@ pub(super) fn mark_bytes(text: &str) -> usize {
     }
 }
 
-/// A character in quotes, with its escape where it may be taken for another, or as that where it may not be printed.
+/// A quoted character, followed by its escape if it can be confused with another, or only the escape if it is not
+/// printable.
 fn quoted(character: char) -> String {
     let escape = character.escape_default();
     if character.is_ascii_graphic() {
@@ -166,7 +167,7 @@ fn quoted(character: char) -> String {
     }
 }
 
-/// The length of the number with a point or an exponent that `rest` starts with, if it is one.
+/// Length of the number with a point or an exponent at the start of `rest`, if there is one.
 fn decimal(rest: &str) -> Option<usize> {
     let digits = |from: usize| span(&rest[from..], |c| c.is_ascii_digit());
     let whole = digits(0);
@@ -196,7 +197,7 @@ pub(super) fn error_at(text: &str, at: usize, message: String) -> ParseError {
     let line = before.matches('\n').count() + 1;
     let column = before[start..].chars().count() + 1;
     let excerpt = text[start..].lines().next().unwrap_or("");
-    // A line of a megabyte helps nobody.
+    // Lines of a megabyte are useless in a message.
     let excerpt = excerpt
         .chars()
         .take((column + 80).min(4096))
