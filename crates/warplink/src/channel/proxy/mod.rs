@@ -3,7 +3,7 @@
 //! # Guarantees
 //! 1. Requests of one channel are served in FIFO order; requests of different channels are unordered. A connection
 //!    whose peer accepts nothing, because it was stopped for example, does not block others until kernels have queued
-//!    [`MAX_PARKED`] of its triggers.
+//!    `MAX_PARKED` of its triggers.
 //! 2. A flush is answered when every earlier request of its channel is complete, and waits for nothing else.
 //! 3. The proxy reads each trigger exactly once, even after sleeping: it polls the ring itself and does not depend on
 //!    notifications.
