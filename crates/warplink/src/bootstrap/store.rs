@@ -14,7 +14,7 @@ pub struct Wait {
     /// When it gives up, with [`ErrorKind::Timeout`]. With a deadline that has already passed, the keys
     /// must exist now.
     pub deadline: Deadline,
-    /// The ranks all of which are needed for the keys to be set. If empty, any other rank may set them.
+    /// Ranks that are all needed to set the keys. If empty, any other rank may set them.
     pub depends_on: Vec<Rank>,
 }
 

@@ -85,7 +85,7 @@ impl Record {
         if is_recorded {
             let made = self.made;
             // Captured calls have no numbers, since a graph is launched any number of times. The count of
-            // calls at the capture stands for them.
+            // calls at the capture represents them.
             self.recordings = extend(self.recordings, [made as u32, (made >> 32) as u32, 1, 0]);
             return;
         }

@@ -309,7 +309,7 @@ mod tests {
         lost.raise(Error::new(ErrorKind::PeerLost, "lost"));
         assert!(stream.check().is_ok(), "all waits were over");
         drop(stream.add([&lost]));
-        assert!(stream.check().is_err(), "it waits for what will not come");
+        assert!(stream.check().is_err(), "it waits for an aborted signal");
     }
 
     #[test]

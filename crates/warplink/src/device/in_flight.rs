@@ -332,7 +332,7 @@ mod tests {
         set(&device, &word);
         let limit = late();
         while left.strong_count() > 0 {
-            assert!(!limit.passed(), "never let go of");
+            assert!(!limit.passed(), "never dropped");
             std::thread::sleep(Duration::from_millis(1));
         }
     }

@@ -115,6 +115,7 @@ impl TransferEnd {
                 (PostNumber::Eager(number), true)
             }
             None => {
+                // Relaxed: it publishes no other data; a wait concurrent with this post covers either post.
                 self.posted_on.store(stream.raw(), Ordering::Relaxed);
                 (self.progress.post(), false)
             }

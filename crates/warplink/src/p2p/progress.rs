@@ -31,6 +31,7 @@ impl TransferProgress {
     /// Numbers the next post.
     pub(super) fn post(&self) -> PostNumber {
         let since = u64::try_from(START.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        // Relaxed: only reported as an age in errors.
         self.posted_at.store(since, Ordering::Relaxed);
         self.posts.next()
     }

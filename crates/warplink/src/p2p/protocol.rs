@@ -132,6 +132,7 @@ pub(super) struct PostCounter(AtomicU64);
 impl PostCounter {
     /// Numbers the next post.
     pub(super) fn next(&self) -> PostNumber {
+        // Relaxed: numbers only have to be unique; the streams order the data.
         PostNumber::Eager(self.0.fetch_add(1, Ordering::Relaxed) + 1)
     }
 

@@ -19,6 +19,7 @@ const FIRST_LAUNCH: u64 = 1 << 63;
 /// the previous launch, and contains the wait for each of its posts.
 pub(crate) fn next_launch() -> u64 {
     static COUNT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(FIRST_LAUNCH);
+    // Relaxed: ids only have to be unique.
     COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed)
 }
 

@@ -309,6 +309,7 @@ impl Lines {
     /// Peer of a message that has begun here but not there, and its direction. Blocks while it reads some
     /// bytes of the device.
     pub(super) fn awaited(&self, device: &dyn Device) -> Result<Option<(Rank, Direction)>> {
+        // Relaxed: a hint that saves the query, as in `enqueue`.
         if !self.used.load(Ordering::Relaxed) {
             return Ok(None);
         }
@@ -332,6 +333,7 @@ impl Lines {
     /// Error of mismatched ends, if a kernel recorded one. Blocks while it reads some bytes of the device.
     /// The host device fails the stream instead.
     pub(super) fn disagreement(&self) -> Result<Option<Error>> {
+        // Relaxed: a hint that saves the query, as in `enqueue`.
         if !self.used.load(Ordering::Relaxed) {
             return Ok(None);
         }

@@ -91,7 +91,7 @@ fn loom_what_was_let_go_of_has_failed() {
             let _ = signal.compare_exchange(0, 1, Ordering::Release, Ordering::Relaxed);
         });
         if wait(&word) == LET_GO {
-            assert!(set.check().is_err(), "let go of, and taken for good");
+            assert!(set.check().is_err(), "released, and treated as complete");
         }
         raising.join().unwrap();
         peer.join().unwrap();
@@ -138,7 +138,7 @@ fn loom_a_wait_that_is_being_enqueued_is_not_taken_for_done() {
         }
         fault.raise(lost());
         if queued.load(Ordering::Acquire) == 1 {
-            assert!(set.check().is_err(), "let go of, and taken for good");
+            assert!(set.check().is_err(), "released, and treated as complete");
         }
         enqueuing.join().unwrap();
         assert!(set.check().is_err());

@@ -256,6 +256,7 @@ fn mapping_at(
 
 /// Whether atomic operations are available on the word at `address`.
 pub(super) fn has_atomics(address: u64) -> bool {
+    // Acquire: pairs with the release store in `deny_atomics`, which publishes the mapping's flag.
     if !SOME_WITHOUT_ATOMICS.load(Ordering::Acquire) {
         return true;
     }

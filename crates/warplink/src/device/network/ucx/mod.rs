@@ -138,7 +138,7 @@ impl UcxNetwork {
             },
         )?;
         let registration = Guard::boxed(&self.link, move |engine| engine.unregister(number));
-        // Only the packed key tells which transports reach the memory, hence registration first.
+        // Only the packed key shows which transports reach the memory, hence registration first.
         if !is_enough(&packed) {
             let text = "no network card reaches the device's memory";
             return Err(Error::new(ErrorKind::Unsupported, text).with_operation("register memory"));
