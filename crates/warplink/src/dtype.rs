@@ -41,8 +41,8 @@ named! {
 /// Which numbers a type has.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Numbers {
-    /// Floats of `digits` binary digits. A device may flush what is smaller than `smallest` to zero, or rounds it to a
-    /// multiple of that.
+    /// Floats of `digits` binary digits. A device may flush values smaller than `smallest` to zero, or rounds them to a
+    /// multiple of it.
     Float {
         /// Binary digits of a number, the first one included.
         digits: u8,
@@ -184,7 +184,7 @@ impl DType {
         Self::U8,
     ];
 
-    /// The types that matmuls take, and what else is made of floats that GPUs multiply.
+    /// Element types of matmuls, and of other operations on floats that GPUs multiply.
     pub const MATMUL: [Self; 3] = [Self::F16, Self::BF16, Self::F32];
 
     /// The types that functions of rows compute with, in `f32`.

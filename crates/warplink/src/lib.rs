@@ -1,24 +1,24 @@
 //! One-sided, zero-copy communication between GPUs.
 //!
 //! A rank registers memory once, its peers map it, and from then on a transfer is a put or a get
-//! plus a signal. The modules stand on one another in this order, each only on those after it:
+//! plus a signal. Modules in order of dependency, each depending only on those below it:
 //!
 //! | module | subject |
 //! |---|---|
-//! | [`job`] | this process among the others |
-//! | [`communicator`] | the front door: a group of ranks that allocate, exchange, synchronize |
-//! | `config` | how a rank joins, and what it may use |
+//! | [`job`] | the job that this process has joined |
+//! | [`communicator`] | the entry point: a group of ranks that allocate, exchange, synchronize |
+//! | `config` | configuration of joining, and resource limits |
 //! | [`overlap`] | matmuls overlapped with the communication that feeds or follows them |
 //! | [`collective`] | collectives of a communicator, on any memory |
-//! | [`program`] | host programs: what each rank enqueues, verified before it runs |
+//! | [`program`] | host programs: the operations that each rank enqueues, verified before they run |
 //! | [`p2p`] | send and receive in stream order, with the get and the put protocol |
 //! | [`channel`] | connections, and channels that kernels put, signal and wait through |
-//! | `transport` | how a host moves bytes to a peer for a kernel |
+//! | `transport` | moving bytes to a peer from the host, on request of a kernel |
 //! | [`signal`] | words that one rank sets and another waits for |
 //! | [`memory`] | regions, handles on the wire, mappings of a peer's memory, their cache |
-//! | [`topology`] | the links between the ranks' devices, and what follows from them |
+//! | [`topology`] | the links between the ranks' devices, and their classification |
 //! | [`bootstrap`] | the key-value store, unique ids, all-gather and barrier of bytes |
-//! | [`device`] | what a device does, and the two that do it: `cuda` and `host` |
+//! | [`device`] | the device interface, and its implementations `cuda` and `host` |
 //! | [`dtype`], [`error`], [`deadline`], [`named`], [`sync`] | element types, the error type, deadlines, names of values, locks and atomics |
 //!
 //! # A ring of transfers

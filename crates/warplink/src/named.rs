@@ -1,11 +1,11 @@
-//! Enums whose values have names: one declaration gives what the library, the command, C and Python need of it.
+//! Enums whose values have names: one declaration serves the library, the command, C and Python.
 //!
-//! `named!` declares such an enum. A value's documentation, its name and, where other languages have numbers for it, its
-//! number stand there and nowhere else: lists in errors, the C header and the command's help follow from [`Named`].
+//! `named!` declares such an enum. It is the only place of a value's documentation, its name and, if other languages use
+//! numbers, its number: lists in errors, the C header and the command's help are derived from [`Named`].
 
 use std::fmt;
 
-/// An enum that `named!` declares.
+/// An enum declared by `named!`.
 pub trait Named: Copy + PartialEq + fmt::Debug + Send + Sync + 'static {
     /// The word for a value in errors, such as `element type`.
     const TERM: &'static str;

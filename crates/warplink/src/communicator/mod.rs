@@ -293,14 +293,14 @@ impl Communicator {
         Signals::allocate(&self.job.memory, &self.fault, count)
     }
 
-    /// Launches the proxies again after [`stop_proxy`](Self::stop_proxy), so that kernels can use the channels that
-    /// there are. No kernel may use them during the call: what it was refused might be sent. Blocks while a kernel stores a
-    /// trigger that it began, for a second at most for each proxy. Does nothing if they run, or if no
+    /// Launches the proxies again after [`stop_proxy`](Self::stop_proxy), so that kernels can use the existing
+    /// channels. No kernel may use them during the call: a request that it was refused might be sent. Blocks while a
+    /// kernel finishes storing a trigger, for at most a second for each proxy. No-op if they run, or if no
     /// connection needs one.
     ///
     /// # Errors
     /// [`ErrorKind::Closed`] if the stop left requests undone: peers would wait for their signals forever;
-    /// [`ErrorKind::Timeout`] if a kernel does not store a trigger that it began; a proxy's error.
+    /// [`ErrorKind::Timeout`] if a kernel does not finish storing a trigger; a proxy's error.
     pub fn launch_proxy(&self) -> Result<()> {
         self.job
             .proxies
