@@ -339,7 +339,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn says_what_happened_to_whom_and_what_to_do() {
+    fn error_text_has_event_subject_and_remedy() {
         let error = Error::new(
             ErrorKind::Timeout,
             "timed out after 5s waiting for the peer's region",
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn a_timeout_of_the_system_is_told_in_words() {
+    fn system_timeout_has_a_readable_text() {
         let error = Error::io("read a frame", &std::io::ErrorKind::WouldBlock.into());
         assert_eq!(
             (error.kind(), error.to_string().as_str()),

@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn alternatives_are_listed_as_one_says_them() {
+    fn alternatives_are_listed_in_prose() {
         for (words, list) in [
             (&[][..], ""),
             (&["a"][..], "a"),

@@ -113,7 +113,7 @@ fn slurm() {
 }
 
 #[test]
-fn errors_name_what_was_looked_for() {
+fn errors_name_the_missing_variables() {
     let error = read(&[]).unwrap_err().to_string();
     for name in [
         "WARPLINK_RANK",

@@ -282,7 +282,7 @@ mod tests {
     }
 
     #[test]
-    fn refuses_every_truncation_and_what_nobody_can_reach() {
+    fn refuses_truncations_and_unreachable_addresses() {
         let bytes = id([127, 0, 0, 1].into(), 80, [3; 32]).to_bytes();
         for length in 0..bytes.len() {
             assert!(UniqueId::from_bytes(&bytes[..length]).is_err());

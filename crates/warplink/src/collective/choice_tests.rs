@@ -58,7 +58,7 @@ fn estimate(machine: &Machine, algorithm: Algorithm, call: &Call) -> f64 {
 /// docs/lab-notes.md: packets up to 512 KiB, then one pushed chunk, then direct reads; estimated times differ
 /// as measured ones do.
 #[test]
-fn what_was_fastest_on_two_gpus_is_chosen() {
+fn fastest_on_two_gpus_is_chosen() {
     let model = shipped("h200-2").unwrap();
     let machine = machine(&model, 2);
     for (bytes, packets, reading) in [
@@ -338,7 +338,7 @@ fn a_choice_is_made_quickly() {
 }
 
 #[test]
-fn a_model_names_what_exists_and_once() {
+fn unknown_or_duplicate_model_entries_are_errors() {
     let of = |collective: &str, algorithm: &str| Algorithms {
         collective: collective.to_owned(),
         world: 2,

@@ -236,7 +236,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_is_told_with_what_it_is_needed_for() {
+    fn missing_library_error_names_its_purpose() {
         let message = |kind, world| {
             let error = Error::new(kind, "NCCL was not found").with_help("install NCCL");
             with_reason(error, world).to_string()

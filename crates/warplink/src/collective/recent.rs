@@ -107,7 +107,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_was_not_used_for_longest_makes_room(
+        fn least_recently_used_is_evicted(
             capacity in 1..6_usize,
             steps in proptest::collection::vec((0..9_u8, any::<bool>()), 0..80),
         ) {

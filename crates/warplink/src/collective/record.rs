@@ -303,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_call_that_differs_is_found_when_it_is_not_told_any_more() {
+    fn differing_call_found_after_its_record_expired() {
         let (own, other) = (
             record(1..=2000),
             record((1..=2000).map(|count| count.max(2))),
@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_kept_any_more_is_not_compared() {
+    fn expired_records_are_not_compared() {
         let (own, other) = (record(1..=2000), record([5]));
         assert_eq!(own.difference(&other.statement(9, 9)), None);
         assert!(own.statement(9, 9).calls.is_empty());
@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_beside_other_graphs_are_not_compared() {
+    fn calls_between_different_graphs_are_not_compared() {
         let (mut own, mut other) = (record([1]), record([1]));
         record_call(&mut own, 2);
         make(&mut own, [3, 4]);

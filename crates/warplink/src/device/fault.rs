@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_told_once_and_waits_go_on() {
+    fn failure_is_reported_once_and_waits_continue() {
         let (fault, notified) = (Fault::default(), Arc::<Mutex<Vec<String>>>::default());
         let notifying = notified.clone();
         fault.notify_with(move |error| guard(&notifying).push(error.message().to_owned()));
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_for_somebody_who_is_gone_is_forgotten() {
+    fn listener_dropped_before_fault() {
         let (fault, runs) = (Fault::default(), Arc::new(AtomicBool::new(false)));
         fault.when_raised(&runs, |runs| {
             if let Some(runs) = runs.upgrade() {

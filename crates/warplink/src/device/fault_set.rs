@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn a_set_keeps_what_was_raised_and_forgets_what_cannot_be() {
+    fn set_keeps_raised_faults_and_drops_dead_ones() {
         let (set, follower) = (Arc::<FaultSet>::default(), Arc::<FaultSet>::default());
         let faults = faults::<3>();
         drop(set.add(&faults));
@@ -334,7 +334,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_being_enqueued_is_not_taken_for_done() {
+    fn work_being_enqueued_is_not_complete() {
         let [lost, second] = faults();
         let [stream, follower] = [(); 2].map(|()| Arc::<FaultSet>::default());
         let enqueuing = stream.add([&lost, &second]);

@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_refused_is_named() {
+    fn rejection_names_the_defect() {
         let text = |image: &[u8]| check(image).unwrap_err().to_string();
         let garbage = text(b"nonsense, and more");
         assert!(

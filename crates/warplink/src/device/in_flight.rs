@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_asked_is_kept_and_so_is_what_comes_after_it() {
+    fn values_with_failing_queries_are_kept() {
         let in_flight = Arc::new(InFlight::new(&host()));
         let (silent, item, other) = (Arc::new(Silent::default()), Arc::new(()), Arc::new(()));
         for item in [&item, &other] {
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_ends_waits_and_what_they_kept_is_let_go() {
+    fn fault_ends_waits_and_releases_their_values() {
         let device = host();
         let in_flight = Arc::new(InFlight::new(&device));
         let signals = device.allocate_signals(64).unwrap();

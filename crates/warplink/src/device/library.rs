@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn finds_a_wheel_beside_python() {
+    fn finds_a_wheel_next_to_python() {
         let root = tempfile::tempdir().unwrap();
         let libraries = root
             .path()
@@ -449,7 +449,7 @@ mod tests {
     }
 
     #[test]
-    fn says_where_it_looked() {
+    fn error_lists_searched_paths() {
         let root = tempfile::tempdir().unwrap();
         let places = Places {
             listed: vec![root.path().to_path_buf()],

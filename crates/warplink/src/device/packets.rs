@@ -184,7 +184,7 @@ mod tests {
     use crate::device::{AllocationKind, DeviceConfig, DeviceKind};
 
     #[test]
-    fn scratch_is_what_the_kernels_expect() {
+    fn scratch_layout_matches_the_kernels() {
         let shape = PacketShape {
             bytes: 4097,
             blocks: 4,
@@ -199,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_sent_beside_what_was_received_before() {
+    fn no_send_overlaps_an_earlier_receive() {
         let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
         let memory = device.allocate(1 << 16, AllocationKind::Plain).unwrap();
         let abort = device.allocate_signals(64).unwrap().word(0).unwrap();

@@ -121,7 +121,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_again(domain: u32, bus: u8, device: u8, function: u8) {
+        fn formatted_address_parses_back(domain: u32, bus: u8, device: u8, function: u8) {
             let address = PciAddress { domain, bus, device, function };
             prop_assert_eq!(address.to_string().parse::<PciAddress>().unwrap(), address);
         }

@@ -64,7 +64,7 @@ fn a_failed_open_leaves_nothing() {
 }
 
 #[test]
-fn limits_evict_what_was_unused_longest_and_nothing_in_use() {
+fn limits_evict_least_recently_used_and_nothing_in_use() {
     for cache in [cache(2, 1000), cache(100, 25)] {
         let kept = cache.open(0, 1, || value(0)).unwrap();
         for key in 1..=4 {
@@ -88,7 +88,7 @@ fn limits_evict_what_was_unused_longest_and_nothing_in_use() {
 }
 
 #[test]
-fn what_is_revoked_in_use_is_closed_after_its_last_use() {
+fn revoked_in_use_is_closed_after_last_use() {
     let cache = cache(4, 100);
     let users = [(); 2].map(|()| cache.open(1, 10, || value(0)).unwrap());
     cache.revoke(1, 10);
@@ -100,7 +100,7 @@ fn what_is_revoked_in_use_is_closed_after_its_last_use() {
 }
 
 #[test]
-fn what_is_revoked_before_it_is_opened_is_closed_after_its_use() {
+fn revoked_before_open_is_closed_after_use() {
     let cache = cache(4, 100);
     cache.revoke(1, 10);
     let other = cache.open(1, 11, || value(0)).unwrap();
@@ -121,7 +121,7 @@ fn what_is_revoked_before_it_is_opened_is_closed_after_its_use() {
 }
 
 #[test]
-fn what_is_not_used_for_an_age_is_closed() {
+fn idle_mapping_is_closed() {
     let cache = cache(4, 100);
     let kept = cache.open(0, 1, || value(0)).unwrap();
     drop(cache.open(1, 1, || value(1)).unwrap());

@@ -160,7 +160,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_packet_harms_what_this_rank_holds(bytes: Vec<u8>) {
+        fn no_packet_damages_this_ranks_state(bytes: Vec<u8>) {
             super::service_packets(&bytes);
         }
     }

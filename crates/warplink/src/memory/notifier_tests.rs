@@ -59,7 +59,7 @@ fn notice(from: Rank, number: u64, message: Message) -> Request {
 }
 
 #[test]
-fn a_peer_that_drops_connections_is_told_again_and_not_forgotten() {
+fn dropped_notices_are_retransmitted() {
     let device = device();
     let name = b"warplink-test-that-drops-notices".to_vec();
     let listener = service::listen(&name).unwrap();

@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn the_path_is_what_was_asked_for() {
+    fn requested_path_is_used() {
         let flow = |path, protocol, bytes| Flow::new(path, protocol, bytes, &kernels());
         for bytes in [1, 4096, 64 << 20] {
             assert_eq!(flow(Path::CopyEngine, Protocol::Put, bytes), Flow::Streams);

@@ -242,7 +242,7 @@ mod loom_tests {
 
     /// A wait concurrent with a post covers that post and follows its mark, or covers nothing.
     #[test]
-    fn loom_a_recorded_wait_is_for_what_was_posted() {
+    fn loom_recorded_wait_covers_posts() {
         loom::model(|| {
             let recording = Shared::new(TransferRecording::default());
             let other = recording.clone();

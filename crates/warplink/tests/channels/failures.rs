@@ -400,7 +400,7 @@ fn a_proxy_that_fails_ends_kernels_and_tells_the_peer() {
         let words = Argument::Words(ChannelHandle::memory(&gone).descriptor().into());
         drop(gone);
         comm.barrier().unwrap();
-        // The proxy has let go of it then.
+        // The proxy has released it then.
         std::thread::sleep(Duration::from_millis(200));
         let of_peer = fixture.outcome.of_peer(&comm, 1 - comm.rank());
         wait(&fixture, &connection, &|| 0);

@@ -193,7 +193,7 @@ fn a_flush_does_not_wait_for_another_connection() {
 }
 
 #[test]
-fn a_flush_does_not_wait_for_what_its_channel_pushes_after_it() {
+fn flush_does_not_wait_for_later_triggers() {
     let device = host();
     let (proxy, ends) = (start(&device, 8), Ends::new(&device, BYTES));
     let (held, gate) = Gated::new(&ends, 2);

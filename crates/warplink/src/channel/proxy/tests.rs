@@ -54,7 +54,7 @@ fn put(connection: u32, bytes: u64) -> [u64; 2] {
 }
 
 #[test]
-fn its_failure_is_told_and_ends_what_waits_for_it() {
+fn failure_is_reported_and_ends_waits() {
     let (device, fault) = (host(), Arc::default());
     let (proxy, failure) = start(&device);
     let (good, _) = route(&device, &fault);
@@ -144,7 +144,7 @@ proptest! {
 }
 
 #[test]
-fn what_is_for_a_lost_peer_is_not_sent_and_counted_and_fails_nobody_else() {
+fn triggers_for_a_lost_peer_are_counted_and_fail_nobody_else() {
     let device = host();
     let (proxy, failure) = start(&device);
     let [lost, good]: [Arc<Fault>; 2] = Default::default();
@@ -236,7 +236,7 @@ impl Carrier for Slow {
 /// A device that is slower than a kernel must neither block the proxy nor make it queue operations without bound:
 /// signals are coalesced instead.
 #[test]
-fn what_is_under_way_is_bounded() {
+fn operations_in_flight_are_bounded() {
     const SIGNALS: u64 = 20_000;
     let (device, fault) = (host(), Arc::default());
     let (proxy, _failure) = start(&device);
@@ -316,7 +316,7 @@ impl Carrier for Stopped {
 }
 
 /// A proxy with a connection to a stopped peer and one to another peer, with their words and numbers.
-fn beside_a_stopped_peer(device: &Arc<dyn Device>) -> (Arc<Proxy>, Stopped, [Word; 2], [u32; 2]) {
+fn with_a_stopped_peer(device: &Arc<dyn Device>) -> (Arc<Proxy>, Stopped, [Word; 2], [u32; 2]) {
     let fault = Arc::default();
     let (proxy, _failure) = start(device);
     let stopped = Stopped::default();
@@ -341,7 +341,7 @@ pub(super) fn await_flush(device: &Arc<dyn Device>, completed: &Word, position: 
 #[test]
 fn a_peer_that_takes_nothing_holds_up_no_other_and_gets_all_in_order() {
     let device = host();
-    let (proxy, stopped, words, [held_up, good]) = beside_a_stopped_peer(&device);
+    let (proxy, stopped, words, [held_up, good]) = with_a_stopped_peer(&device);
     let push = |trigger| proxy.fifo.push(trigger, || Ok(())).unwrap();
     // More triggers than the ring holds. The first signal covers the requests before the puts.
     let rounds = 2 * ProxyConfig::default().slots as u64;
@@ -373,9 +373,9 @@ fn a_peer_that_takes_nothing_holds_up_no_other_and_gets_all_in_order() {
 }
 
 #[test]
-fn what_waits_for_room_is_bounded_and_counted() {
+fn parked_triggers_are_bounded_and_counted() {
     let device = host();
-    let (proxy, stopped, _, [held_up, _]) = beside_a_stopped_peer(&device);
+    let (proxy, stopped, _, [held_up, _]) = with_a_stopped_peer(&device);
     let slots = ProxyConfig::default().slots as u64;
     let mut sent = 0;
     let mut looks = 0;

@@ -69,7 +69,7 @@ fn every_fused_program_is_verified_for_every_world() {
 
 /// Results equal the expected ones whatever memory is accessible, with residuals and weights that all ranks have.
 #[test]
-fn fused_programs_are_what_they_expect() {
+fn fused_programs_meet_their_expectations() {
     let inputs = |rank: usize, number: usize, tensor: &TensorInstance| {
         // If ranks own rows of the residual, it differs.
         let own = matches!(&*tensor.name, "X") || (&*tensor.name == "R" && tensor.shape[0] < 6);

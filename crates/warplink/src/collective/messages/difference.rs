@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_kernel_noted_says_what_the_ends_state() {
+    fn recorded_mismatch_describes_both_ends() {
         let text = noted(&[100, 1 << 31, 64, 0, 64, 0]).to_string();
         assert!(
             text.contains("receive: the peer sends 64 bytes; expected 100, as this rank receives"),

@@ -115,7 +115,7 @@ fn loom_two_producers_share_two_slots() {
 
 /// Stops the FIFO concurrently with a producer, with and without space for all triggers: each successful push
 /// was served or is counted as unread right after the stop, and a waiting producer is released.
-fn stop_beside_a_producer(slots: usize) {
+fn stop_with_a_concurrent_producer(slots: usize) {
     bounded(3, move || {
         let (fifo, mut reader) = fifo(slots);
         let producer = fifo.clone();
@@ -139,12 +139,12 @@ fn stop_beside_a_producer(slots: usize) {
 
 #[test]
 fn loom_a_stop_lets_waiting_producers_go() {
-    stop_beside_a_producer(1);
+    stop_with_a_concurrent_producer(1);
 }
 
 #[test]
-fn loom_what_is_sent_beside_a_stop_is_counted() {
-    stop_beside_a_producer(4);
+fn loom_triggers_concurrent_with_a_stop_are_counted() {
+    stop_with_a_concurrent_producer(4);
 }
 
 /// A reader that sleeps whenever the ring is empty is woken for each trigger; a missed wakeup would hang the
@@ -334,7 +334,7 @@ fn loom_two_waits_at_once_use_up_a_signal_each() {
 
 /// A poll concurrent with a wait consumes no signal twice.
 #[test]
-fn loom_a_poll_beside_a_wait_takes_no_count_twice() {
+fn loom_concurrent_poll_and_wait_consume_no_count_twice() {
     bounded(2, || {
         let words = sync::Arc::new(SlotWords::default());
         let data = sync::Arc::new(Data::default());

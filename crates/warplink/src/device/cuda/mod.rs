@@ -77,7 +77,7 @@ mod tests {
     use crate::error::ErrorKind;
 
     #[test]
-    fn without_a_driver_everything_is_an_error_that_says_what_to_install() {
+    fn missing_driver_error_names_the_package() {
         let Err(error) = device_count() else { return };
         assert!(
             matches!(error.kind(), ErrorKind::LibraryMissing | ErrorKind::Driver),

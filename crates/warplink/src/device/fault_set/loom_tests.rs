@@ -81,7 +81,7 @@ fn wait(word: &AtomicU64) -> u64 {
 
 /// A stream with an aborted wait has failed by then, even if the peer's signal still arrives.
 #[test]
-fn loom_what_was_let_go_of_has_failed() {
+fn loom_released_wait_has_failed() {
     loom::model(|| {
         let (fault, set, word) = waiting();
         let raising = thread::spawn(move || fault.raise(lost()));
@@ -101,7 +101,7 @@ fn loom_what_was_let_go_of_has_failed() {
 
 /// The same for a stream that follows it by an event.
 #[test]
-fn loom_what_follows_has_failed_too() {
+fn loom_follower_of_a_failed_stream_has_failed() {
     loom::model(|| {
         let (fault, set, word) = waiting();
         let follower = Arc::<FaultSet>::default();

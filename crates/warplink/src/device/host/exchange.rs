@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_sent_is_reduced_in_place_whatever_its_length() {
+    fn any_length_is_reduced_in_place() {
         for (world, count) in [(2, 1), (2, 100_001), (3, 16_356), (3, 16_357), (4, 40_000)] {
             ranks(world, |exchange| {
                 let own: Vec<i32> = (0..count)
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn who_says_something_else_is_named_and_nothing_is_written() {
+    fn differing_header_names_the_peer_and_writes_nothing() {
         ranks(2, |exchange| {
             let peer = 1 - exchange.rank;
             let memory = memory_of(&[-1; 1000]);

@@ -358,7 +358,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_borrowed_address_is_shared_as_the_allocation_it_lies_in() {
+    fn borrowed_address_is_shared_as_its_allocation() {
         let whole = allocate(10_000, AllocationKind::Plain).unwrap();
         let borrowed = borrow(whole.address() + 100, 50, Arc::new(())).unwrap();
         assert_eq!((borrowed.offset(), borrowed.bytes()), (100, 50));

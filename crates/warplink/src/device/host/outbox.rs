@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn a_descriptor_that_is_not_the_peers_is_refused_and_the_peer_is_told() {
+    fn foreign_descriptor_is_rejected_and_the_peer_notified() {
         let (reader, _writer) = std::io::pipe().unwrap();
         let at = |descriptor: i32| {
             move |own: &[u8]| [&own[..20], &descriptor.to_le_bytes()[..]].concat()

@@ -194,7 +194,7 @@ mod tests {
     use std::sync::Arc;
 
     #[test]
-    fn what_is_stored_as_packets_is_read_whole_or_not_at_all() {
+    fn packets_are_read_completely_or_not_at_all() {
         let context = Context::new(Arc::default(), Arc::<FaultSet>::default(), None, 1);
         for (lines, data, packed) in [(false, 4, 8), (true, LINE.0, LINE.1)] {
             for bytes in [1_usize, 3, 4, 7, 8, 119, 120, 121, 247, 960] {

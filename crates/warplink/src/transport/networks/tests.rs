@@ -49,7 +49,7 @@ fn link(own: Option<Vec<u8>>, peers: &[u8]) -> (Arc<Networks>, NetworkLink, Arc<
 }
 
 #[test]
-fn a_break_is_told_before_waits_end() {
+fn break_is_reported_before_waits_end() {
     let (_networks, link, connection) = link(None, &[]);
     let fault = Arc::<Fault>::default();
     let notified = Arc::new(Mutex::new(None));
@@ -119,7 +119,7 @@ impl Network for Reaching {
 
 /// Data bypasses staging if both ends' libraries access the memory, else it is staged.
 #[test]
-fn the_path_is_what_both_ends_can() {
+fn path_is_supported_by_both_ends() {
     let bytes = || BYTES.to_le_bytes().to_vec();
     let altered = || vec![1; 3];
     for (own, peers, is_direct) in [

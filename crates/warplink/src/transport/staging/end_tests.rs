@@ -123,7 +123,7 @@ impl Fixture {
 }
 
 #[test]
-fn messages_do_what_they_say_in_their_order() {
+fn messages_are_served_in_order() {
     let mut fixture = Fixture::new();
     let at = At::from(192);
     fixture.send(StagingMessage::Put { at, bytes: 64 }.encode(0));
@@ -160,7 +160,7 @@ fn messages_do_what_they_say_in_their_order() {
 }
 
 #[test]
-fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
+fn protocol_violation_names_the_peer() {
     let at = |region, offset| At { region, offset };
     let put = |at, bytes| StagingMessage::Put { at, bytes };
     let id = 5;
@@ -220,7 +220,7 @@ fn what_does_not_follow_the_protocol_is_an_error_that_names_the_peer() {
 }
 
 #[test]
-fn a_failure_is_told_before_waits_end() {
+fn failure_is_reported_before_waits_end() {
     let mut fixture = Fixture::new();
     let delivered = Arc::<AtomicBool>::default();
     let delivering = delivered.clone();
@@ -263,7 +263,7 @@ fn an_end_that_failed_parts_from_its_peer() {
 
 /// Direct data moves from memory to memory; the message with the signal is sent after it has arrived.
 #[test]
-fn signals_follow_what_went_past_the_rings() {
+fn signals_follow_puts_that_bypass_the_rings() {
     let fixture = Fixture::new();
     fixture.reach_past_the_rings(1000);
     let at = At::from(900);
@@ -283,7 +283,7 @@ fn signals_follow_what_went_past_the_rings() {
 }
 
 #[test]
-fn answers_wait_for_what_went_past_the_rings() {
+fn answers_wait_for_operations_that_bypass_the_rings() {
     for movement in ["put", "get"] {
         let fixture = Fixture::new();
         fixture.reach_past_the_rings(REGION);
@@ -315,7 +315,7 @@ fn answers_wait_for_what_went_past_the_rings() {
 
 /// Memory outside this rank's regions, or targets that are not directly accessible, are staged.
 #[test]
-fn what_the_network_does_not_reach_is_staged_beside_what_it_does() {
+fn unreachable_regions_are_staged() {
     let fixture = Fixture::new();
     fixture.reach_past_the_rings(REGION);
     let other = fixture.device.allocate_staging(64).unwrap().slice().clone();

@@ -138,7 +138,7 @@ mod tests {
         }
 
         #[test]
-        fn whatever_a_header_says_is_a_message_or_an_error(
+        fn any_header_is_a_message_or_an_error(
             mut header: [u64; WORDS], kind in 0_u64..8, number: u64
         ) {
             (header[0], header[1], header[6]) = (number, kind, !number);

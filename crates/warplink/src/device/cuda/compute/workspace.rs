@@ -219,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_used_first_is_too_much() {
+    fn oldest_workspaces_exceed_the_limit() {
         let uses = [(3, 30), (9, 90), (5, 50)];
         assert_eq!(surplus(uses.to_vec(), 2), [30]);
         assert!(surplus(uses.to_vec(), 3).is_empty());

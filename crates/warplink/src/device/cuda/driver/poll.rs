@@ -42,7 +42,7 @@ mod tests {
     use crate::error::{Error, ErrorKind};
 
     #[test]
-    fn ends_when_ready_when_it_fails_and_when_told_to() {
+    fn ends_when_ready_on_failure_and_on_request() {
         let mut left = 1000;
         let count = || {
             left -= 1;

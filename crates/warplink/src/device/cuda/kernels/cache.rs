@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn keeps_what_was_made_and_makes_what_was_damaged() {
+    fn keeps_valid_entries_and_rebuilds_damaged_ones() {
         let root = tempfile::tempdir().unwrap();
         let directory = root.path().join("below");
         let key = key(&["source", "sm_90"]);

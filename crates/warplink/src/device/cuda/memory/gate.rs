@@ -111,7 +111,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_enqueued_is_held_back_and_let_go_when_the_gate_opens() {
+    fn enqueued_work_waits_for_the_gate() {
         let gate = Gate::new();
         let closed = gate.close().unwrap();
         std::thread::scope(|scope| {

@@ -162,7 +162,7 @@ mod tests {
     use crate::error::ErrorKind;
 
     #[test]
-    fn without_nvml_the_error_says_what_to_install() {
+    fn missing_nvml_error_names_the_package() {
         let Err(error) = NvmlGpu::open("0000:00:00.0".parse().unwrap()) else {
             return;
         };

@@ -173,7 +173,7 @@ mod tests {
     use crate::device::{DeviceConfig, DeviceKind};
 
     #[test]
-    fn blocks_wait_for_words_that_nobody_resets_beside_them() {
+    fn blocks_wait_for_words_without_concurrent_reset() {
         let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
         let page = device.allocate_signals(64).unwrap();
         let [a, b] = [0, 8].map(|at| page.word(at).unwrap());

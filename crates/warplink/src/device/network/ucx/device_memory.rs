@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_card_reaches_what_it_gave_a_key_of() {
+    fn card_reaches_memory_with_its_key() {
         assert!(is_reached_by_cards(&packed(0b100, &[&[1, 2, 3, 4]])));
         assert!(is_reached_by_cards(&packed(0b101, &[&[], &[1, 2, 3, 4]])));
         // Followed by the device's number.
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_understood_is_reached_by_no_card() {
+    fn malformed_key_is_reached_by_no_card() {
         let whole = packed(0b100, &[&[1, 2, 3, 4]]);
         for length in 0..whole.len() {
             assert!(!is_reached_by_cards(&whole[..length]), "{length} bytes");
