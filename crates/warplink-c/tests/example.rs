@@ -97,7 +97,7 @@ fn its_kernel_compiles_for_every_architecture() {
     let kernel = text.split("R\"cuda(").nth(1).unwrap();
     let kernel = kernel.split(")cuda\"").next().unwrap();
     for architecture in cuda::ARCHITECTURES {
-        match cuda::compile("ping_pong.cpp", kernel, architecture) {
+        match cuda::compile("ping_pong.cpp", kernel, architecture, &[]) {
             Ok(code) => assert!(!code.is_empty()),
             Err(error) if error.kind() == ErrorKind::LibraryMissing => {
                 let required =

@@ -12,6 +12,7 @@ fn kernels_compile_for_every_architecture() {
             "multiply",
             include_str!("../kernels/multiply.cu"),
             architecture,
+            &[],
         ) {
             Ok(code) => assert!(!code.is_empty()),
             Err(error) if error.kind() == ErrorKind::LibraryMissing => {

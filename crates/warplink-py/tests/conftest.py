@@ -55,6 +55,16 @@ def meet(place: str, name: str, rank: int, ranks) -> None:
         time.sleep(0.01)
 
 
+def compile_every_graph() -> None:
+    """Has PyTorch take no graph from its caches, since reports tell only of those that are compiled. Machine code of the
+    same C++ is still compiled once for all ranks."""
+    import torch._functorch.config
+    import torch._inductor.config
+
+    torch._functorch.config.enable_autograd_cache = False
+    torch._inductor.config.fx_graph_cache = False
+
+
 def _rank_main(body: Callable[..., Any], rank: int, world: int, meeting: str, arguments, results):
     os.environ.setdefault("WARPLINK_DEVICE", os.environ.get("WARPLINK_TEST_DEVICE", "host"))
     prepare_sharing(rank)
@@ -87,7 +97,9 @@ def run_ranks(
     identity.release()
     # Ranks are forks of a process that has imported PyTorch and made nothing: that takes most of the time.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["numpy", "torch", "torch.distributed", "warplink"])
+    context.set_forkserver_preload(
+        ["numpy", "torch", "torch.distributed", "torch._inductor.compile_fx", "warplink"]
+    )
     results = context.Queue()
     ranks = [
         context.Process(

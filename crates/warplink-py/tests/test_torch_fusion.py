@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch._inductor.config  # noqa: E402
+from conftest import compile_every_graph  # noqa: E402
 from test_torch_group import on_ranks, start  # noqa: E402
 
 WORLD = 2
@@ -18,8 +18,7 @@ COMPILING = 400.0
 
 
 def start_compiling(rank, world, place):
-    # The report tells of graphs that are compiled, not of those from the cache.
-    torch._inductor.config.force_disable_caches = True
+    compile_every_graph()
     return start(rank, world, place)
 
 

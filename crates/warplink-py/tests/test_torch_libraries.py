@@ -14,7 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 #: Seconds for all runs together.
-LIMIT = 240
+LIMIT = 600
 
 STEPS = 6
 

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch._inductor.config  # noqa: E402
+from conftest import compile_every_graph  # noqa: E402
 from test_torch_group import on_ranks, start  # noqa: E402
 
 
@@ -17,8 +17,7 @@ def losses(rank, world, _, place, backend, way, device="cpu", fused=False, **siz
 
     dist = start(rank, world, place + backend.replace(":", "-") + str(fused), backend)
     if fused:
-        # The report tells of graphs that are compiled, not of those from the cache.
-        torch._inductor.config.force_disable_caches = True
+        compile_every_graph()
         warplink.torch.enable_fusion()
         warplink.torch.fusion_report(clear=True)
     try:

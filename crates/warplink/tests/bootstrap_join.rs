@@ -157,7 +157,7 @@ fn a_peer_that_never_comes_is_named_on_all() {
         let id = new_id();
         let configs = [0, 1, 3].map(|rank| {
             let mut config = config(&id, rank, 5);
-            config.timeout = Duration::from_millis(1500);
+            config.timeout = Duration::from_secs(3);
             config
         });
         let begun = Stopwatch::start();
@@ -166,7 +166,7 @@ fn a_peer_that_never_comes_is_named_on_all() {
             assert_eq!(missing.kind(), ErrorKind::Timeout, "{missing}");
             assert!(missing.to_string().contains("rank 2, 4"), "{missing}");
         }
-        assert!(begun.elapsed() < Duration::from_secs(6));
+        assert!(begun.elapsed() < Duration::from_secs(8));
 
         let (nobody, _held) = free_address();
         let mut alone = JoinConfig::new(Rendezvous::Address(nobody), 1, 2);

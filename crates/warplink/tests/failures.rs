@@ -512,7 +512,7 @@ fn ranks_on_different_devices_and_worlds_are_refused() {
             JoinConfig::new(Rendezvous::Id(id.clone()), rank, world),
             kind(),
         );
-        config.join.timeout = Duration::from_secs(3);
+        config.join.timeout = Duration::from_secs(8);
         Communicator::join(&config)
     };
     std::thread::scope(|scope| {

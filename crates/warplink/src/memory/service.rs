@@ -417,11 +417,11 @@ mod tests {
         for _ in 0..10 {
             let begun = Instant::now();
             ask(service.name(), &[5; 16], descriptor_of(7), MAX_WAIT).unwrap();
-            assert!(begun.elapsed() < Duration::from_secs(1), "held up");
+            assert!(begun.elapsed() < MAX_WAIT / 2, "held up");
         }
         let begun = Instant::now();
         service.stop();
-        assert!(begun.elapsed() < Duration::from_secs(1), "held up");
+        assert!(begun.elapsed() < MAX_WAIT / 2, "held up");
         drop(silent);
     }
 }

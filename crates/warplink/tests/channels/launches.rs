@@ -57,7 +57,7 @@ fn machine_code_is_loaded_and_launched() {
         }"#;
     processes(world(2), |comm| {
         let architecture = cuda::capabilities(0).unwrap().architecture();
-        let code = cuda::compile("exchange.cu", TEXT, &architecture).unwrap();
+        let code = cuda::compile("exchange.cu", TEXT, &architecture, &[]).unwrap();
         let load = |image: &[u8]| {
             let source = ModuleSource::new("exchange.cubin").with_cubin(image);
             // SAFETY: the kernel writes one word of its outcome. What cannot be loaded does nothing.
@@ -78,7 +78,7 @@ fn machine_code_is_loaded_and_launched() {
         } else {
             "sm_80"
         };
-        let foreign = cuda::compile("exchange.cu", TEXT, other).unwrap();
+        let foreign = cuda::compile("exchange.cu", TEXT, other, &[]).unwrap();
         for image in [&foreign[..], b"no machine code", b""] {
             let error = load(image).unwrap_err();
             assert_says(&error, &["exchange.cubin"]);

@@ -36,7 +36,7 @@ fn a_kernel_that_runs_already_finds_a_region_that_is_added() {
 fn a_peer_that_adds_no_region_is_a_timeout_that_names_it() {
     threads_with(
         world(2),
-        |config| config.timeout = Duration::from_secs(2),
+        |config| config.timeout = Duration::from_secs(5),
         |comm| {
             let fixture = Fixture::new(comm);
             let connection = fixture.pair(Transport::Direct, 64);

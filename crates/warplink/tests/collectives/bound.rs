@@ -383,7 +383,7 @@ fn ranks_that_bind_different_calls_are_told() {
 
 #[test]
 fn a_rank_that_does_not_bind_or_call_is_named() {
-    let (timeout, ranks) = (Duration::from_secs(3), world(3));
+    let (timeout, ranks) = (Duration::from_secs(5), world(3));
     let all = TimedBarrier::new(ranks);
     threads_that_end(
         ranks,

@@ -328,7 +328,7 @@ fn in_a_hybrid_cube_mesh_another_count_is_told_on_all_ranks() {
 
 #[test]
 fn in_a_hybrid_cube_mesh_a_rank_that_never_calls_is_named() {
-    fail(Duration::from_secs(3), None, |error| {
+    fail(Duration::from_secs(6), None, |error| {
         assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
         assert_says(error, &["a rank has not arrived at a collective", "peer 2"]);
     });

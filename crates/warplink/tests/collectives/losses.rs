@@ -2,12 +2,12 @@
 //! for a result that is none, and goes on with those that are left.
 
 use crate::common::{
-    Ranks, TimedBarrier, assert_says, kill_self, processes_of, resume, stop_self, threads_that_end,
-    threads_with, world,
+    Ranks, Stopwatch, TimedBarrier, assert_says, kill_self, processes_of, resume, stop_self,
+    threads_that_end, threads_with, world,
 };
 use crate::data::{by_the_library, exact, is_without_library};
 use crate::expected::{Case, Random};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use warplink::collective::{Call, CollectiveKind, CollectiveOptions, CollectivePath};
 use warplink::device::{AllocationKind, Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, Error, ErrorKind};
@@ -141,7 +141,7 @@ fn lose_in(comm: Communicator, victim: usize, end: End, path: Option<CollectiveP
         }
         return;
     }
-    let started = Instant::now();
+    let started = Stopwatch::start();
     let error = call_until(&comm, &collectives, &stream, usize::MAX).unwrap_err();
     let took = started.elapsed();
     println!("rank {}: {error} ({took:?})", comm.rank());
@@ -249,7 +249,7 @@ fn close_early(path: Option<CollectivePath>) {
                 assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
                 return;
             }
-            let started = Instant::now();
+            let started = Stopwatch::start();
             let error = call_until(&comm, &collectives, &stream, 1).unwrap_err();
             let took = started.elapsed();
             assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
@@ -351,7 +351,7 @@ fn call_late(path: Option<CollectivePath>) {
     let all = TimedBarrier::new(ranks);
     threads_with(
         ranks,
-        |config| config.timeout = Duration::from_secs(1),
+        |config| config.timeout = Duration::from_secs(5),
         |comm| {
             let Some(collectives) = join(comm, path) else {
                 return;
@@ -397,7 +397,7 @@ fn a_rank_that_does_not_join_is_named() {
     let all = TimedBarrier::new(ranks);
     threads_with(
         ranks,
-        |config| config.timeout = Duration::from_secs(1),
+        |config| config.timeout = Duration::from_secs(5),
         |comm| {
             let early = (comm.rank() == 0).then(|| comm.collectives());
             all.wait();

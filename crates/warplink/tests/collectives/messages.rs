@@ -365,7 +365,7 @@ fn a_peer_that_never_comes_is_named() {
     let all = TimedBarrier::new(world(3));
     threads_that_end(
         world(3),
-        |config| config.timeout = Duration::from_secs(3),
+        |config| config.timeout = Duration::from_secs(6),
         |comm| {
             comm.collectives().unwrap();
             let expected = match comm.rank() {

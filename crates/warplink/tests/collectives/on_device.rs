@@ -262,7 +262,7 @@ fn a_count_above_the_limit_is_told_on_both_ranks() {
         threads_that_end(
             ranks,
             // The rank that is not concerned waits for the others until then.
-            |config| config.timeout = Duration::from_secs(5),
+            |config| config.timeout = Duration::from_secs(10),
             |comm| {
                 let collectives = comm.collectives().unwrap();
                 let stream = comm.create_stream(Priority::Normal).unwrap();

@@ -190,7 +190,7 @@ fn a_rank_that_states_another_size_is_named() {
     threads_that_end(
         ranks,
         // The rank that is not concerned waits for the others until then.
-        |config| config.timeout = Duration::from_secs(5),
+        |config| config.timeout = Duration::from_secs(10),
         |comm| {
             let collectives = comm.collectives().unwrap();
             let stream = comm.create_stream(Priority::Normal).unwrap();

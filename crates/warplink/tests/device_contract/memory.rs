@@ -1,8 +1,8 @@
 //! Freeing while streams wait, and using freed memory again.
 
-use super::common::open_device;
+use super::common::{Stopwatch, open_device};
 use super::soon;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use warplink::device::{AllocationKind, DeviceSlice, MemoryOp, Priority};
 
 /// A driver may hold a call that frees until the device is idle, and everything else with it.
@@ -63,7 +63,7 @@ fn memory_is_freed_and_allocated_while_a_stream_waits() {
         let mut seen = [0; 4096];
         device.download(&to, &mut seen).unwrap();
         assert_eq!(seen, [round; 4096]);
-        let begun = Instant::now();
+        let begun = Stopwatch::start();
         drop((a, b, from, to));
         assert!(begun.elapsed() < Duration::from_secs(1), "freeing waits");
     }

@@ -311,13 +311,13 @@ pub struct CompiledKernel {
     pub bytes: usize,
 }
 
-/// Compiles CUDA C++ that may include `<warplink/device.cuh>` for `architecture`, such as `sm_90`, bypassing
-/// the cache, and returns the machine code. Needs no GPU.
+/// Compiles CUDA C++ that may include `<warplink/device.cuh>` for `architecture`, such as `sm_90`, with
+/// additional options of NVRTC, bypassing the cache, and returns the machine code. Needs no GPU.
 ///
 /// # Errors
 /// As [`compile_all`].
-pub fn compile(name: &str, text: &str, architecture: &str) -> Result<Vec<u8>> {
-    let options = options(architecture, &[]);
+pub fn compile(name: &str, text: &str, architecture: &str, further: &[String]) -> Result<Vec<u8>> {
+    let options = options(architecture, further);
     Compiler::get()?.compile(name, text, &options, architecture)
 }
 
