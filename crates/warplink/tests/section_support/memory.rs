@@ -1,7 +1,7 @@
 //! Memory of all ranks as numbers, each with the order of its accesses.
 
 use super::stage::{Operand, packet};
-use crate::program_support::interpreter::{Fault, input_of, mix};
+use crate::program_support::interpreter::{Choice, Fault, input_of, mix};
 use std::collections::BTreeSet;
 use warplink::DType;
 use warplink::program::RankProgram;
@@ -213,15 +213,24 @@ impl Memory {
         outputs
     }
 
+    /// What the outputs of a rank hold; no numbers where nothing wrote them.
+    pub(super) fn outputs(&self, program: &RankProgram) -> Vec<f64> {
+        let tensors = program.tensors.iter().zip(&self.all[program.rank]);
+        let outputs = tensors.filter(|(tensor, _)| tensor.role == Role::Output);
+        outputs
+            .flat_map(|(_, content)| content.values.iter().copied())
+            .collect()
+    }
+
     /// Sets the inputs of a run and spoils all other tensors.
-    pub(super) fn prepare(&mut self, program: &RankProgram, run: usize, values: u64) {
+    pub(super) fn prepare(&mut self, program: &RankProgram, run: usize, choice: Choice) {
         let rank = program.rank;
         for (memory, tensor) in program.tensors.iter().enumerate() {
             let is_input = tensor.role == Role::Input;
             let content = &mut self.all[rank][memory];
             for (element, value) in content.values.iter_mut().enumerate() {
                 *value = if is_input {
-                    input_of(tensor, values, (run, rank), memory, element)
+                    input_of(tensor, choice, (run, rank), memory, element)
                 } else {
                     f64::NAN
                 };
