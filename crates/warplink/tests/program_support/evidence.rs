@@ -95,7 +95,11 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
             let (world, streams) = (sample.world, sample.streams);
             let evaluator = Evaluator::new(&sample.program, world, streams, &sample.parameters)
                 .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
-            let meaning = Arc::new(Meaning::of(&evaluator, RUNS, (SOME_VALUES, &outputs))?);
+            let meaning = Arc::new(Meaning::of(
+                (&evaluator, &ranks),
+                RUNS,
+                (SOME_VALUES, &outputs),
+            )?);
             let class = if as_graph {
                 "accepted"
             } else {

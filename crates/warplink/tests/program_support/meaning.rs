@@ -13,13 +13,13 @@ pub(crate) struct Meaning {
 }
 
 impl Meaning {
-    /// Evaluates the first runs of a program that was played with a choice of integers, and whose outputs are by run and
+    /// Evaluates the first runs of a program, whose `ranks` were played with a choice of integers, and whose outputs are by run and
     /// rank; none where nothing is written.
     ///
     /// # Errors
     /// How the outputs are others.
     pub(crate) fn of(
-        evaluator: &Evaluator,
+        (evaluator, ranks): (&Evaluator, &[RankProgram]),
         runs: usize,
         (choice, outputs): (Choice, &[Vec<f64>]),
     ) -> Result<Self, String> {
@@ -27,7 +27,7 @@ impl Meaning {
             let bytes = |rank: usize, id: TensorId, tensor: &TensorInstance| -> Vec<u8> {
                 let count = tensor.bytes / tensor.dtype.size();
                 let values: Vec<f64> = (0..count)
-                    .map(|at| input_of(tensor, choice, (run, rank), id, at))
+                    .map(|at| input_of(&ranks[rank].tensors[id], choice, (run, rank), id, at))
                     .collect();
                 encode(tensor.dtype, &values)
             };

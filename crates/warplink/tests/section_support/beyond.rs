@@ -160,7 +160,7 @@ fn ended(
             return Err(format!("accepted, but hangs, with {choice:?}"));
         }
         let with = |how: String| format!("{how}, with {choice:?}");
-        return Meaning::of(evaluator, 1, (choice, &first.outputs))
+        return Meaning::of((evaluator, ranks), 1, (choice, &first.outputs))
             .map(|_| None)
             .map_err(with);
     }
@@ -170,7 +170,7 @@ fn ended(
         ranks: of,
         left: first.left,
     };
-    match Meaning::of(evaluator, 1, (choice, &beyond.left)) {
+    match Meaning::of((evaluator, ranks), 1, (choice, &beyond.left)) {
         Ok(_) => Err(format!(
             "evaluated though a value is out of its range, with {choice:?}"
         )),

@@ -24,10 +24,10 @@ const ORDERS_OF_OTHERS: u64 = 3;
 const TRIES: u64 = 300;
 
 /// How many further choices of integers are played of an accepted program: at least, and if its turns are cheap.
-const OTHERS: Range<usize> = 6..24;
+const OTHERS: Range<usize> = 6..20;
 
 /// How many turns of the interpreter an accepted program may take after the least choices.
-const TURNS: u64 = 60_000;
+const TURNS: u64 = 30_000;
 
 /// How many turns a diagnostic may take until a choice of integers and an order show it.
 const TURNS_OF_REFUSED: u64 = 3_000_000;
@@ -83,15 +83,22 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
         }
         (Err(diagnostic), Ok(_)) => return Err(format!("accepted, but {diagnostic}")),
     };
+    let wide = Some(&stage).filter(|stage| stage.reads_values);
+    let wide = wide.and_then(Stage::widened);
+    let wide = wide
+        .as_deref()
+        .map(|ranks| Stage::new(ranks, runs, SOME_VALUES));
+    let wide = wide.transpose().map_err(|error| error.to_string())?;
     match verdict {
         Ok(_) => {
             let evaluator = Evaluator::new(program, world, 1, parameters)
                 .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
             let outputs = Case::of(&ranks, &stage).runs(0..ORDERS)?;
-            Meaning::of(&evaluator, 1, (SOME_VALUES, &outputs))?;
+            Meaning::of((&evaluator, &ranks), 1, (SOME_VALUES, &outputs))?;
             let mut beyond_bounds = None;
             if stage.reads_values {
-                others(&stage, sample.seed, &evaluator, &outputs)?;
+                let played = wide.as_ref().unwrap_or(&stage);
+                others(played, wide.is_some(), sample.seed, (&evaluator, &outputs))?;
                 beyond_bounds = beyond(&ranks, &evaluator, sample.seed)?;
             }
             Ok(Shown {
@@ -103,7 +110,8 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
         Err(diagnostics) => {
             let how = explained(&diagnostics, |diagnostic| {
                 if stage.reads_values {
-                    return shown_by_some_values(&stage, sample.seed, diagnostic);
+                    let stage = wide.as_ref().unwrap_or(&stage);
+                    return shown_by_some_values(stage, sample.seed, diagnostic);
                 }
                 Case::of(&ranks, &stage).shows(diagnostic, (4, TRIES))
             })?;
@@ -113,12 +121,12 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
 }
 
 /// Plays an accepted program with further choices of the integers that lanes read, each of which may leave some outputs
-/// unwritten.
+/// unwritten. Choices that do not fit together may end a launch if the bounds are `wide`.
 fn others(
     stage: &Stage<'_>,
+    wide: bool,
     seed: u64,
-    evaluator: &Evaluator,
-    outputs: &[Vec<f64>],
+    (evaluator, outputs): (&Evaluator, &[Vec<f64>]),
 ) -> Result<(), String> {
     let world = stage.ranks.len();
     let mut unwritten: Vec<Vec<bool>> = vec![Vec::new(); world];
@@ -141,8 +149,12 @@ fn others(
         let first = seed % ORDERS + number as u64 * ORDERS_OF_OTHERS;
         let orders = first..first + ORDERS_OF_OTHERS;
         let with = |how: String| format!("{how}, with {choice:?}");
-        let outputs = Case::of(stage.ranks, &stage).runs(orders).map_err(with)?;
-        Meaning::of(evaluator, 1, (choice, &outputs)).map_err(with)?;
+        let case = Case::of(stage.ranks, &stage);
+        if wide && case.rule_of_values(DiagnosticKind::OutOfBounds).is_some() {
+            continue;
+        }
+        let outputs = case.runs(orders).map_err(with)?;
+        Meaning::of((evaluator, stage.ranks), 1, (choice, &outputs)).map_err(with)?;
         note(&outputs);
     }
     let left = |(rank, own): (usize, &Vec<bool>)| {

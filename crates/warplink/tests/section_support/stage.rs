@@ -4,7 +4,7 @@ use super::functions::{self, Function};
 use crate::program_support::interpreter::Choice;
 use rustc_hash::FxHashMap;
 use std::cell::{Cell, RefCell};
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::rc::Rc;
 use warplink::DType;
 use warplink::device::ReduceOp;
@@ -154,6 +154,47 @@ impl<'a> Stage<'a> {
         let sections = ranks.iter().flat_map(sections);
         let periods = sections.map(|section| section.period as usize);
         periods.fold(1, |all, period| least_common_multiple(all, period.max(1)))
+    }
+
+    /// The ranges of the words that lanes read of each rank's tensors, where a bound may depend on other words: the least
+    /// and the greatest bound of each tensor.
+    fn bounds(&self) -> BTreeMap<(usize, usize), (i64, i64)> {
+        let mut bounds: BTreeMap<(usize, usize), (i64, i64)> = BTreeMap::new();
+        for launch in 0..self.launches() {
+            for rank in 0..self.ranks.len() {
+                let ways = (0..self.lanes(launch, rank)).flat_map(|lane| [(lane, 0), (lane, 1)]);
+                for (lane, share) in ways {
+                    let mut read = Vec::new();
+                    while let Ok(steps) = self.steps_after((launch, rank, lane), &read) {
+                        let next = steps.acts.iter().find_map(|act| match act {
+                            Act::Value(next) if next.number == read.len() => Some(next),
+                            _ => None,
+                        });
+                        let Some(next) = next else {
+                            break;
+                        };
+                        let place = (next.word.rank, next.word.memory);
+                        let (least, most) = bounds.entry(place).or_insert((next.most, next.most));
+                        (*least, *most) = (next.most.min(*least), next.most.max(*most));
+                        read.push(next.most * share);
+                    }
+                }
+            }
+        }
+        bounds
+    }
+
+    /// The programs with the greatest bounds, if those differ: then values that each fit may not fit together.
+    pub(crate) fn widened(&self) -> Option<Vec<RankProgram>> {
+        let mut ranks = self.ranks.to_vec();
+        let mut wider = false;
+        for ((rank, memory), (_, most)) in self.bounds() {
+            if let Some(tensor) = ranks[rank].tensors.get_mut(memory) {
+                wider |= tensor.value_bound != Some(most);
+                tensor.value_bound = Some(most);
+            }
+        }
+        wider.then_some(ranks)
     }
 
     /// How many turns were taken and steps were resolved so far, under all choices.
