@@ -148,7 +148,7 @@ impl Stage<'_> {
             stage: self,
             schedule,
             random: Random::new(mix(schedule.seed ^ 0x5ec7)),
-            memory: Memory::new(self.ranks, self.kernels),
+            memory: Memory::new(self.ranks, self.kernels, self.choice.beyond.is_some()),
             words: FxHashMap::default(),
             lanes: (0..world).map(|_| Vec::new()).collect(),
             launch: vec![None; world],
@@ -165,10 +165,10 @@ impl Stage<'_> {
         }
         Outcome {
             stuck: play.launch.iter().any(|at| *at != Some(self.launches())),
-            left: self
+            stored: self
                 .ranks
                 .iter()
-                .map(|program| play.memory.outputs(program))
+                .map(|program| play.memory.stored(program))
                 .collect(),
             order: play.memory.order(),
             outputs: play.outputs,

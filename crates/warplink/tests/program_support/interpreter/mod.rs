@@ -179,7 +179,7 @@ impl<'a> Interpreter<'a> {
         Outcome {
             stuck,
             outputs: play.outputs,
-            left: Vec::new(),
+            stored: Vec::new(),
             order: play.memory.order(),
             faults: play.memory.faults,
         }

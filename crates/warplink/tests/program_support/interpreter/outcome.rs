@@ -35,8 +35,8 @@ pub(crate) struct Outcome {
     pub(crate) stuck: bool,
     /// The outputs of each run and rank.
     pub(crate) outputs: Vec<Vec<f64>>,
-    /// What the outputs of each rank hold at the end.
-    pub(crate) left: Vec<Vec<f64>>,
+    /// All that was stored in each element of the outputs of each rank, in order, where that is kept.
+    pub(crate) stored: Vec<Vec<Vec<f64>>>,
     /// Stands for the order of all accesses to the same cells.
     pub(crate) order: u64,
     /// Faults that occur for any values.
