@@ -11,13 +11,14 @@
 //! Every cell of memory remembers the order of its writes, and every read the writes before it. Two plays
 //! whose [`Outcome::order`] differs are a race, whether or not a value shows it.
 
+mod lane;
 mod values;
 
 use super::memory::{Memory, rounded};
-use super::stage::{Act, Movement, Operand, Stage, Steps};
+use super::stage::{Act, Movement, Operand, Stage};
 use crate::program_support::interpreter::{Fault, Outcome, Pick, Random, mix};
+use lane::{Lane, Store, Stored};
 use rustc_hash::{FxHashMap, FxHashSet};
-use std::rc::Rc;
 use warplink::DType;
 use warplink::device::ReduceOp;
 
@@ -88,43 +89,6 @@ enum Agent {
     Lane(usize, usize),
     Landing(usize, usize),
     Stream(usize),
-}
-
-/// A store in flight.
-struct Store {
-    step: StepId,
-    what: Stored,
-}
-
-enum Stored {
-    Cell {
-        by: u64,
-        place: Operand,
-        cell: usize,
-        flag: u64,
-        values: Vec<f64>,
-    },
-    Signal {
-        peer: usize,
-        to: usize,
-    },
-}
-
-#[derive(Default)]
-struct Lane {
-    next: usize,
-    /// Its steps, where they depend on what it has read.
-    steps: Option<Rc<Steps>>,
-    read: Vec<i64>,
-    /// Whether it has read a value with which it cannot go on.
-    fails: bool,
-    /// The units of the step at hand that are not moved; none before it begins.
-    units: Option<Vec<usize>>,
-    stores: Vec<Store>,
-    /// How many of `stores` are to each cell, so that most cells need no search.
-    cells: FxHashMap<(usize, usize, usize), usize>,
-    /// Values loaded early, by step, source and element.
-    early: FxHashMap<(usize, usize, usize), f64>,
 }
 
 struct Play<'a> {
@@ -552,49 +516,11 @@ impl Play<'_> {
     }
 }
 
-impl Lane {
-    fn stores_to(&self, place: &Operand, cell: usize) -> usize {
-        let at = (place.rank, place.memory, cell);
-        self.cells.get(&at).copied().unwrap_or(0)
-    }
-
-    fn push_store(&mut self, store: Store) {
-        if let Stored::Cell { place, cell, .. } = &store.what {
-            *self
-                .cells
-                .entry((place.rank, place.memory, *cell))
-                .or_default() += 1;
-        }
-        self.stores.push(store);
-    }
-
-    fn take_store(&mut self, place: usize) -> Store {
-        let store = self.stores.remove(place);
-        if let Stored::Cell { place, cell, .. } = &store.what
-            && let Some(count) = self.cells.get_mut(&(place.rank, place.memory, *cell))
-        {
-            *count -= 1;
-        }
-        store
-    }
-}
-
 impl StepId {
     /// Stands for an operand of a unit of the step.
     fn by(self, unit: usize, operand: usize) -> u64 {
         let place = (self.rank << 40) | (self.launch << 28) | (self.lane << 20) | self.step;
         mix(mix(place as u64) ^ ((unit << 8) | operand) as u64)
-    }
-}
-
-impl Store {
-    fn is_at(&self, of: &Operand, at: usize) -> bool {
-        match &self.what {
-            Stored::Cell { place, cell, .. } => {
-                (place.rank, place.memory, *cell) == (of.rank, of.memory, at)
-            }
-            Stored::Signal { .. } => false,
-        }
     }
 }
 
