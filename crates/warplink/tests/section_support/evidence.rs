@@ -26,6 +26,9 @@ const TRIES: u64 = 300;
 /// How many further choices of integers are played of an accepted program: at least, and if its turns are cheap.
 const OTHERS: Range<usize> = 6..20;
 
+/// How many of them where something is still unwritten.
+const MOST_OTHERS: usize = 80;
+
 /// How many turns of the interpreter an accepted program may take after the least choices.
 const TURNS: u64 = 30_000;
 
@@ -130,7 +133,7 @@ fn others(
 ) -> Result<(), String> {
     let world = stage.ranks.len();
     let mut unwritten: Vec<Vec<bool>> = vec![Vec::new(); world];
-    let mut note = |outputs: &[Vec<f64>]| {
+    let note = |unwritten: &mut Vec<Vec<bool>>, outputs: &[Vec<f64>]| {
         for (place, own) in outputs.iter().enumerate() {
             let all = &mut unwritten[place % world];
             all.resize(own.len(), true);
@@ -139,10 +142,13 @@ fn others(
                 .for_each(|(all, value)| *all &= value.is_nan());
         }
     };
-    note(outputs);
+    note(&mut unwritten, outputs);
     let least = stage.spent() + TURNS;
-    for (number, choice) in Choice::all(seed).enumerate().take(OTHERS.end) {
-        if number >= OTHERS.start && stage.spent() > least {
+    for (number, choice) in Choice::all(seed).enumerate() {
+        // Few choices may lead to a write.
+        let all_written = || unwritten.iter().flatten().all(|unwritten| !unwritten);
+        let few = number < OTHERS.start || (stage.spent() < least && number < OTHERS.end);
+        if !few && (all_written() || number >= MOST_OTHERS) {
             break;
         }
         let stage = stage.with(choice);
@@ -155,7 +161,7 @@ fn others(
         }
         let outputs = case.runs(orders).map_err(with)?;
         Meaning::of((evaluator, stage.ranks), 1, (choice, &outputs)).map_err(with)?;
-        note(&outputs);
+        note(&mut unwritten, &outputs);
     }
     let left = |(rank, own): (usize, &Vec<bool>)| {
         let at = own.iter().position(|unwritten| *unwritten)?;
