@@ -1,12 +1,13 @@
 //! Random programs and mutants, for as long as one asks: the verifier's word on each against what an
 //! independent interpreter shows, and what the host device does with those that are accepted. With
-//! `--sections`, programs of kernels; with `--signals`, programs that post and wait without a plan.
+//! `--sections`, programs of kernels; with `--values`, those that read counts and rows from memory; with `--signals`, programs that post and wait without a plan.
 //!
 //! ```sh
 //! cargo run --release -p warplink --example random_programs -- --count 20000
 //! cargo run --release -p warplink --example random_programs -- --seconds 600 --seed 1000000 --jobs 4
 //! cargo run --release -p warplink --example random_programs -- --only 5449
 //! cargo run --release -p warplink --example random_programs -- --sections --count 20000
+//! cargo run --release -p warplink --example random_programs -- --values --count 20000
 //! cargo run --release -p warplink --example random_programs -- --signals --count 20000
 //! ```
 //!
@@ -32,6 +33,7 @@ use program_support::evidence::check;
 use program_support::sample::{Allowed, sample, signals};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::set_current_timer_slack;
+use section_support::sample::Pieces;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
 use std::num::NonZeroU64;
@@ -42,11 +44,14 @@ use std::time::{Duration, Instant};
 
 const HELP: &str = "\
 Usage: random_programs [--count N | --seconds S] [--seed FIRST] [--jobs N] [--changes N]
-                       [--sections | --signals] [--no-device]
-       random_programs --only SEED [--changes N] [--sections | --signals] [--no-device]";
+                       [--sections | --values | --signals] [--no-device]
+       random_programs --only SEED [--changes N] [--sections | --values | --signals] [--no-device]";
 
 /// How long a program may take on the device.
 const LIMIT: Duration = Duration::from_secs(180);
+
+/// How many seeds have one whose launches are ended by integers beyond their bounds on the device, too.
+const BEYOND: u64 = 8;
 
 /// How often the counts so far are printed.
 const EVERY: Duration = Duration::from_secs(60);
@@ -59,6 +64,8 @@ const PROGRAM: char = '=';
 const MUTANT: char = '~';
 
 const DISAGREEMENT: &str = "DISAGREEMENT";
+/// Begins the class of a section that reads values from memory.
+const WITH_VALUES: &str = "values: ";
 const UNREADABLE: &str = "refused by the parser";
 
 #[derive(Clone)]
@@ -72,6 +79,8 @@ struct Options {
     changes: usize,
     /// Programs of kernels, instead of those of streams.
     sections: bool,
+    /// Programs of kernels that read values from memory.
+    values: bool,
     /// Programs of posts and waits alone.
     signals: bool,
     device: bool,
@@ -86,15 +95,24 @@ struct Counts {
 }
 
 impl Counts {
+    /// How many sections read values from memory.
+    fn values(&self) -> u64 {
+        let classes = self.classes.iter();
+        let with = classes.filter(|(class, _)| class.starts_with(WITH_VALUES));
+        with.map(|(_, count)| count).sum()
+    }
+
     /// The counts so far, in one line.
     fn line(&self, options: &Options, start: Instant) -> String {
         let all = self.classes.values().sum::<u64>() - self.unreadable;
-        let (programs, sections) = if options.sections { (0, all) } else { (all, 0) };
+        let is_section = options.sections || options.values;
+        let (programs, sections) = if is_section { (0, all) } else { (all, 0) };
         let (unreadable, seconds) = (self.unreadable, start.elapsed().as_secs_f64());
         format!(
-            "{programs} programs and {sections} sections, {} of them mutants ({unreadable} unreadable ones left \
-             out), in {seconds:.0} s: {} disagreements",
+            "{programs} programs and {sections} sections, {} of them mutants and {} with values from memory \
+             ({unreadable} unreadable ones left out), in {seconds:.0} s: {} disagreements",
             self.mutants - unreadable,
+            self.values(),
             self.disagreements
         )
     }
@@ -109,6 +127,7 @@ fn options() -> Result<Options, String> {
         job: None,
         changes: 3,
         sections: false,
+        values: false,
         signals: false,
         device: true,
     };
@@ -117,6 +136,7 @@ fn options() -> Result<Options, String> {
         let switch = match &*name {
             "--no-device" => Some((&mut options.device, false)),
             "--sections" => Some((&mut options.sections, true)),
+            "--values" => Some((&mut options.values, true)),
             "--signals" => Some((&mut options.signals, true)),
             _ => None,
         };
@@ -213,6 +233,9 @@ fn follow(options: &Options, job: u64, counts: &Mutex<Counts>) {
     if options.sections {
         command.arg("--sections");
     }
+    if options.values {
+        command.arg("--values");
+    }
     if options.signals {
         command.arg("--signals");
     }
@@ -265,7 +288,7 @@ fn work(options: &Options, job: u64) {
     while number < options.count && start.elapsed().as_secs() < options.seconds {
         let seed = options.first.wrapping_add(number);
         println!("{NEXT}{seed}");
-        let (class, mutant) = if options.sections {
+        let (class, mutant) = if options.sections || options.values {
             section(options, seed, &mut runner)
         } else {
             one(options, seed, &mut runner)
@@ -306,17 +329,26 @@ fn one(options: &Options, seed: u64, runner: &mut Runner) -> (String, bool) {
 
 /// The class of the kernels of one seed, and whether they are mutants.
 fn section(options: &Options, seed: u64, runner: &mut Runner) -> (String, bool) {
-    let Ok(sample) = section_support::sample::sample(seed, options.changes) else {
+    let pieces = if options.values {
+        Pieces::Values
+    } else {
+        Pieces::Any
+    };
+    let Ok(sample) = section_support::sample::sample(seed, pieces, options.changes) else {
         return (UNREADABLE.to_owned(), true);
     };
     let checked = section_support::evidence::check(&sample).and_then(|shown| {
         if let (Some(outputs), true) = (&shown.outputs, options.device) {
-            section_support::device::run(runner, &sample, outputs)?;
+            // Ranks join anew after a launch that fails.
+            let beyond = shown.beyond.as_ref().filter(|_| seed.is_multiple_of(BEYOND));
+            section_support::device::run(runner, &sample, outputs, beyond)?;
         }
-        Ok(shown.class)
+        let kind = if sample.reads_values { WITH_VALUES } else { "" };
+        Ok(format!("{kind}{}", shown.class))
     });
     let class = checked.unwrap_or_else(|how| {
-        let what = format!("--sections, {} ranks, {}", sample.world, sample.parameters);
+        let kind = if options.values { "values" } else { "sections" };
+        let what = format!("--{kind}, {} ranks, {}", sample.world, sample.parameters);
         disagree(options, seed, &what, &how, &sample.text)
     });
     (class, sample.changes > 0)

@@ -12,7 +12,7 @@ use program_support::machine::slower;
 use proptest::prelude::*;
 use section_support::device;
 use section_support::evidence::{Shown, check};
-use section_support::sample::{Sample, sample};
+use section_support::sample::{Pieces, Sample, sample};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use warplink::program::cost::find::all_shipped;
@@ -38,10 +38,10 @@ fn said(seed: u64, sample: &Sample, how: &str) -> String {
 
 /// Evidence for the verdict on the sample of `seed`, and its results if it is accepted.
 fn shown(seed: u64) -> Result<(String, Option<Accepted>), String> {
-    let Ok(sample) = sample(seed, 2) else {
+    let Ok(sample) = sample(seed, Pieces::Any, 2) else {
         return Ok(("no program".to_owned(), None));
     };
-    let Shown { class, outputs } = check(&sample).map_err(|how| said(seed, &sample, &how))?;
+    let Shown { class, outputs, .. } = check(&sample).map_err(|how| said(seed, &sample, &how))?;
     let class = if sample.changes == 0 {
         format!("unchanged, {class}")
     } else {
@@ -81,7 +81,7 @@ fn what_happens_is_what_the_verifier_says_of_kernels() {
             wanted
         });
         if let Some((sample, outputs)) = accepted
-            && let Err(how) = device::run(&mut runner, &sample, &outputs)
+            && let Err(how) = device::run(&mut runner, &sample, &outputs, None)
         {
             wrong.push(said(seed, &sample, &how));
         }
@@ -120,7 +120,7 @@ fn what_the_verifier_accepts_has_a_cost() {
     };
     let mut accepted = 0;
     for seed in 0..400 {
-        let Ok(sample) = sample(seed, 2) else {
+        let Ok(sample) = sample(seed, Pieces::Any, 2) else {
             continue;
         };
         let (program, world) = (&sample.program, sample.world);

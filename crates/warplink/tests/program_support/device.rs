@@ -3,7 +3,7 @@
 
 use super::elements::{decode, encode};
 use super::evidence::Accepted;
-use super::interpreter::{RUNS, SOME_VALUES, input_of};
+use super::interpreter::{Choice, RUNS, SOME_VALUES, input_of};
 use super::sample::Sample;
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv4Addr};
@@ -24,6 +24,9 @@ const DELAY: Duration = Duration::from_micros(60);
 /// How many programs run before the ranks join anew, with other delays.
 const PROGRAMS: u64 = 5000;
 
+/// What outputs are filled with before each run.
+const FILL: u8 = 0xff;
+
 /// How far a value may be from the interpreter's, relative to it.
 const TOLERANCE: f64 = 1e-5;
 
@@ -38,9 +41,15 @@ pub(crate) struct Runner {
 /// Ranks that have joined one another.
 struct Crew {
     orders: Vec<Sender<Option<Arc<Order>>>>,
-    results: Receiver<(usize, Result<Vec<Vec<f64>>>)>,
+    results: Receiver<(usize, Ended)>,
     threads: Vec<JoinHandle<()>>,
     left: u64,
+}
+
+/// The outputs of a rank's runs, and why they ended early.
+pub(crate) struct Ended {
+    pub(crate) outputs: Vec<Vec<f64>>,
+    pub(crate) error: Option<Error>,
 }
 
 /// Work of the ranks.
@@ -55,6 +64,10 @@ pub(crate) struct Order {
     pub(crate) captured: usize,
     /// After how many runs the inputs are the first again.
     pub(crate) inputs: usize,
+    /// How integers that kernels read are chosen.
+    pub(crate) choice: Choice,
+    /// How long it may take, if less than others.
+    pub(crate) limit: Option<Duration>,
 }
 
 impl Runner {
@@ -91,6 +104,8 @@ impl Runner {
             eager: RUNS,
             captured: if accepted.as_graph { RUNS } else { 0 },
             inputs: RUNS,
+            choice: SOME_VALUES,
+            limit: None,
         };
         let outputs = self.perform(world, order)?;
         let mut ranks = outputs.iter().enumerate();
@@ -109,6 +124,26 @@ impl Runner {
         world: usize,
         order: Order,
     ) -> std::result::Result<Vec<Vec<Vec<f64>>>, String> {
+        let ended = self.ended(world, order)?;
+        let mut outputs = Vec::new();
+        for (rank, ended) in ended.into_iter().enumerate() {
+            if let Some(error) = ended.error {
+                return Err(format!("accepted, but on the device, rank {rank}: {error}"));
+            }
+            outputs.push(ended.outputs);
+        }
+        Ok(outputs)
+    }
+
+    /// Has ranks run a program; how that ends on each.
+    ///
+    /// # Errors
+    /// The ranks cannot be told.
+    pub(crate) fn ended(
+        &mut self,
+        world: usize,
+        order: Order,
+    ) -> std::result::Result<Vec<Ended>, String> {
         let (seed, limit, path) = (self.seed, self.limit, self.path);
         let crew = self
             .crews
@@ -118,25 +153,20 @@ impl Runner {
         for rank in &crew.orders {
             rank.send(Some(order.clone())).map_err(|e| e.to_string())?;
         }
-        let mut outputs = vec![Vec::new(); world];
-        let mut wrong = None;
+        let mut all = Vec::new();
         for _ in 0..world {
-            let (rank, ended) = crew.results.recv().map_err(|error| error.to_string())?;
-            match ended {
-                Ok(own) => outputs[rank] = own,
-                Err(error) => wrong = wrong.or(Some(format!("rank {rank}: {error}"))),
-            }
+            all.push(crew.results.recv().map_err(|error| error.to_string())?);
         }
+        all.sort_by_key(|(rank, _)| *rank);
+        let all: Vec<Ended> = all.into_iter().map(|(_, ended)| ended).collect();
         crew.left -= 1;
-        if crew.left == 0 || wrong.is_some() {
+        if crew.left == 0 || all.iter().any(|ended| ended.error.is_some()) {
             self.seed += 1;
             if let Some(crew) = self.crews.remove(&world) {
                 crew.leave();
             }
         }
-        wrong.map_or(Ok(outputs), |what| {
-            Err(format!("accepted, but on the device, {what}"))
-        })
+        Ok(all)
     }
 }
 
@@ -192,7 +222,7 @@ impl Crew {
 fn member(
     config: &Config,
     orders: &Receiver<Option<Arc<Order>>>,
-    answer: &Sender<(usize, Result<Vec<Vec<f64>>>)>,
+    answer: &Sender<(usize, Ended)>,
     limit: Duration,
 ) {
     let comm = match Communicator::join(config) {
@@ -200,7 +230,7 @@ fn member(
         Err(error) => {
             while let Ok(Some(_)) = orders.recv() {
                 let error = Error::new(error.kind(), error.to_string());
-                let _ = answer.send((config.join.rank, Err(error)));
+                let _ = answer.send((config.join.rank, Ended::by(error)));
             }
             return;
         }
@@ -213,7 +243,7 @@ fn member(
         comm: &comm,
     };
     while let Ok(Some(order)) = orders.recv() {
-        let ended = rank.run(&order);
+        let ended = rank.run(&order).unwrap_or_else(Ended::by);
         let _ = answer.send((comm.rank(), ended));
     }
     drop(rank);
@@ -241,8 +271,8 @@ impl Rank<'_> {
         Ok(slice)
     }
 
-    /// The outputs of all runs, eager ones first.
-    fn run(&mut self, order: &Order) -> Result<Vec<Vec<f64>>> {
+    /// The outputs of all runs, eager ones first; where one fails, what the outputs hold then.
+    fn run(&mut self, order: &Order) -> Result<Ended> {
         let options = PrepareOptions {
             streams: order.streams,
             verify: false,
@@ -272,7 +302,7 @@ impl Rank<'_> {
                     let elements = 0..bytes / instance.dtype.size();
                     let value = |at| {
                         let of = (run % order.inputs, self.comm.rank());
-                        input_of(instance, SOME_VALUES, of, tensor, at)
+                        input_of(instance, order.choice, of, tensor, at)
                     };
                     let values: Vec<f64> = elements.map(value).collect();
                     let values = encode(instance.dtype, &values);
@@ -287,7 +317,7 @@ impl Rank<'_> {
             for (role, (bound, others)) in roles.clone().zip(&slices) {
                 match role {
                     Role::Input => self.stream.copy(bound, &others[number])?,
-                    _ => self.stream.fill(bound, 0xff)?,
+                    _ => self.stream.fill(bound, FILL)?,
                 }
             }
             enqueue(&self.stream)?;
@@ -302,10 +332,16 @@ impl Rank<'_> {
         for number in 0..order.eager {
             run(number, &|stream| plan.run(stream))?;
         }
-        if let Err(error) = self.stream.synchronize(Deadline::after(self.limit)) {
+        let limit = order.limit.unwrap_or(self.limit);
+        if let Err(error) = self.stream.synchronize(Deadline::after(limit)) {
             // Its streams still use it.
             std::mem::forget(plan);
-            return Err(error);
+            let held = outer.iter().zip(&slices);
+            let held = held.map(|((_, instance), (bound, _))| (*instance, bound));
+            return Ok(Ended {
+                outputs: vec![self.outputs(held)?],
+                error: Some(error),
+            });
         }
         if order.captured > 0 {
             let captured = plan.capture()?;
@@ -319,17 +355,45 @@ impl Rank<'_> {
         }
         let mut all = Vec::new();
         for number in 0..runs {
-            let mut outputs = Vec::new();
-            for ((_, instance), (_, others)) in outer.iter().zip(&slices) {
-                if instance.role == Role::Output {
-                    let mut bytes = vec![0; instance.bytes];
-                    self.comm.device().download(&others[number], &mut bytes)?;
-                    outputs.extend(decode(instance.dtype, &bytes));
-                }
-            }
-            all.push(outputs);
+            let kept = outer.iter().zip(&slices);
+            let kept = kept.map(|((_, instance), (_, others))| (*instance, &others[number]));
+            all.push(self.outputs(kept)?);
         }
-        Ok(all)
+        Ok(Ended {
+            outputs: all,
+            error: None,
+        })
+    }
+
+    /// The contents of all outputs; no numbers where they hold what they were filled with.
+    fn outputs<'t>(
+        &self,
+        tensors: impl Iterator<Item = (&'t TensorInstance, &'t DeviceSlice)>,
+    ) -> Result<Vec<f64>> {
+        let mut outputs = Vec::new();
+        for (instance, slice) in tensors.filter(|(instance, _)| instance.role == Role::Output) {
+            let mut bytes = vec![0; instance.bytes];
+            self.comm.device().download(slice, &mut bytes)?;
+            let elements = bytes.chunks(instance.dtype.size());
+            let values = elements.zip(decode(instance.dtype, &bytes));
+            outputs.extend(values.map(|(bytes, value)| {
+                if bytes.iter().all(|byte| *byte == FILL) {
+                    f64::NAN
+                } else {
+                    value
+                }
+            }));
+        }
+        Ok(outputs)
+    }
+}
+
+impl Ended {
+    const fn by(error: Error) -> Self {
+        Self {
+            outputs: Vec::new(),
+            error: Some(error),
+        }
     }
 }
 

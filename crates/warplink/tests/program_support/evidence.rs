@@ -3,7 +3,8 @@
 //! broken, shown without the verifier.
 
 use super::interpreter::{
-    Engine, Fault, Hold, Interpreter, RUNS, Schedule, Submission, agreed, elements_of, race,
+    Engine, Fault, Hold, Interpreter, RUNS, SOME_VALUES, Schedule, Submission, agreed, elements_of,
+    race,
 };
 use super::meaning::Meaning;
 use super::sample::Sample;
@@ -94,7 +95,11 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
             let (world, streams) = (sample.world, sample.streams);
             let evaluator = Evaluator::new(&sample.program, world, streams, &sample.parameters)
                 .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
-            let meaning = Arc::new(Meaning::of(&evaluator, RUNS, &outputs)?);
+            let meaning = Arc::new(Meaning::of(
+                (&evaluator, &ranks),
+                RUNS,
+                (SOME_VALUES, &outputs),
+            )?);
             let class = if as_graph {
                 "accepted"
             } else {
@@ -159,11 +164,12 @@ impl Case<'_> {
         let submissions = [Submission::Eager].into_iter().chain(graphs);
         let orders =
             submissions.flat_map(|submission| (0..ORDERS).map(move |seed| (submission, seed)));
-        let outputs = agreed(orders.map(|(submission, seed)| {
+        let plays = orders.map(|(submission, seed)| {
             let schedule = Schedule::new(submission, seed).holding(self.some_holds(seed));
             let outcome = self.stage.play(&schedule);
             (schedule, outcome)
-        }))?;
+        });
+        let outputs = agreed(plays, false)?;
         if outputs.iter().flatten().any(|value| !value.is_finite()) {
             return Err("accepted, but gives garbage".to_owned());
         }

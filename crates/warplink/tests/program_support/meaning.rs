@@ -1,7 +1,7 @@
 //! Expected values of programs, by the library's own evaluator.
 
 use super::elements::encode;
-use super::interpreter::{SOME_VALUES, input_of};
+use super::interpreter::{Choice, input_of};
 use warplink::program::evaluate::{Evaluator, Values};
 use warplink::program::ir::Role;
 use warplink::program::{RankProgram, TensorId, TensorInstance};
@@ -13,20 +13,21 @@ pub(crate) struct Meaning {
 }
 
 impl Meaning {
-    /// Evaluates the first runs of a program that was played, whose `outputs` are by run and rank.
+    /// Evaluates the first runs of a program, whose `ranks` were played with a choice of integers, and whose outputs are by run and
+    /// rank; none where nothing is written.
     ///
     /// # Errors
     /// How the outputs are others.
     pub(crate) fn of(
-        evaluator: &Evaluator,
+        (evaluator, ranks): (&Evaluator, &[RankProgram]),
         runs: usize,
-        outputs: &[Vec<f64>],
+        (choice, outputs): (Choice, &[Vec<f64>]),
     ) -> Result<Self, String> {
         let evaluated = |run: usize| {
             let bytes = |rank: usize, id: TensorId, tensor: &TensorInstance| -> Vec<u8> {
                 let count = tensor.bytes / tensor.dtype.size();
                 let values: Vec<f64> = (0..count)
-                    .map(|at| input_of(tensor, SOME_VALUES, (run, rank), id, at))
+                    .map(|at| input_of(&ranks[rank].tensors[id], choice, (run, rank), id, at))
                     .collect();
                 encode(tensor.dtype, &values)
             };

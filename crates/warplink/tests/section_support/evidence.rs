@@ -1,37 +1,55 @@
 //! Whether the verifier's word on kernels is what happens: of an accepted program, that every order gives the
 //! same; of a refused one, that it hangs, that an order of accesses is left open, or that a rule is broken.
 
+use super::beyond::{Beyond, beyond};
 use super::play::{Hold, Schedule, StepId};
 use super::sample::Sample;
 use super::stage::Stage;
 use crate::program_support::evidence::explained;
-use crate::program_support::interpreter::{Fault, Random, SOME_VALUES, agreed, race};
+use crate::program_support::interpreter::{
+    Choice, Fault, Outcome, Random, SOME_VALUES, agreed, mix, race,
+};
 use crate::program_support::meaning::Meaning;
+use std::ops::Range;
 use warplink::program::evaluate::Evaluator;
 use warplink::program::{Diagnostic, DiagnosticKind, RankProgram, unroll, verify};
 
 /// How many orders of an accepted program are played.
 const ORDERS: u64 = 12;
 
+/// How many orders of an accepted program are played with each further choice of the integers that lanes read.
+const ORDERS_OF_OTHERS: u64 = 3;
+
 /// How many random orders are tried where those that the diagnostic suggests show nothing.
 const TRIES: u64 = 300;
 
-/// How many choices of the integers that lanes read are tried where one shows nothing.
-const OTHER_VALUES: u64 = 20;
+/// How many further choices of integers are played of an accepted program: at least, and if its turns are cheap.
+const OTHERS: Range<usize> = 6..20;
+
+/// How many of them where something is still unwritten.
+const MOST_OTHERS: usize = 80;
+
+/// How many turns of the interpreter an accepted program may take after the least choices.
+const TURNS: u64 = 30_000;
+
+/// How many turns a diagnostic may take until a choice of integers and an order show it.
+const TURNS_OF_REFUSED: u64 = 3_000_000;
+
+/// How many choices are tried with few orders, and once more, before random ones follow.
+const USUAL: usize = 24;
 
 /// How many runs of an accepted program are played.
 pub(crate) const RUNS: usize = 6;
-
-/// How many runs of a refused one: as many as are followed of a sample with the longest period, which is 12.
-const RUNS_OF_REFUSED: usize = 26;
 
 /// A verdict that is right.
 #[derive(Clone, Debug)]
 pub(crate) struct Shown {
     /// The verdict and what shows it, for counting.
     pub(crate) class: String,
-    /// The outputs of an accepted program, by run and rank.
+    /// The outputs of an accepted program, by run and rank; no numbers where nothing is written.
     pub(crate) outputs: Option<Vec<Vec<f64>>>,
+    /// An integer that ends a launch of an accepted program.
+    pub(crate) beyond: Option<Beyond>,
 }
 
 /// Shows that the verdict on `sample` is right.
@@ -44,6 +62,7 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
     let refused = |class: String| Shown {
         class,
         outputs: None,
+        beyond: None,
     };
     let unrolled: Result<Vec<RankProgram>, _> = (0..world)
         .map(|rank| unroll(program, rank, world, 1, parameters))
@@ -57,56 +76,136 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
     };
     let runs = match verdict {
         Ok(_) => RUNS,
-        Err(_) => RUNS_OF_REFUSED,
+        // As many as the verifier follows, which has to show it there.
+        Err(_) => 2 * Stage::period(&ranks) + 2,
     };
-    let staged = |values: u64| Stage::new(&ranks, runs, values);
-    let stage = match (staged(SOME_VALUES), &verdict) {
+    let stage = match (Stage::new(&ranks, runs, SOME_VALUES), &verdict) {
         (Ok(stage), _) => stage,
         (Err(diagnostic), Err(_)) => {
             return Ok(refused(format!("refused, rule: {}", diagnostic.kind)));
         }
         (Err(diagnostic), Ok(_)) => return Err(format!("accepted, but {diagnostic}")),
     };
-    // Further values, where lanes read any.
-    let others = (0..OTHER_VALUES).filter(|values| *values != SOME_VALUES && stage.reads_values);
+    let wide = Some(&stage).filter(|stage| stage.reads_values);
+    let wide = wide.and_then(Stage::widened);
+    let wide = wide
+        .as_deref()
+        .map(|ranks| Stage::new(ranks, runs, SOME_VALUES));
+    let wide = wide.transpose().map_err(|error| error.to_string())?;
     match verdict {
         Ok(_) => {
-            let partly = stage.play(&Schedule::new(0)).faults.into_iter();
-            let mut partly = partly.filter(|_| stage.reads_values);
-            if partly.any(|fault| matches!(fault, Fault::UnwrittenOutput { .. })) {
-                // What depends on values may leave the rest of an output as it is.
-                return Ok(refused("accepted, partly written".to_owned()));
-            }
-            for values in others.take(3) {
-                let stage = staged(values).map_err(|error| format!("accepted, but {error}"))?;
-                Case::of(&ranks, &stage).runs()?;
-            }
-            let outputs = Case::of(&ranks, &stage).runs()?;
             let evaluator = Evaluator::new(program, world, 1, parameters)
                 .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
-            Meaning::of(&evaluator, 1, &outputs)?;
+            let outputs = Case::of(&ranks, &stage).runs(0..ORDERS)?;
+            Meaning::of((&evaluator, &ranks), 1, (SOME_VALUES, &outputs))?;
+            let mut beyond_bounds = None;
+            if stage.reads_values {
+                let played = wide.as_ref().unwrap_or(&stage);
+                others(played, wide.is_some(), sample.seed, (&evaluator, &outputs))?;
+                beyond_bounds = beyond(&ranks, &evaluator, sample.seed)?;
+            }
             Ok(Shown {
                 class: "accepted".to_owned(),
                 outputs: Some(outputs),
+                beyond: beyond_bounds,
             })
         }
         Err(diagnostics) => {
             let how = explained(&diagnostics, |diagnostic| {
-                let first = Case::of(&ranks, &stage).shows(diagnostic);
-                let shown = |values: u64| match staged(values) {
-                    Ok(stage) => Case::of(&ranks, &stage).shows(diagnostic).ok(),
-                    // A rule that lanes break where they read these values.
-                    Err(rule) if rule.kind == diagnostic.kind => {
-                        Some(format!("rule: {}", rule.kind))
-                    }
-                    Err(_) => None,
-                };
-                first.or_else(|how| others.clone().find_map(shown).ok_or(how))
+                if stage.reads_values {
+                    let stage = wide.as_ref().unwrap_or(&stage);
+                    return shown_by_some_values(stage, sample.seed, diagnostic);
+                }
+                Case::of(&ranks, &stage).shows(diagnostic, (4, TRIES))
             })?;
             Ok(refused(format!("refused, {how}")))
         }
     }
 }
+
+/// Plays an accepted program with further choices of the integers that lanes read, each of which may leave some outputs
+/// unwritten. Choices that do not fit together may end a launch if the bounds are `wide`.
+fn others(
+    stage: &Stage<'_>,
+    wide: bool,
+    seed: u64,
+    (evaluator, outputs): (&Evaluator, &[Vec<f64>]),
+) -> Result<(), String> {
+    let world = stage.ranks.len();
+    let mut unwritten: Vec<Vec<bool>> = vec![Vec::new(); world];
+    let note = |unwritten: &mut Vec<Vec<bool>>, outputs: &[Vec<f64>]| {
+        for (place, own) in outputs.iter().enumerate() {
+            let all = &mut unwritten[place % world];
+            all.resize(own.len(), true);
+            all.iter_mut()
+                .zip(own)
+                .for_each(|(all, value)| *all &= value.is_nan());
+        }
+    };
+    note(&mut unwritten, outputs);
+    let least = stage.spent() + TURNS;
+    for (number, choice) in Choice::all(seed).enumerate() {
+        // Few choices may lead to a write.
+        let all_written = || unwritten.iter().flatten().all(|unwritten| !unwritten);
+        let few = number < OTHERS.start || (stage.spent() < least && number < OTHERS.end);
+        if !few && (all_written() || number >= MOST_OTHERS) {
+            break;
+        }
+        let stage = stage.with(choice);
+        let first = seed % ORDERS + number as u64 * ORDERS_OF_OTHERS;
+        let orders = first..first + ORDERS_OF_OTHERS;
+        let with = |how: String| format!("{how}, with {choice:?}");
+        let case = Case::of(stage.ranks, &stage);
+        if wide && case.rule_of_values(DiagnosticKind::OutOfBounds).is_some() {
+            continue;
+        }
+        let outputs = case.runs(orders).map_err(with)?;
+        Meaning::of((evaluator, stage.ranks), 1, (choice, &outputs)).map_err(with)?;
+        note(&mut unwritten, &outputs);
+    }
+    let left = |(rank, own): (usize, &Vec<bool>)| {
+        let at = own.iter().position(|unwritten| *unwritten)?;
+        Some(format!(
+            "accepted, but no integers lead to a write of element {at} of rank {rank}'s outputs"
+        ))
+    };
+    let left = unwritten.iter().enumerate().find_map(left);
+    left.map_or(Ok(()), Err)
+}
+
+/// Looks for integers and an order that show a diagnostic.
+fn shown_by_some_values(
+    stage: &Stage<'_>,
+    seed: u64,
+    diagnostic: &Diagnostic,
+) -> Result<String, String> {
+    let most = stage.spent() + TURNS_OF_REFUSED;
+    let usual = || {
+        [SOME_VALUES]
+            .into_iter()
+            .chain(Choice::all(seed))
+            .take(USUAL)
+    };
+    let few = usual().map(|choice| (choice, (1, 2)));
+    let more = usual().map(|choice| (choice, (2, 12)));
+    let random = Choice::all(mix(seed)).skip(USUAL);
+    let random = random.map(|choice| (choice, (1, 6)));
+    let mut failed = String::new();
+    for (choice, effort) in few.chain(more).chain(random) {
+        let stage = stage.with(choice);
+        match Case::of(stage.ranks, &stage).shows(diagnostic, effort) {
+            Ok(how) => return Ok(how),
+            Err(how) => failed = format!("{how}, with {choice:?}"),
+        }
+        if stage.spent() > most {
+            break;
+        }
+    }
+    Err(failed)
+}
+
+/// How many seeds are tried of each order that a diagnostic suggests, and how many random orders.
+type Effort = (u64, u64);
 
 struct Case<'a> {
     ranks: &'a [RankProgram],
@@ -118,13 +217,15 @@ impl<'a> Case<'a> {
         Self { ranks, stage }
     }
 
-    /// Plays an accepted program in several orders, which must not matter; its outputs.
-    fn runs(&self) -> Result<Vec<Vec<f64>>, String> {
-        agreed((0..ORDERS).map(|seed| {
+    /// Plays an accepted program in several orders, which must not matter; its outputs. What depends on values may leave
+    /// some of an output as it is.
+    fn runs(&self, orders: Range<u64>) -> Result<Vec<Vec<f64>>, String> {
+        let plays = orders.map(|seed| {
             let schedule = Schedule::new(seed).holding(self.some_holds(seed));
             let outcome = self.stage.play(&schedule);
             (schedule, outcome)
-        }))
+        });
+        agreed(plays, self.stage.reads_values)
     }
 
     /// Some steps, launches or ranks to hold back.
@@ -133,14 +234,14 @@ impl<'a> Case<'a> {
         let mut holds = Vec::new();
         for _ in 0..random.below(4) {
             let rank = random.below(self.ranks.len());
-            let launch = random.below(self.stage.launches.len());
-            let lanes = &self.stage.launches[launch][rank];
-            let lane = random.below(lanes.len());
+            let launch = random.below(self.stage.launches());
+            let lane = random.below(self.stage.lanes(launch, rank));
+            let steps = self.stage.steps((launch, rank, lane));
             let id = StepId {
                 rank,
                 launch,
                 lane,
-                step: random.below(lanes[lane].len()),
+                step: random.below(steps.acts.len()),
             };
             holds.push(match random.below(5) {
                 0 => Hold::Launch(rank),
@@ -152,18 +253,28 @@ impl<'a> Case<'a> {
         holds
     }
 
-    /// Shows that a diagnostic is right; how.
-    fn shows(&self, diagnostic: &Diagnostic) -> Result<String, String> {
+    /// Shows that a diagnostic is right; how. `effort` is how many seeds are tried of each order that the diagnostic
+    /// suggests, and how many random orders.
+    fn shows(&self, diagnostic: &Diagnostic, effort: Effort) -> Result<String, String> {
         use DiagnosticKind as Kind;
+        if self.stage.reads_values
+            && let Some(shown) = self.rule_of_values(diagnostic.kind)
+        {
+            return shown;
+        }
         match diagnostic.kind {
             Kind::Deadlock => {
-                let ends = (0..ORDERS).find(|seed| !self.stage.play(&Schedule::new(*seed)).stuck);
-                match ends {
+                let ends = |seed: &u64| !self.stage.play(&Schedule::new(*seed)).stuck;
+                match (0..ORDERS).find(ends) {
                     None => Ok("deadlock".to_owned()),
+                    // Ranks may run ahead of one that reads other values, and store packets over those that it waits for.
+                    Some(_) if self.stage.reads_values && !(0..ORDERS).all(|seed| ends(&seed)) => {
+                        Ok("deadlock in some orders".to_owned())
+                    }
                     Some(seed) => Err(format!("order {seed} ends")),
                 }
             }
-            Kind::Race => match self.race(diagnostic) {
+            Kind::Race => match self.race(diagnostic, effort) {
                 // No order may show it where nobody reads them, or where both say the same.
                 Err(_) if self.stage.stores_packets_twice() => {
                     Ok("rule: packets stored twice in a launch".to_owned())
@@ -173,25 +284,22 @@ impl<'a> Case<'a> {
                 }
                 shown => shown,
             },
-            Kind::LostSignal => self.fault(diagnostic, |fault| {
+            Kind::LostSignal => self.fault(diagnostic, effort, |fault| {
                 matches!(
                     fault,
                     Fault::OutlivingSignal { .. } | Fault::LostSignal { .. }
                 )
             }),
-            Kind::UnwrittenRead => self.fault(diagnostic, |fault| {
+            Kind::UnwrittenRead => self.fault(diagnostic, effort, |fault| {
                 matches!(fault, Fault::UnwrittenRead { .. })
             }),
-            Kind::UnwrittenOutput => self.fault(diagnostic, |fault| {
+            Kind::UnwrittenOutput => self.fault(diagnostic, effort, |fault| {
                 matches!(fault, Fault::UnwrittenOutput { .. })
             }),
-            Kind::InputWritten => self.fault(diagnostic, |fault| {
+            Kind::InputWritten => self.fault(diagnostic, effort, |fault| {
                 matches!(fault, Fault::InputWritten { .. })
             }),
-            Kind::OutOfBounds => self.fault(diagnostic, |fault| {
-                matches!(fault, Fault::OutOfRange { .. })
-            }),
-            Kind::Mismatch => self.fault(diagnostic, |fault| {
+            Kind::Mismatch => self.fault(diagnostic, effort, |fault| {
                 matches!(fault, Fault::Disagreement { .. })
             }),
             Kind::Malformed if self.stage.is_unsteady() => {
@@ -201,19 +309,41 @@ impl<'a> Case<'a> {
         }
     }
 
+    /// Whether lanes cannot go on with what they read: that shows a rule and nothing else. A first play also finds the
+    /// steps that follow from these integers.
+    fn rule_of_values(&self, kind: DiagnosticKind) -> Option<Result<String, String>> {
+        let Outcome { faults, .. } = self.stage.play(&Schedule::new(1));
+        let mut ends = faults.iter().filter_map(|fault| match fault {
+            Fault::OutOfRange { rule, .. } => Some(*rule),
+            _ => None,
+        });
+        let first = ends.next()?;
+        let shows = first == kind.name() || ends.any(|rule| rule == kind.name());
+        Some(if shows {
+            Ok(format!("rule: {kind}"))
+        } else {
+            Err(format!("lanes cannot go on: {first}"))
+        })
+    }
+
     fn fault(
         &self,
         diagnostic: &Diagnostic,
+        effort: Effort,
         is: impl Fn(&Fault) -> bool,
     ) -> Result<String, String> {
-        let mut orders = self.orders(diagnostic);
+        let mut orders = self.orders(diagnostic, effort);
         let shows = orders.any(|schedule| self.stage.play(&schedule).faults.iter().any(&is));
         let shown = shows.then(|| diagnostic.kind.to_string());
         shown.ok_or_else(|| "no order shows it".to_owned())
     }
 
     /// Orders that are likely to show a diagnostic, and then random ones.
-    fn orders(&self, diagnostic: &Diagnostic) -> impl Iterator<Item = Schedule> {
+    fn orders(
+        &self,
+        diagnostic: &Diagnostic,
+        (seeds, tries): Effort,
+    ) -> impl Iterator<Item = Schedule> {
         let mut held: Vec<Vec<Hold>> = Vec::new();
         for place in &diagnostic.places {
             let launch = place.site.indices.iter().rev();
@@ -235,16 +365,16 @@ impl<'a> Case<'a> {
         }
         held.extend((0..self.ranks.len()).map(|rank| vec![Hold::Launch(rank)]));
         held.extend((0..self.ranks.len()).map(|rank| vec![Hold::Rank(rank)]));
-        let directed = held.into_iter().flat_map(|holds| {
-            (0..4).map(move |seed| Schedule::new(seed).holding(holds.iter().copied()))
+        let directed = held.into_iter().flat_map(move |holds| {
+            (0..seeds).map(move |seed| Schedule::new(seed).holding(holds.iter().copied()))
         });
-        let random = (0..TRIES).map(|seed| Schedule::new(seed).holding(self.some_holds(seed)));
+        let random = (0..tries).map(|seed| Schedule::new(seed).holding(self.some_holds(seed)));
         directed.chain(random)
     }
 
     /// Two orders that differ in their accesses to the same memory, or in their end.
-    fn race(&self, diagnostic: &Diagnostic) -> Result<String, String> {
-        let orders = self.orders(diagnostic);
+    fn race(&self, diagnostic: &Diagnostic, effort: Effort) -> Result<String, String> {
+        let orders = self.orders(diagnostic, effort);
         race(orders.map(|schedule| self.stage.play(&schedule)), false)
     }
 }

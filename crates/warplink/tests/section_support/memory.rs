@@ -1,7 +1,8 @@
 //! Memory of all ranks as numbers, each with the order of its accesses.
 
 use super::stage::{Operand, packet};
-use crate::program_support::interpreter::{Fault, input_of, mix};
+use crate::program_support::interpreter::{Choice, Fault, input_of, mix};
+use rustc_hash::FxHashMap;
 use std::collections::BTreeSet;
 use warplink::DType;
 use warplink::program::RankProgram;
@@ -15,6 +16,8 @@ pub(super) struct Memory {
     inputs: Vec<Vec<bool>>,
     /// The sum of what stands for each read.
     reads: u64,
+    /// All that was ever stored in plain memory, by rank, memory and element, where that is asked for.
+    stored: Option<FxHashMap<(usize, usize, usize), Vec<f64>>>,
     pub(super) faults: BTreeSet<Fault>,
 }
 
@@ -47,7 +50,7 @@ struct Cell {
 }
 
 impl Memory {
-    pub(super) fn new(ranks: &[RankProgram], kernels: usize) -> Self {
+    pub(super) fn new(ranks: &[RankProgram], kernels: usize, keeps_stored: bool) -> Self {
         let contents = |program: &RankProgram| {
             let tensors = program.tensors.iter().map(|tensor| {
                 let elements = tensor.bytes / tensor.dtype.size();
@@ -85,6 +88,7 @@ impl Memory {
             inputs: ranks.iter().map(inputs).collect(),
             kernels,
             reads: 0,
+            stored: keeps_stored.then(FxHashMap::default),
             faults: BTreeSet::new(),
         }
     }
@@ -144,6 +148,10 @@ impl Memory {
         if self.inputs[of.rank][of.memory] {
             let (rank, memory) = (of.rank, of.memory);
             self.faults.insert(Fault::InputWritten { rank, memory });
+        }
+        if let (Some(stored), [value]) = (&mut self.stored, values) {
+            let place = (of.rank, of.memory, cell);
+            stored.entry(place).or_default().push(*value);
         }
         let content = &mut self.all[of.rank][of.memory];
         let stored = &mut content.values[cell * content.length..][..content.length];
@@ -213,15 +221,30 @@ impl Memory {
         outputs
     }
 
+    /// All that was stored in each element of a rank's outputs, in order, where that is kept.
+    pub(super) fn stored(&self, program: &RankProgram) -> Vec<Vec<f64>> {
+        let tensors = program.tensors.iter().enumerate();
+        let outputs = tensors.filter(|(_, tensor)| tensor.role == Role::Output);
+        let elements = outputs.flat_map(|(memory, tensor)| {
+            let elements = 0..tensor.bytes / tensor.dtype.size();
+            elements.map(move |element| (program.rank, memory, element))
+        });
+        let stored = self.stored.iter().flat_map(|stored| {
+            let of = |place| stored.get(&place).cloned().unwrap_or_default();
+            elements.clone().map(of)
+        });
+        stored.collect()
+    }
+
     /// Sets the inputs of a run and spoils all other tensors.
-    pub(super) fn prepare(&mut self, program: &RankProgram, run: usize, values: u64) {
+    pub(super) fn prepare(&mut self, program: &RankProgram, run: usize, choice: Choice) {
         let rank = program.rank;
         for (memory, tensor) in program.tensors.iter().enumerate() {
             let is_input = tensor.role == Role::Input;
             let content = &mut self.all[rank][memory];
             for (element, value) in content.values.iter_mut().enumerate() {
                 *value = if is_input {
-                    input_of(tensor, values, (run, rank), memory, element)
+                    input_of(tensor, choice, (run, rank), memory, element)
                 } else {
                     f64::NAN
                 };

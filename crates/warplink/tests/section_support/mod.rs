@@ -3,6 +3,7 @@
 // Not every test uses all of it.
 #![allow(dead_code, unused_imports)]
 
+mod beyond;
 pub(crate) mod device;
 pub(crate) mod evidence;
 mod functions;

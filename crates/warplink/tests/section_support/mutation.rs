@@ -4,8 +4,9 @@ use super::writer::Text;
 use crate::program_support::interpreter::Random;
 
 /// Words that stand for one another: first those that mean something everywhere.
-const WORDS: [&str; 12] = [
-    "rank", "lane", "next", "prev", "0", "1", "world", "lanes", "epoch", "r", "p", "c",
+const WORDS: [&str; 17] = [
+    "rank", "lane", "next", "prev", "0", "1", "world", "lanes", "epoch", "r", "p", "c", "q", "t",
+    "m", "i", "j",
 ];
 
 /// How many words mean something everywhere, and are small.

@@ -11,13 +11,14 @@
 //! Every cell of memory remembers the order of its writes, and every read the writes before it. Two plays
 //! whose [`Outcome::order`] differs are a race, whether or not a value shows it.
 
+mod lane;
 mod values;
 
 use super::memory::{Memory, rounded};
 use super::stage::{Act, Movement, Operand, Stage};
 use crate::program_support::interpreter::{Fault, Outcome, Pick, Random, mix};
+use lane::{Lane, Store, Stored};
 use rustc_hash::{FxHashMap, FxHashSet};
-use std::rc::Rc;
 use warplink::DType;
 use warplink::device::ReduceOp;
 
@@ -90,41 +91,6 @@ enum Agent {
     Stream(usize),
 }
 
-/// A store in flight.
-struct Store {
-    step: StepId,
-    what: Stored,
-}
-
-enum Stored {
-    Cell {
-        by: u64,
-        place: Operand,
-        cell: usize,
-        flag: u64,
-        values: Vec<f64>,
-    },
-    Signal {
-        peer: usize,
-        to: usize,
-    },
-}
-
-#[derive(Default)]
-struct Lane {
-    next: usize,
-    /// Its steps, where they depend on what it has read.
-    acts: Option<Rc<Vec<Act>>>,
-    read: Vec<i64>,
-    /// The units of the step at hand that are not moved; none before it begins.
-    units: Option<Vec<usize>>,
-    stores: Vec<Store>,
-    /// How many of `stores` are to each cell, so that most cells need no search.
-    cells: FxHashMap<(usize, usize, usize), usize>,
-    /// Values loaded early, by step, source and element.
-    early: FxHashMap<(usize, usize, usize), f64>,
-}
-
 struct Play<'a> {
     stage: &'a Stage<'a>,
     schedule: &'a Schedule,
@@ -146,14 +112,15 @@ impl Stage<'_> {
             stage: self,
             schedule,
             random: Random::new(mix(schedule.seed ^ 0x5ec7)),
-            memory: Memory::new(self.ranks, self.kernels),
+            memory: Memory::new(self.ranks, self.kernels, self.choice.beyond.is_some()),
             words: FxHashMap::default(),
             lanes: (0..world).map(|_| Vec::new()).collect(),
             launch: vec![None; world],
-            outputs: vec![Vec::new(); self.launches.len() / self.kernels * world],
+            outputs: vec![Vec::new(); self.launches() / self.kernels * world],
             turns: 0,
         };
         while play.turn(false) || play.turn(true) {}
+        self.spend(play.turns);
         (0..world).for_each(|rank| play.memory.settle(rank));
         for ((rank, _, _), (came, awaited)) in &play.words {
             if came.len() > *awaited {
@@ -161,10 +128,12 @@ impl Stage<'_> {
             }
         }
         Outcome {
-            stuck: play
-                .launch
+            stuck: play.launch.iter().any(|at| *at != Some(self.launches())),
+            stored: self
+                .ranks
                 .iter()
-                .any(|at| *at != Some(self.launches.len())),
+                .map(|program| play.memory.stored(program))
+                .collect(),
             order: play.memory.order(),
             outputs: play.outputs,
             faults: play.memory.faults,
@@ -178,11 +147,10 @@ impl Play<'_> {
         self.turns += 1;
         let mut agents = Vec::new();
         for (rank, lanes) in self.lanes.iter().enumerate() {
-            if self.launch[rank] != Some(self.stage.launches.len()) {
-                let launched = self.launch[rank].is_some();
-                let mut over = true;
+            if self.launch[rank] != Some(self.stage.launches()) {
+                let mut over = !self.fails(rank);
                 for (number, lane) in lanes.iter().enumerate() {
-                    let goes_on = launched && lane.next < self.acts(rank, number).len();
+                    let goes_on = !lane.fails && lane.next < self.acts(rank, number).len();
                     let lands = !lane.stores.is_empty();
                     agents.extend(goes_on.then_some(Agent::Lane(rank, number)));
                     agents.extend(lands.then_some(Agent::Landing(rank, number)));
@@ -242,14 +210,14 @@ impl Play<'_> {
         let next = ended.map_or(0, |launch| launch + 1);
         if next.is_multiple_of(stage.kernels) {
             self.memory
-                .prepare(program, next / stage.kernels, stage.values);
+                .prepare(program, next / stage.kernels, stage.choice);
         }
         self.memory.touch(program, next);
         if self.schedule.landing != Landing::Late {
             self.memory.settle(rank);
         }
         self.launch[rank] = Some(next);
-        let lanes = stage.launches.get(next).map_or(0, |all| all[rank].len());
+        let lanes = stage.lanes(next, rank);
         self.lanes[rank] = (0..lanes).map(|_| Lane::default()).collect();
         for lane in 0..lanes {
             self.load_early(rank, next, lane);
@@ -317,7 +285,7 @@ impl Play<'_> {
 
     /// The next step of a lane, or some of it.
     fn step(&mut self, rank: usize, lane: usize, held_too: bool) -> bool {
-        let (stage, Some(launch)) = (self.stage, self.launch[rank]) else {
+        let Some(launch) = self.launch[rank] else {
             return false;
         };
         let id = StepId {
@@ -326,11 +294,8 @@ impl Play<'_> {
             lane,
             step: self.lanes[rank][lane].next,
         };
-        let acts = self.lanes[rank][lane].acts.clone();
-        let acts = acts
-            .as_deref()
-            .unwrap_or(&stage.launches[launch][rank][lane]);
-        let Some(act) = acts.get(id.step) else {
+        let steps = self.steps(id);
+        let Some(act) = steps.acts.get(id.step) else {
             return false;
         };
         if self.is_held(Hold::Step(id), held_too) {
@@ -349,13 +314,13 @@ impl Play<'_> {
                 let Some(sent) = word.0.get(word.1) else {
                     return false;
                 };
-                if *sent != launch / stage.kernels {
+                if *sent != launch / self.stage.kernels {
                     self.memory.faults.insert(Fault::OutlivingSignal { rank });
                 }
                 word.1 += 1;
             }
-            Act::Value(number, word) => {
-                if !self.read_value(id, *number, word) {
+            Act::Value(read) => {
+                if !self.read_value(id, read) {
                     return false;
                 }
             }
@@ -394,25 +359,21 @@ impl Play<'_> {
         if !self.schedule.early {
             return;
         }
-        let stage = self.stage;
         let mut stored = FxHashSet::default();
-        let first = self.lanes[rank][lane].next;
-        let acts = self.lanes[rank][lane].acts.clone();
-        let acts = acts
-            .as_deref()
-            .unwrap_or(&stage.launches[launch][rank][lane]);
-        for (step, act) in acts.iter().enumerate().skip(first) {
+        let first = StepId {
+            rank,
+            launch,
+            lane,
+            step: self.lanes[rank][lane].next,
+        };
+        let steps = self.steps(first);
+        for (step, act) in steps.acts.iter().enumerate().skip(first.step) {
             let it = match act {
-                Act::Signal { .. } | Act::Value(..) => continue,
+                Act::Signal { .. } | Act::Value(_) => continue,
                 Act::Wait(_) => break,
                 Act::Move(it) => it,
             };
-            let id = StepId {
-                rank,
-                launch,
-                lane,
-                step,
-            };
+            let id = StepId { step, ..first };
             let place = |play: &Self, of: &Operand, element: usize| {
                 (of.rank, of.memory, play.memory.cell(of, element).0)
             };
@@ -555,49 +516,11 @@ impl Play<'_> {
     }
 }
 
-impl Lane {
-    fn stores_to(&self, place: &Operand, cell: usize) -> usize {
-        let at = (place.rank, place.memory, cell);
-        self.cells.get(&at).copied().unwrap_or(0)
-    }
-
-    fn push_store(&mut self, store: Store) {
-        if let Stored::Cell { place, cell, .. } = &store.what {
-            *self
-                .cells
-                .entry((place.rank, place.memory, *cell))
-                .or_default() += 1;
-        }
-        self.stores.push(store);
-    }
-
-    fn take_store(&mut self, place: usize) -> Store {
-        let store = self.stores.remove(place);
-        if let Stored::Cell { place, cell, .. } = &store.what
-            && let Some(count) = self.cells.get_mut(&(place.rank, place.memory, *cell))
-        {
-            *count -= 1;
-        }
-        store
-    }
-}
-
 impl StepId {
     /// Stands for an operand of a unit of the step.
     fn by(self, unit: usize, operand: usize) -> u64 {
         let place = (self.rank << 40) | (self.launch << 28) | (self.lane << 20) | self.step;
         mix(mix(place as u64) ^ ((unit << 8) | operand) as u64)
-    }
-}
-
-impl Store {
-    fn is_at(&self, of: &Operand, at: usize) -> bool {
-        match &self.what {
-            Stored::Cell { place, cell, .. } => {
-                (place.rank, place.memory, *cell) == (of.rank, of.memory, at)
-            }
-            Stored::Signal { .. } => false,
-        }
     }
 }
 

@@ -13,9 +13,23 @@ use warplink::{DType, Result};
 /// Lengths: fewer elements than lanes have, one, tails, whole parts.
 const LENGTHS: [i64; 8] = [1, 3, 7, 16, 17, 33, 40, 64];
 
+/// How many of them are short.
+const SHORT: usize = 5;
+
+/// What a sample is drawn from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Pieces {
+    /// All pieces; those that read values from memory are few.
+    Any,
+    /// At least one piece that reads values from memory, in a small program.
+    Values,
+}
+
 /// A random program and what to run it with.
 #[derive(Clone, Debug)]
 pub(crate) struct Sample {
+    /// The seed that it was drawn by.
+    pub(crate) seed: u64,
     /// Its text.
     pub(crate) text: String,
     /// The program.
@@ -26,23 +40,28 @@ pub(crate) struct Sample {
     pub(crate) parameters: Parameters,
     /// How many mutations it has.
     pub(crate) changes: usize,
+    /// Whether lanes read values from memory.
+    pub(crate) reads_values: bool,
 }
 
 /// The sample of a seed, with at most so many mutations.
 ///
 /// # Errors
 /// The parser's error, where a mutation makes a text that is no program.
-pub(crate) fn sample(seed: u64, most_changes: usize) -> Result<Sample> {
+pub(crate) fn sample(seed: u64, pieces: Pieces, most_changes: usize) -> Result<Sample> {
     let mut random = Random::new(seed);
     let world = [1, 2, 2, 3, 3, 4][random.below(6)];
     let lanes = 1 + random.below(3);
-    let n = LENGTHS[random.below(LENGTHS.len())];
+    let lengths = match pieces {
+        Pieces::Any => &LENGTHS[..],
+        Pieces::Values => &LENGTHS[..SHORT],
+    };
+    let n = lengths[random.below(lengths.len())];
     let dtype = [DType::F32, DType::F32, DType::BF16, DType::I32, DType::U8][random.below(5)];
     let op = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min][random.below(3)];
-    let mut written = writer::write(&mut random, lanes);
-    // Faults of what depends on values need values and orders that the evidence does not search for: they are in the
-    // folder of faulty sections.
-    let changes = if most_changes == 0 || written.reads_values() || random.chance(4) {
+    let mut written = writer::write(&mut random, lanes, pieces);
+    let reads_values = written.reads_values();
+    let changes = if most_changes == 0 || random.chance(4) {
         0
     } else {
         mutation::mutate(&mut written, &mut random, most_changes)
@@ -81,5 +100,7 @@ pub(crate) fn sample(seed: u64, most_changes: usize) -> Result<Sample> {
             .with("T", dtype)
             .with("op", op),
         changes,
+        reads_values,
+        seed,
     })
 }

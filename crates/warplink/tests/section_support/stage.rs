@@ -1,39 +1,66 @@
 //! The steps of all lanes in all launches, as accesses to cells of memory.
 
 use super::functions::{self, Function};
-use std::collections::{HashMap, HashSet};
+use crate::program_support::interpreter::Choice;
+use rustc_hash::FxHashMap;
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, HashMap, HashSet};
+use std::rc::Rc;
 use warplink::DType;
 use warplink::device::ReduceOp;
 use warplink::program::section::{
     LaneStep, LaneStepKind, Part, ReadWord, RowArgument, SectionInstance, SectionMemory,
 };
-use warplink::program::{Diagnostic, OperationKind, RankProgram, Site};
+use warplink::program::{Diagnostic, DiagnosticKind, OperationKind, RankProgram, Site};
 
-/// The steps of the lanes, for each launch and rank.
+/// The steps of the lanes, for each launch and rank, with integers that lanes read chosen in one way.
 pub(crate) struct Stage<'a> {
     pub(super) ranks: &'a [RankProgram],
     /// How many kernels a run of the program launches.
     pub(super) kernels: usize,
-    pub(super) launches: Vec<Vec<Vec<Vec<Act>>>>,
-    /// Where each of these steps stands.
-    sites: Vec<Vec<Vec<Vec<Site>>>>,
-    /// How inputs that lanes read as integers are chosen.
-    pub(super) values: u64,
-    /// Whether lanes read any: then what they do is known no further than the first read.
+    launches: Rc<Launches>,
+    pub(super) choice: Choice,
+    /// Whether lanes read integers: then `launches` has their steps up to the first read.
     pub(super) reads_values: bool,
+    /// The steps after reads, shared by all choices.
+    expanded: Rc<RefCell<Expanded>>,
+    /// The last steps that each lane of a launch was seen to have under this choice.
+    seen: RefCell<FxHashMap<LaneOf, Rc<Steps>>>,
+    spent: Rc<Cell<u64>>,
+}
+
+/// A launch, a rank and a lane.
+type LaneOf = (usize, usize, usize);
+
+/// For each launch and rank, the steps of its lanes.
+type Launches = Vec<Vec<Vec<Rc<Steps>>>>;
+
+/// Steps by the integers that were read before.
+type Expanded = FxHashMap<(LaneOf, Vec<i64>), Result<Rc<Steps>, DiagnosticKind>>;
+
+/// The steps of a lane in a launch, and where they stand.
+#[derive(Debug)]
+pub(super) struct Steps {
+    pub(super) acts: Vec<Act>,
+    sites: Vec<Site>,
 }
 
 /// A step of a lane.
 #[derive(Clone, Debug)]
 pub(super) enum Act {
-    Signal {
-        peer: usize,
-        lane: usize,
-    },
+    Signal { peer: usize, lane: usize },
     Wait(usize),
-    /// The number of the read in its lane and launch, and the word.
-    Value(usize, Operand),
+    Value(Read),
     Move(Movement),
+}
+
+/// A read of an integer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Read {
+    /// How many reads of the lane in the launch come before it.
+    pub(super) number: usize,
+    pub(super) word: Operand,
+    pub(super) most: i64,
 }
 
 #[derive(Clone, Debug)]
@@ -72,76 +99,189 @@ pub(super) struct Operand {
 }
 
 impl<'a> Stage<'a> {
-    /// The steps of `runs` runs, with integers that lanes read chosen in the way of number `values`.
+    /// The steps of `runs` runs.
     ///
     /// # Errors
     /// The rule that a lane's steps violate.
     pub(crate) fn new(
         ranks: &'a [RankProgram],
         runs: usize,
-        values: u64,
+        choice: Choice,
     ) -> Result<Self, Diagnostic> {
-        let all: Vec<Vec<&SectionInstance>> = ranks.iter().map(sections).collect();
-        let kernels = all[0].len();
-        let text = |section: &&SectionInstance| format!("{:?}", section.section.body);
+        let first = sections(&ranks[0]);
+        let kernels = first.len();
         let reads = |section: &&SectionInstance| {
-            let text = text(section);
+            let text = format!("{:?}", section.section.body);
             text.contains("Value(") || text.contains("Index(Element(")
         };
-        let reads_values = all[0].iter().any(reads);
-        let (mut launches, mut sites) = (Vec::new(), Vec::new());
-        for launch in 0..runs * kernels {
-            let of_launch: Vec<&SectionInstance> =
-                all.iter().map(|own| own[launch % kernels]).collect();
-            let (mut acts, mut places) = (Vec::new(), Vec::new());
-            for section in &of_launch {
-                let lanes = (0..section.lanes)
-                    .map(|lane| section.steps_with(lane, launch as u64, &|_| None));
-                let lanes = lanes.collect::<Result<Vec<Vec<LaneStep>>, _>>()?;
-                let resolve = |step: &LaneStep| act(&step.kind, ranks, &of_launch);
-                let resolved = |lane: &Vec<LaneStep>| lane.iter().map(resolve).collect();
-                acts.push(lanes.iter().map(resolved).collect());
-                let site = |lane: Vec<LaneStep>| lane.into_iter().map(|step| step.site).collect();
-                places.push(lanes.into_iter().map(site).collect());
-            }
-            launches.push(acts);
-            sites.push(places);
-        }
-        Ok(Self {
+        let mut stage = Self {
             ranks,
             kernels,
-            launches,
-            sites,
-            values,
-            reads_values,
+            launches: Rc::default(),
+            choice,
+            reads_values: first.iter().any(reads),
+            expanded: Rc::default(),
+            seen: RefCell::default(),
+            spent: Rc::default(),
+        };
+        let of_launch = |launch: usize| {
+            let of_rank = |(rank, program): (usize, &RankProgram)| {
+                let lanes = 0..sections(program)[launch % kernels].lanes;
+                let steps = |lane| Ok(Rc::new(stage.resolved((launch, rank, lane), &[])?));
+                lanes.map(steps).collect()
+            };
+            ranks.iter().enumerate().map(of_rank).collect()
+        };
+        let launches = (0..runs * kernels).map(of_launch);
+        stage.launches = Rc::new(launches.collect::<Result<Launches, Diagnostic>>()?);
+        Ok(stage)
+    }
+
+    /// The same with another choice.
+    pub(crate) fn with(&self, choice: Choice) -> Self {
+        Self {
+            launches: Rc::clone(&self.launches),
+            choice,
+            expanded: Rc::clone(&self.expanded),
+            seen: RefCell::default(),
+            spent: Rc::clone(&self.spent),
+            ..*self
+        }
+    }
+
+    /// After how many runs the launches do the same again.
+    pub(crate) fn period(ranks: &[RankProgram]) -> usize {
+        let sections = ranks.iter().flat_map(sections);
+        let periods = sections.map(|section| section.period as usize);
+        periods.fold(1, |all, period| least_common_multiple(all, period.max(1)))
+    }
+
+    /// The ranges of the words that lanes read of each rank's tensors, where a bound may depend on other words: the least
+    /// and the greatest bound of each tensor.
+    fn bounds(&self) -> BTreeMap<(usize, usize), (i64, i64)> {
+        let mut bounds: BTreeMap<(usize, usize), (i64, i64)> = BTreeMap::new();
+        for launch in 0..self.launches() {
+            for rank in 0..self.ranks.len() {
+                let ways = (0..self.lanes(launch, rank)).flat_map(|lane| [(lane, 0), (lane, 1)]);
+                for (lane, share) in ways {
+                    let mut read = Vec::new();
+                    while let Ok(steps) = self.steps_after((launch, rank, lane), &read) {
+                        let next = steps.acts.iter().find_map(|act| match act {
+                            Act::Value(next) if next.number == read.len() => Some(next),
+                            _ => None,
+                        });
+                        let Some(next) = next else {
+                            break;
+                        };
+                        let place = (next.word.rank, next.word.memory);
+                        let (least, most) = bounds.entry(place).or_insert((next.most, next.most));
+                        (*least, *most) = (next.most.min(*least), next.most.max(*most));
+                        read.push(next.most * share);
+                    }
+                }
+            }
+        }
+        bounds
+    }
+
+    /// The programs with the greatest bounds, if those differ: then values that each fit may not fit together.
+    pub(crate) fn widened(&self) -> Option<Vec<RankProgram>> {
+        let mut ranks = self.ranks.to_vec();
+        let mut wider = false;
+        for ((rank, memory), (_, most)) in self.bounds() {
+            if let Some(tensor) = ranks[rank].tensors.get_mut(memory) {
+                wider |= tensor.value_bound != Some(most);
+                tensor.value_bound = Some(most);
+            }
+        }
+        wider.then_some(ranks)
+    }
+
+    /// How many turns were taken and steps were resolved so far, under all choices.
+    pub(crate) fn spent(&self) -> u64 {
+        self.spent.get()
+    }
+
+    pub(super) fn spend(&self, turns: u64) {
+        self.spent.set(self.spent.get() + turns);
+    }
+
+    /// How many launches there are.
+    pub(crate) fn launches(&self) -> usize {
+        self.launches.len()
+    }
+
+    /// How many lanes a rank has in a launch.
+    pub(super) fn lanes(&self, launch: usize, rank: usize) -> usize {
+        self.launches.get(launch).map_or(0, |all| all[rank].len())
+    }
+
+    /// The steps of a lane, as far as they are known before it reads anything.
+    pub(super) fn first_steps(&self, (launch, rank, lane): LaneOf) -> &Rc<Steps> {
+        &self.launches[launch][rank][lane]
+    }
+
+    /// The steps of a lane that has read these integers, as far as they are known; else the rule that they break.
+    pub(super) fn steps_after(
+        &self,
+        of: LaneOf,
+        read: &[i64],
+    ) -> Result<Rc<Steps>, DiagnosticKind> {
+        let key = (of, read.to_vec());
+        let known = self.expanded.borrow().get(&key).cloned();
+        let steps = known.unwrap_or_else(|| {
+            let steps = self.resolved(of, read);
+            let steps = steps.map(Rc::new).map_err(|diagnostic| diagnostic.kind);
+            self.spend(steps.as_ref().map_or(0, |steps| steps.acts.len() as u64));
+            self.expanded.borrow_mut().insert(key, steps.clone());
+            steps
+        });
+        if let Ok(steps) = &steps {
+            self.seen.borrow_mut().insert(of, Rc::clone(steps));
+        }
+        steps
+    }
+
+    fn resolved(&self, (launch, rank, lane): LaneOf, read: &[i64]) -> Result<Steps, Diagnostic> {
+        let ranks = self.ranks.iter();
+        let of_launch = ranks.map(|program| sections(program)[launch % self.kernels]);
+        let of_launch: Vec<&SectionInstance> = of_launch.collect();
+        let known = |word: &ReadWord| read.get(word.number).copied();
+        let steps = of_launch[rank].steps_with(lane, launch as u64, &known)?;
+        let resolve = |step: &LaneStep| act(&step.kind, self.ranks, &of_launch);
+        Ok(Steps {
+            acts: steps.iter().map(resolve).collect(),
+            sites: steps.into_iter().map(|step| step.site).collect(),
         })
     }
 
-    /// The steps of a lane that has read these integers, as far as they are known; none where one is out of its range.
-    pub(super) fn steps_after(
-        &self,
-        (launch, rank, lane): (usize, usize, usize),
-        read: &[i64],
-    ) -> Option<Vec<Act>> {
-        let all: Vec<Vec<&SectionInstance>> = self.ranks.iter().map(sections).collect();
-        let of_launch: Vec<&SectionInstance> =
-            all.iter().map(|own| own[launch % self.kernels]).collect();
-        let known = |word: &ReadWord| read.get(word.number).copied();
-        let steps = of_launch[rank].steps_with(lane, launch as u64, &known);
-        let resolve = |step: &LaneStep| act(&step.kind, self.ranks, &of_launch);
-        Some(steps.ok()?.iter().map(resolve).collect())
+    /// The steps of a lane, as far as they were seen.
+    pub(super) fn steps(&self, of: LaneOf) -> Rc<Steps> {
+        let seen = self.seen.borrow().get(&of).cloned();
+        seen.unwrap_or_else(|| Rc::clone(self.first_steps(of)))
+    }
+
+    /// The steps of all lanes of a launch, as far as they were seen.
+    fn steps_of(&self, launch: usize) -> Vec<Vec<Rc<Steps>>> {
+        let ranks = 0..self.ranks.len();
+        let of_rank = |rank: usize| {
+            let lanes = 0..self.lanes(launch, rank);
+            lanes.map(|lane| self.steps((launch, rank, lane))).collect()
+        };
+        ranks.map(of_rank).collect()
     }
 
     /// The lane and number of the steps that stand at a place of a launch.
     pub(super) fn steps_at(&self, launch: usize, rank: usize, site: &Site) -> Vec<(usize, usize)> {
         let mut found = Vec::new();
-        let lanes = self.sites.get(launch).map_or(&[][..], |all| &all[rank]);
-        for (lane, steps) in lanes.iter().enumerate() {
+        for lane in 0..self.lanes(launch, rank) {
             let here = |other: &Site| {
                 (other.line, other.column) == (site.line, site.column)
                     && (self.reads_values || site.indices.starts_with(&other.indices))
             };
-            let steps = steps.iter().enumerate().filter(|(_, other)| here(other));
+            let steps = self.steps((launch, rank, lane));
+            let sites = steps.sites.iter().enumerate();
+            let steps = sites.filter(|(_, other)| here(other));
             found.extend(steps.map(|(step, _)| (lane, step)));
         }
         found
@@ -149,9 +289,10 @@ impl<'a> Stage<'a> {
 
     /// Whether two steps of a launch, or one step twice, store packets in the same place.
     pub(super) fn stores_packets_twice(&self) -> bool {
-        self.launches.iter().any(|launch| {
+        (0..self.launches()).any(|launch| {
             let mut stored = HashSet::new();
-            let moves = launch.iter().flatten().flatten();
+            let launch = self.steps_of(launch);
+            let moves = launch.iter().flatten().flat_map(|lane| &lane.acts);
             let mut targets = moves.flat_map(|act| match act {
                 Act::Move(it) => it
                     .targets
@@ -182,9 +323,10 @@ impl<'a> Stage<'a> {
 
     /// Whether two lanes of a launch signal the same lane of the same rank.
     pub(super) fn has_crossed_signals(&self) -> bool {
-        self.launches.iter().flatten().any(|lanes| {
-            let signals = lanes.iter().enumerate().flat_map(|(from, acts)| {
-                let to = acts.iter().filter_map(|act| match act {
+        let mut launches = (0..self.launches()).flat_map(|launch| self.steps_of(launch));
+        launches.any(|lanes| {
+            let signals = lanes.iter().enumerate().flat_map(|(from, steps)| {
+                let to = steps.acts.iter().filter_map(|act| match act {
                     Act::Signal { peer, lane } => Some((*peer, *lane)),
                     _ => None,
                 });
@@ -198,9 +340,9 @@ impl<'a> Stage<'a> {
 
     /// Whether what a kernel accesses of the program's tensors differs from launch to launch.
     pub(super) fn is_unsteady(&self) -> bool {
-        let accesses = |launch: &Vec<Vec<Vec<Act>>>| {
+        let accesses = |launch: &Vec<Vec<Rc<Steps>>>| {
             let mut all = Vec::new();
-            for act in launch.iter().flatten().flatten() {
+            for act in launch.iter().flatten().flat_map(|lane| &lane.acts) {
                 if let Act::Move(it) = act {
                     let operands = it.targets.iter().map(|place| (place, true));
                     let operands = operands.chain(it.sources.iter().map(|place| (place, false)));
@@ -246,7 +388,15 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
             lane: *lane,
         },
         LaneStepKind::Wait(peer) => Act::Wait(*peer),
-        LaneStepKind::Value { number, source, .. } => Act::Value(*number, operand(source)),
+        LaneStepKind::Value {
+            number,
+            source,
+            most,
+        } => Act::Value(Read {
+            number: *number,
+            word: operand(source),
+            most: *most,
+        }),
         LaneStepKind::Announce { values, target, .. } => {
             Act::Move(announcement(values, vec![operand(target)], Vec::new()))
         }

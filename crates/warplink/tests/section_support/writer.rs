@@ -2,6 +2,7 @@
 
 mod values;
 
+use super::sample::Pieces;
 use crate::program_support::interpreter::Random;
 use std::fmt::Write as _;
 
@@ -28,7 +29,7 @@ impl Text {
 }
 
 /// Writes a sample for ranks with `lanes` lanes.
-pub(super) fn write(random: &mut Random, lanes: usize) -> Text {
+pub(super) fn write(random: &mut Random, lanes: usize, drawn: Pieces) -> Text {
     let count = 1 + usize::from(random.chance(4));
     let mut writer = Writer {
         random,
@@ -44,21 +45,29 @@ pub(super) fn write(random: &mut Random, lanes: usize) -> Text {
         pieces: 0,
         sources: Vec::new(),
     };
-    // By themselves: the evidence plays each with many values, and not beside other pieces.
-    let by_values = writer.random.chance(16);
-    for kernel in 0..if by_values { 1 } else { count } {
+    let by_values = drawn == Pieces::Values;
+    // Among others, they are by themselves.
+    let alone = !by_values && writer.random.chance(16);
+    for kernel in 0..if alone { 1 } else { count } {
         writer.kernel = kernel;
         // What another lane may have written is no source.
         writer.sources = vec!["X[lane of lanes]".to_owned()];
         writer.line("let next = (rank + 1) % world");
         writer.line("let prev = (rank - 1) % world");
-        if by_values {
-            writer.piece_by_values();
+        if alone {
+            writer.piece_by_values(3);
             break;
         }
-        let meets = writer.random.chance(3).then(|| writer.announces());
-        for _ in 0..1 + writer.random.below(if count > 1 { 1 } else { 2 }) {
-            writer.piece();
+        let meets = writer
+            .random
+            .chance(if by_values { 8 } else { 3 })
+            .then(|| writer.announces());
+        for number in 0..1 + writer.random.below(if count > 1 { 1 } else { 2 }) {
+            if by_values && (kernel + number == 0 || writer.random.chance(3)) {
+                writer.piece_by_values(5);
+            } else {
+                writer.piece();
+            }
         }
         if let Some(agrees) = meets {
             agrees.into_iter().for_each(|line| writer.line(line));
@@ -109,13 +118,15 @@ impl Writer<'_> {
         ["packets8", "packets16", "packets16", "packets128"][self.random.below(4)]
     }
 
-    /// A piece whose counts or rows are read from memory.
-    fn piece_by_values(&mut self) {
+    /// A piece whose counts or rows are read from memory, one of the first `kinds`.
+    fn piece_by_values(&mut self, kinds: usize) {
         self.pieces += 1;
-        match self.random.below(3) {
+        match self.random.below(kinds) {
             0 => self.counted_rows(),
             1 => self.counted_chunks(),
-            _ => self.rows_by_index(),
+            2 => self.rows_by_index(),
+            3 => self.rows_behind_others(),
+            _ => self.named_rows(),
         }
     }
 

@@ -1,10 +1,11 @@
 //! Memory as numbers, each with the order of its accesses.
 
+use super::choice::{SOME_VALUES, input_of};
 use super::outcome::Fault;
 use super::schedule::mix;
 use std::collections::BTreeSet;
 use warplink::program::ir::Role;
-use warplink::program::{RankProgram, TensorId, TensorInstance};
+use warplink::program::{RankProgram, TensorId};
 
 /// Who accesses: a number for each chain of each operation of each run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -39,35 +40,6 @@ impl Actor {
     fn caller(rank: usize, run: usize) -> Self {
         Self(mix(!(((rank as u64) << 8) | run as u64)))
     }
-}
-
-/// The input of a rank in a run: small numbers, so that sums and products are exact for long.
-fn input(run: usize, rank: usize, tensor: TensorId, element: usize) -> f64 {
-    ((7 * element + 5 * tensor + 3 * rank + 4 * run) % 11 + 1) as f64
-}
-
-/// How inputs that kernels read as integers are chosen where others do not matter.
-pub(crate) const SOME_VALUES: u64 = 4;
-
-/// The input of a tensor, which may have a bound: then one of the edges of its range, as `values` says.
-pub(crate) fn input_of(
-    tensor: &TensorInstance,
-    values: u64,
-    (run, rank): (usize, usize),
-    id: TensorId,
-    element: usize,
-) -> f64 {
-    let Some(most) = tensor.value_bound else {
-        return input(run, rank, id, element);
-    };
-    let place = (values << 48) ^ ((run << 32) | (rank << 24) | (id << 16) | element) as u64;
-    let edges = [0, most, 1.min(most), (most - 1).max(0), most / 2];
-    let which = if values < SOME_VALUES {
-        values
-    } else {
-        mix(place)
-    };
-    edges[(which % 5) as usize] as f64
 }
 
 impl Memory {

@@ -8,13 +8,14 @@
 //! Every cell of memory remembers the order of its writes, and every read the writes before it. Two
 //! plays whose [`Outcome::order`] differs are a race, whether or not a value shows it.
 
+mod choice;
 mod memory;
 mod operation;
 mod outcome;
 mod schedule;
 mod step;
 
-pub(crate) use memory::{SOME_VALUES, input_of};
+pub(crate) use choice::{Choice, Integer, SOME_VALUES, Way, input_of};
 pub(crate) use outcome::{Fault, Outcome, agreed, race};
 pub(crate) use schedule::{Engine, Hold, Pick, Random, Schedule, Submission, mix};
 
@@ -178,6 +179,7 @@ impl<'a> Interpreter<'a> {
         Outcome {
             stuck,
             outputs: play.outputs,
+            stored: Vec::new(),
             order: play.memory.order(),
             faults: play.memory.faults,
         }

@@ -1,44 +1,62 @@
 //! Integers that lanes read, on which their further steps depend.
 
-use super::super::stage::{Act, Operand};
+use super::super::stage::{Act, Read, Steps};
 use super::{Play, StepId};
 use crate::program_support::interpreter::Fault;
 use std::rc::Rc;
+use warplink::program::DiagnosticKind;
 
 impl Play<'_> {
     /// The steps of a lane of the launch at hand.
     pub(super) fn acts(&self, rank: usize, lane: usize) -> &[Act] {
-        let known = self.launch[rank].map(|launch| &self.stage.launches[launch][rank][lane][..]);
-        let own = self.lanes[rank][lane].acts.as_deref();
-        own.map_or(known.unwrap_or_default(), |acts| &acts[..])
+        let first = |launch| &self.stage.first_steps((launch, rank, lane)).acts[..];
+        let own = self.lanes[rank][lane].steps.as_deref();
+        let first = || self.launch[rank].map(first).unwrap_or_default();
+        own.map_or_else(first, |steps| &steps.acts[..])
+    }
+
+    /// The steps of a lane of a launch, shared.
+    pub(super) fn steps(&self, id: StepId) -> Rc<Steps> {
+        let own = self.lanes[id.rank][id.lane].steps.as_ref();
+        let first = || self.stage.first_steps((id.launch, id.rank, id.lane));
+        Rc::clone(own.unwrap_or_else(first))
     }
 
     /// Reads an integer on which the lane's further steps depend; `false` where its packet is not there.
-    pub(super) fn read_value(&mut self, id: StepId, number: usize, word: &Operand) -> bool {
-        let (cell, _) = self.memory.cell(word, 0);
-        while let Some(own) = self.own_store(id, word, cell) {
+    pub(super) fn read_value(&mut self, id: StepId, read: &Read) -> bool {
+        let (cell, _) = self.memory.cell(&read.word, 0);
+        while let Some(own) = self.own_store(id, &read.word, cell) {
             self.land(id.rank, id.lane, own);
         }
         let flag = id.launch as u64 + 1;
-        if self.memory.packet(word) > 0 && self.memory.flag(word, cell) != flag {
+        if self.memory.packet(&read.word) > 0 && self.memory.flag(&read.word, cell) != flag {
             return false;
         }
-        let value = self.memory.load((id.by(0, 0), id.rank, id.launch), word, 0);
+        let by = (id.by(0, 0), id.rank, id.launch);
+        let value = self.memory.load(by, &read.word, 0) as i64;
         let lane = &mut self.lanes[id.rank][id.lane];
-        lane.read.truncate(number);
-        lane.read.push(value as i64);
-        let place = (id.launch, id.rank, id.lane);
-        match self.stage.steps_after(place, &lane.read) {
-            Some(acts) => lane.acts = Some(Rc::new(acts)),
-            None => {
-                // The launch fails there.
-                self.memory
-                    .faults
-                    .insert(Fault::OutOfRange { rank: id.rank });
-                let known = self.acts(id.rank, id.lane)[..=id.step].to_vec();
-                self.lanes[id.rank][id.lane].acts = Some(Rc::new(known));
+        lane.read.truncate(read.number);
+        lane.read.push(value);
+        let steps = if (0..=read.most).contains(&value) {
+            let of = (id.launch, id.rank, id.lane);
+            self.stage.steps_after(of, &lane.read)
+        } else {
+            Err(DiagnosticKind::OutOfBounds)
+        };
+        match steps {
+            Ok(steps) => lane.steps = Some(steps),
+            Err(rule) => {
+                // The launch fails there: the lane goes no further.
+                lane.fails = true;
+                let (rank, rule) = (id.rank, rule.name());
+                self.memory.faults.insert(Fault::OutOfRange { rank, rule });
             }
         }
         true
+    }
+
+    /// Whether a lane of a rank's launch has read a value with which it cannot go on.
+    pub(super) fn fails(&self, rank: usize) -> bool {
+        self.lanes[rank].iter().any(|lane| lane.fails)
     }
 }

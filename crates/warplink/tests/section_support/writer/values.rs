@@ -121,4 +121,63 @@ impl Writer<'_> {
             }
         }
     }
+
+    /// Some rows behind as many as another word says.
+    pub(super) fn rows_behind_others(&mut self) {
+        let number = self.pieces;
+        let rows = 1 + self.random.below(3);
+        for line in [
+            format!("input D{number}: i32[world]"),
+            format!("input C{number}: i32[world]"),
+            format!("output G{number}: T[{rows}, n]"),
+        ] {
+            self.declare(line);
+        }
+        self.own_rows(&rows.to_string(), &[format!("G{number}[t] = copy(X)")]);
+        self.line(format!("let d{number} = D{number}[rank] at most {rows}"));
+        self.line(format!(
+            "let m{number} = C{number}[rank] at most {rows} - d{number}"
+        ));
+        self.line(format!("for s in 0..m{number} {{"));
+        self.line(format!("let t = d{number} + s"));
+        self.line("if t % lanes == lane {");
+        self.line(format!("G{number}[t] = copy(W[(rank + s) % world])"));
+        self.line("}");
+        self.line("}");
+    }
+
+    /// Rows that an index names are put to the next rank, which learns the index before.
+    pub(super) fn named_rows(&mut self) {
+        let (number, packing) = (self.pieces, self.packing());
+        let (slots, slot, barrier) = self.slots(2);
+        let rows = 1 + self.random.below(3);
+        for line in [
+            format!("input I{number}: i32[{rows}]"),
+            format!("output G{number}: T[{rows}, n]"),
+            format!("scratch H{number}: packets16 i32[{slots}, lanes, 1]"),
+            format!("scratch R{number}: {packing} T[{slots}, lanes, {rows}, n]"),
+        ] {
+            self.declare(line);
+        }
+        self.own_rows(&rows.to_string(), &[format!("G{number}[t] = copy(X)")]);
+        let most = rows - 1;
+        self.line(format!("let i{number} = I{number}[{most}] at most {most}"));
+        self.line(format!(
+            "put I{number}[{most}] to H{number}[{slot}][lane][0] on next"
+        ));
+        self.line(format!(
+            "put W[i{number} % world] to R{number}[{slot}][lane][i{number}] on next"
+        ));
+        self.line(format!(
+            "let k{number} = H{number}[{slot}][lane][0] at most {most}"
+        ));
+        self.line(format!("if k{number} % lanes == lane {{"));
+        self.line(format!(
+            "G{number}[k{number}] = copy(R{number}[{slot}][lane][k{number}])"
+        ));
+        self.line("}");
+        if barrier {
+            self.line("barrier");
+        }
+    }
 }
