@@ -36,13 +36,14 @@
 // is executed later, in call order.
 //
 // # Host kernels
-// The warplink_block_... calls are for the bodies of kernels of the host device, on the thread that runs one; on others
-// they are WARPLINK_STATUS_INVALID_USAGE. `argument` is a number among the arguments of the launch, from 0 on. `channel` is
-// the number of an argument that warplink_argument_channel made, or one that warplink_block_channel gives for a channel of
-// an array. An argument that is not there or is of another kind, and bytes that pass the end of a region, are
-// WARPLINK_STATUS_INVALID_ARGUMENT, and nothing is done. The calls of channels are those of warplink::Channel in
-// warplink/device.cuh, made by a whole block. Offsets and lengths are in bytes. A call fails where a rank was lost, where
-// this rank has failed and, on a proxied channel, where the proxy was stopped; one that blocks ends then.
+// The warplink_block_... calls may only be made by bodies of host-device kernels, on the thread that runs the body;
+// elsewhere they return WARPLINK_STATUS_INVALID_USAGE. `argument` is the index of an argument of the launch, from 0.
+// `channel` is the index of an argument created by warplink_argument_channel, or a number returned by
+// warplink_block_channel for an element of a channel array. If an argument does not exist or has another kind, or a
+// range passes the end of a region, calls return WARPLINK_STATUS_INVALID_ARGUMENT and do nothing. The channel calls
+// correspond to the methods of warplink::Channel in warplink/device.cuh, called by a whole block. Offsets and lengths
+// are in bytes. A call fails if a rank was lost, if this rank has failed and, on a proxied channel, if the proxy was
+// stopped; a call that is blocked then returns.
 
 
 #ifndef WARPLINK_H

@@ -257,7 +257,7 @@ table! {
     raw LLA2ACalcSlots(most_elements: c_int, most_bytes: c_int) -> c_int = memory::all_to_all_slots;
     real LLA2ACreateRequirement(blocks: c_int, slots: c_int, handle: *mut c_void, requirement: *mut c_void);
 
-    // Of the real library: its sockets between machines, and its parameters.
+    // Only in the real library: its sockets between machines, and its parameters.
     real SetEncryption(config: *const c_void);
     real ParamBind(parameter: *mut *mut c_void, key: *const c_char);
     real ParamGetI8(parameter: *mut c_void, value: *mut i8);
