@@ -110,7 +110,7 @@ def check_plain(inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor])
 
 
 def check_alike(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Fails unless ``one`` and ``other``, one of which is copied to the other, have the same type and as many elements."""
+    """Fails unless ``one`` and ``other``, one of which is copied to the other, have the same type and length."""
     if one.dtype != other.dtype or one.numel() != other.numel():
         raise InvalidArgumentError(
             f"the output is {one.numel()} elements of {one.dtype}; expected the input's {other.numel()} of {other.dtype}"
