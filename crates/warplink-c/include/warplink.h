@@ -115,15 +115,14 @@ typedef enum {
     /// Selected by the peer's location: direct if its memory can be mapped, the network if it is on another
     /// machine.
     WARPLINK_TRANSPORT_AUTO = 0,
-    /// The kernel itself stores to and loads from the peer's memory, which is mapped. The device must have
-    /// atomic operations on that memory, as GPUs have over NVLink.
+    /// The kernel itself stores to and loads from the peer's mapped memory. The device must support atomic
+    /// operations on that memory, as GPUs do over NVLink.
     WARPLINK_TRANSPORT_DIRECT = 1,
-    /// A thread of the host has the device's copy engine move the bytes, when kernels ask it to: to the
-    /// peer's memory, or through memory of the host that both devices map, where they cannot map each
-    /// other's.
+    /// A host thread (proxy) moves the bytes with the device's copy engine on request of kernels: to the
+    /// peer's memory, or through host memory that both devices map, if they cannot map each other's.
     WARPLINK_TRANSPORT_PROXIED = 2,
-    /// A thread of the host sends the bytes over the network (UCX), when kernels ask it to: to ranks of other
-    /// machines, or of this one where that is wanted.
+    /// A host thread (proxy) sends the bytes over the network (UCX) on request of kernels: to ranks of other
+    /// machines, or of this one if requested.
     WARPLINK_TRANSPORT_NETWORK = 3,
 } warplink_transport;
 
@@ -219,14 +218,14 @@ typedef enum {
 
 /// Distribution of the rows of a fused collective over ranks. Where ranks own rows, each owns the same number, in rank order.
 typedef enum {
-    /// Every rank has all rows of everything.
+    /// Every tensor has all rows on every rank.
     WARPLINK_FUSED_KIND_ALL_REDUCE = 0,
-    /// The same, but the residual, the sum and `residual_out` are of the rows that a rank owns.
+    /// The same, but the residual, the sum and `residual_out` have only the rows that the rank owns.
     WARPLINK_FUSED_KIND_ALL_REDUCE_SHARDED = 1,
-    /// The input is of all rows, all else of those that a rank owns.
+    /// The input has all rows, everything else only the rows that the rank owns.
     WARPLINK_FUSED_KIND_REDUCE_SCATTER = 2,
-    /// Nothing is added up but the residual: the input, the residual, the sum and `residual_out` are of the
-    /// rows that a rank owns, and the others of all rows.
+    /// Only the residual is added, inputs are not summed: the input, the residual, the sum and `residual_out`
+    /// have only the rows that the rank owns, the others all rows.
     WARPLINK_FUSED_KIND_ALL_GATHER = 3,
 } warplink_fused_kind;
 
@@ -244,31 +243,31 @@ typedef enum {
 typedef enum {
     /// No quantisation.
     WARPLINK_QUANTIZATION_NONE = 0,
-    /// Divided by a scale that is given, one `f32`.
+    /// Divided by a given scale, one `f32`.
     WARPLINK_QUANTIZATION_STATIC = 1,
-    /// Divided by a scale of each row, which is an output: its largest magnitude / 448.
+    /// Divided by a scale per row, which is an output: the row's largest magnitude / 448.
     WARPLINK_QUANTIZATION_PER_TOKEN = 2,
-    /// The same of each block of 128 elements, of which the last one of a row may be shorter.
+    /// The same for each block of 128 elements; the last block of a row may be shorter.
     WARPLINK_QUANTIZATION_PER_BLOCK = 3,
-    /// The same of blocks, with the next power of two from that scale on.
+    /// The same for blocks, with the scale rounded up to a power of two.
     WARPLINK_QUANTIZATION_PER_BLOCK_POWER_OF_TWO = 4,
-    /// Mxfp8: divided by a scale of each 32 elements, the next power of two from their largest magnitude /
-    /// 448 on, which is stored as a byte, the power's exponent plus 127 (e8m0). At least 2⁻¹²⁶.
+    /// Mxfp8: divided by a scale for each 32 elements: their largest magnitude / 448, rounded up to a power
+    /// of two, which is stored as a byte, the power's exponent plus 127 (e8m0). At least 2⁻¹²⁶.
     WARPLINK_QUANTIZATION_MXFP8 = 5,
-    /// Nvfp4: floats of 4 bits (e2m1), two in a byte, the first in its low bits. Each 16 elements have a
-    /// scale, as e4m3, row by row: their largest magnitude / 6, times a global scale that is given, one
-    /// `f32`, positive and from 1e-30 to 1e30, usually 448 · 6 / the largest magnitude of all. So an element
-    /// is about its float · its scale / the global one. Infinities and what is too large become 6; a block
-    /// with a NaN has NaN for its scale.
+    /// Nvfp4: 4-bit floats (e2m1), two in a byte, the first in its low bits. Each 16 elements have a scale,
+    /// as e4m3, row by row: their largest magnitude / 6, times a given global scale, one `f32`, positive and
+    /// from 1e-30 to 1e30, usually 448 · 6 / the largest magnitude of all. So an element is about its float
+    /// · its scale / the global one. Infinities and values out of range become 6; a block with a NaN has NaN
+    /// for its scale.
     WARPLINK_QUANTIZATION_NVFP4 = 6,
 } warplink_quantization;
 
 /// Wire format of the rows of a fused collective. All ranks get bit-identical results with either.
 typedef enum {
-    /// Without rounding more than the call itself.
+    /// No rounding beyond that of the call itself.
     WARPLINK_WIRE_EXACT = 0,
-    /// As floats of 8 bits (e4m3), and a scale for each block of 128 elements: half the bytes of 16-bit
-    /// floats, for an error that docs/fused.md states.
+    /// 8-bit floats (e4m3), and a scale for each block of 128 elements: half the bytes of 16-bit floats, for
+    /// an error stated in docs/fused.md.
     WARPLINK_WIRE_FP8 = 1,
 } warplink_wire;
 
