@@ -1,5 +1,5 @@
-//! The calls of a kernel for the host device that need no channel: which block runs, its arguments, and their memory.
-//! Which block is known by the thread, as in CUDA.
+//! Calls of a kernel for the host device that need no channel: the running block, its arguments and their memory. The
+//! running block is thread-local, as in CUDA.
 
 use crate::block_channel;
 use crate::pointer;
@@ -16,7 +16,7 @@ thread_local! {
     static RUNNING: Cell<Option<NonNull<Block<'static>>>> = const { Cell::new(None) };
 }
 
-/// Sets back which block runs, however a body ends.
+/// Restores the previous running block when a body returns or unwinds.
 struct Reset(Option<NonNull<Block<'static>>>);
 
 impl Drop for Reset {
@@ -25,7 +25,7 @@ impl Drop for Reset {
     }
 }
 
-/// Runs the body of a kernel as `block`, and gives the error that it returned the status of.
+/// Runs the body of a kernel as `block`. If the body returns the status of a failed call, returns that call's error.
 pub(crate) fn run(block: &Block<'_>, body: impl FnOnce() -> i32) -> warplink::Result<()> {
     let reset = Reset(RUNNING.replace(Some(NonNull::from(block).cast())));
     let status = body();
@@ -36,7 +36,8 @@ pub(crate) fn run(block: &Block<'_>, body: impl FnOnce() -> i32) -> warplink::Re
     if let Some(failure) = status::last_with(status) {
         return Err(failure.into_error());
     }
-    let message = format!("the kernel returned {status}; expected 0 or what a call returned");
+    let message =
+        format!("the kernel returned {status}; expected 0 or the status of a failed call");
     Err(Error::invalid(message)
         .with_operation("run a kernel")
         .with_help("return the status of the call that failed"))
@@ -50,19 +51,19 @@ pub(crate) fn running<R>(body: impl FnOnce(&Block<'_>) -> Outcome<R>) -> Outcome
             "make this call in the body of a host kernel, on the thread that runs it",
         )
     })?;
-    // SAFETY: `run` set it, and sets it back before the block ends; its lifetime does not leave `body`.
+    // SAFETY: `run` set the pointer and resets it before the block ends; the lifetime does not escape `body`.
     body(unsafe { block.as_ref() })
 }
 
-/// In a host kernel: the block's number in the grid, from 0 on, and how many blocks there are. Each of the places may be
-/// null. Does not block.
+/// In a host kernel: returns the block's index in the grid, starting at 0, and the number of blocks. Either pointer may
+/// be null. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_index(index: *mut u32, blocks: *mut u32) -> Status {
     block_entry("get the block's number", || {
         running(|block| {
             for (place, value) in [(index, block.index()), (blocks, block.blocks())] {
                 if !place.is_null() {
-                    // SAFETY: the caller passes null or a place for a number.
+                    // SAFETY: the caller passes null or a pointer valid for a write.
                     unsafe { pointer::store(place, "a place", value) }?;
                 }
             }
@@ -71,37 +72,38 @@ pub unsafe extern "C" fn warplink_block_index(index: *mut u32, blocks: *mut u32)
     })
 }
 
-/// In a host kernel: how many threads a block of the launch would have on a GPU. The body runs on one. Does not block.
+/// In a host kernel: the number of threads that a block of this launch would have on a GPU. The body itself runs on one
+/// thread. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_threads(threads: *mut u32) -> Status {
     block_entry("get the block's threads", || {
         let found = running(|block| Ok(block.threads()))?;
-        // SAFETY: the caller passes a place for a number.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(threads, "threads", found) }
     })
 }
 
-/// In a host kernel: the unsigned integer, of 32 or 64 bits, that is argument `argument` of the launch. Does not block.
+/// In a host kernel: reads argument `argument` of the launch, an unsigned integer of 32 or 64 bits. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_u64(argument: u32, value: *mut u64) -> Status {
     block_entry("get an argument", || {
         let found = running(|block| Ok(block.u64(argument as usize)?))?;
-        // SAFETY: the caller passes a place for a number.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(value, "value", found) }
     })
 }
 
-/// In a host kernel: the signed integer, of 32 or 64 bits, that is argument `argument` of the launch. Does not block.
+/// In a host kernel: reads argument `argument` of the launch, a signed integer of 32 or 64 bits. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_i64(argument: u32, value: *mut i64) -> Status {
     block_entry("get an argument", || {
         let found = running(|block| Ok(block.i64(argument as usize)?))?;
-        // SAFETY: the caller passes a place for a number.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(value, "value", found) }
     })
 }
 
-/// In a host kernel: the float or double that is argument `argument` of the launch. Does not block.
+/// In a host kernel: reads argument `argument` of the launch, a float or double. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_f64(argument: u32, value: *mut f64) -> Status {
     block_entry("get an argument", || {
@@ -109,15 +111,15 @@ pub unsafe extern "C" fn warplink_block_f64(argument: u32, value: *mut f64) -> S
             let single = block.f32(argument as usize).map(f64::from);
             Ok(single.or_else(|_| block.f64(argument as usize))?)
         })?;
-        // SAFETY: the caller passes a place for a number.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(value, "value", found) }
     })
 }
 
-/// In a host kernel: copies `bytes` bytes to `target`, in memory of the program's, and returns when that is done. They
-/// come from `source` in this rank's regions where `argument` is a channel, by either kind of number, and from byte
-/// `source.offset` of the argument where that is a region. Bytes past the end are WARPLINK_STATUS_INVALID_ARGUMENT. Null
-/// is allowed for no bytes.
+/// In a host kernel: copies `bytes` bytes to `target`, in ordinary host memory, and returns when the copy is complete.
+/// If `argument` is a channel, given by either kind of number, the bytes are read from `source` in this rank's regions;
+/// if it is a region, from byte `source.offset` of the region. Returns WARPLINK_STATUS_INVALID_ARGUMENT if the range
+/// passes the end of the region. `target` may be null if `bytes` is 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_load(
     argument: u32,
@@ -128,15 +130,15 @@ pub unsafe extern "C" fn warplink_block_load(
     block_entry("load", || {
         running(|block| {
             let memory = memory(block, argument, source, bytes)?;
-            // SAFETY: the caller passes room for `bytes` bytes.
+            // SAFETY: the caller passes a buffer of `bytes` bytes.
             let target = unsafe { pointer::new_bytes(target, bytes, "target") }?;
             Ok(block.read(&memory, target)?)
         })
     })
 }
 
-/// In a host kernel: copies `bytes` bytes from `source`, in memory of the program's, to `argument`, and returns when that
-/// is done; see `warplink_block_load`.
+/// In a host kernel: copies `bytes` bytes from `source`, in ordinary host memory, to `argument`, and returns when the
+/// copy is complete; see `warplink_block_load`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_store(
     argument: u32,
@@ -154,7 +156,7 @@ pub unsafe extern "C" fn warplink_block_store(
     })
 }
 
-/// The memory that a load or store names.
+/// The memory range addressed by a load or store.
 fn memory(block: &Block<'_>, number: u32, at: At, bytes: usize) -> Outcome<DeviceSlice> {
     if let Ok(slice) = block.slice(number as usize) {
         let out_of_range = || {

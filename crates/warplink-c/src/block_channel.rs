@@ -1,5 +1,5 @@
-//! The channels of a kernel for the host device: the calls of `warplink::Channel` in `warplink/device.cuh`, made by a
-//! whole block.
+//! Channels of a kernel for the host device: the methods of `warplink::Channel` in `warplink/device.cuh`, each called
+//! by a whole block.
 
 use crate::block::running;
 use crate::pointer;
@@ -7,16 +7,17 @@ use crate::status::{Failure, Outcome, Status, block_entry};
 use crate::types::At;
 use warplink::device::{Block, BlockChannel};
 
-/// Set in the number of a channel that is one of an array. The number of an argument is below it.
+/// Flag in a channel number: the channel is an element of an array. Argument numbers are always below this bit.
 const OF_ARRAY: u32 = 1 << 31;
 
-/// Bits of the argument that is the array; the channel's place in it is in those between.
+/// Low bits of the number: the argument that is the array. The bits between these and `OF_ARRAY` are the channel's
+/// index.
 const ARGUMENT_BITS: u32 = 12;
 
 const MAX_ARGUMENT: u32 = (1 << ARGUMENT_BITS) - 1;
 const MAX_INDEX: u32 = (OF_ARRAY >> ARGUMENT_BITS) - 1;
 
-/// The channel that a number names: that of an argument, or one of an array.
+/// Resolves a channel number: either a channel argument or an element of a channel array.
 pub(crate) fn find<'b>(block: &'b Block<'_>, number: u32) -> Outcome<BlockChannel<'b>> {
     if number & OF_ARRAY != 0 {
         let index = (number & !OF_ARRAY) >> ARGUMENT_BITS;
@@ -25,25 +26,25 @@ pub(crate) fn find<'b>(block: &'b Block<'_>, number: u32) -> Outcome<BlockChanne
     if block.channels(number as usize).is_ok() {
         return Err(Failure::invalid(
             format!("argument {number} is an array of channels; expected one channel"),
-            "take a channel of it with warplink_block_channel",
+            "get one of its channels with warplink_block_channel",
         ));
     }
     Ok(block.channel(number as usize)?)
 }
 
-/// Channel `index` of the array that is argument `argument`.
+/// Channel `index` of the array passed as argument `argument`.
 fn of_array<'b>(block: &'b Block<'_>, argument: u32, index: u32) -> Outcome<BlockChannel<'b>> {
     let channels = block.channels(argument as usize)?;
     let count = channels.len();
     channels.into_iter().nth(index as usize).ok_or_else(|| {
         Failure::invalid(
             format!("channel {index} of argument {argument}; expected one below {count}"),
-            "ask warplink_block_channels how many there are",
+            "get their number from warplink_block_channels",
         )
     })
 }
 
-/// The number of channel `index` of the array that is argument `argument`.
+/// Encodes the number of channel `index` of the array passed as argument `argument`.
 fn number(argument: u32, index: u32) -> Outcome<u32> {
     if argument > MAX_ARGUMENT || index > MAX_INDEX {
         return Err(Failure::invalid(
@@ -56,7 +57,7 @@ fn number(argument: u32, index: u32) -> Outcome<u32> {
     Ok(OF_ARRAY | index << ARGUMENT_BITS | argument)
 }
 
-/// Makes a call on the channel of this number.
+/// Runs a call on the channel with this number.
 fn on_channel(
     operation: &'static str,
     number: u32,
@@ -67,10 +68,9 @@ fn on_channel(
     })
 }
 
-/// Writes what a channel tells to where the caller wants it.
+/// Reads a property of a channel and stores it to the caller's pointer.
 ///
-/// # Safety
-/// `place` must be null or valid for a write.
+/// # Safety `place` must be null or valid for a write.
 unsafe fn ask<T>(
     operation: &'static str,
     number: u32,
@@ -80,38 +80,38 @@ unsafe fn ask<T>(
     block_entry(operation, || {
         pointer::check(place, name)?;
         let found = running(|block| Ok(call(&find(block, number)?)?))?;
-        // SAFETY: as the caller says.
+        // SAFETY: guaranteed by the caller.
         unsafe { pointer::store(place, name, found) }
     })
 }
 
-/// In a host kernel: how many channels the array has that is argument `argument` (`warplink_argument_channels`). Does not
-/// block.
+/// In a host kernel: the number of channels in the array passed as argument `argument` (`warplink_argument_channels`).
+/// Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_channels(argument: u32, count: *mut u32) -> Status {
     block_entry("count channels", || {
         pointer::check(count, "count")?;
         let found = running(|block| Ok(block.channels(argument as usize)?.len()))?;
         let found = u32::try_from(found).unwrap_or(u32::MAX);
-        // SAFETY: the caller passes a place for a number.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(count, "count", found) }
     })
 }
 
-/// In a host kernel: the number by which the other calls take channel `index`, from 0 on, of the array that is argument
-/// `argument`. It is good for all blocks of the launch. An index that the array does not have is
-/// WARPLINK_STATUS_INVALID_ARGUMENT. Does not block.
+/// In a host kernel: the number that identifies channel `index` (from 0) of the array passed as argument `argument` in
+/// the other calls. It is valid for all blocks of the launch. Returns WARPLINK_STATUS_INVALID_ARGUMENT if the index is
+/// out of range. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_channel(
     argument: u32,
     index: u32,
     channel: *mut u32,
 ) -> Status {
-    block_entry("take a channel", || {
+    block_entry("get a channel", || {
         pointer::check(channel, "channel")?;
         running(|block| of_array(block, argument, index).map(drop))?;
         let made = number(argument, index)?;
-        // SAFETY: the caller passes a place for a number.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(channel, "channel", made) }
     })
 }
@@ -119,7 +119,7 @@ pub unsafe extern "C" fn warplink_block_channel(
 /// In a host kernel: the rank at the other end of a channel. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_peer(channel: u32, peer: *mut i32) -> Status {
-    // SAFETY: the caller passes a place for a number.
+    // SAFETY: the caller passes null or a pointer valid for a write.
     unsafe {
         ask("get a channel's peer", channel, (peer, "peer"), |channel| {
             Ok(channel.peer().cast_signed())
@@ -127,21 +127,21 @@ pub unsafe extern "C" fn warplink_block_peer(channel: u32, peer: *mut i32) -> St
     }
 }
 
-/// In a host kernel: copies `bytes` bytes from `source` in this rank's regions to `target` in the peer's. Does not wait for
-/// the copy: the source may be overwritten after a flush, and the peer may read after a signal.
+/// In a host kernel: copies `bytes` bytes from `source` in this rank's regions to `target` in the peer's. Does not wait
+/// for the copy: the source may be overwritten after a flush, and the peer may read the data after a signal.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_block_put(channel: u32, target: At, source: At, bytes: u64) -> Status {
     on_channel("put", channel, |channel| channel.put(target, source, bytes))
 }
 
-/// In a host kernel: copies `bytes` bytes from `source` in the peer's regions to `target` in this rank's. Does not wait for
-/// the copy: they may be read after a flush.
+/// In a host kernel: copies `bytes` bytes from `source` in the peer's regions to `target` in this rank's. Does not wait
+/// for the copy: the data may be read after a flush.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_block_get(channel: u32, target: At, source: At, bytes: u64) -> Status {
     on_channel("get", channel, |channel| channel.get(target, source, bytes))
 }
 
-/// In a host kernel: a put, and a signal after it. Does not wait for the copy.
+/// In a host kernel: a put followed by a signal. Does not wait for the copy.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_block_put_with_signal(
     channel: u32,
@@ -167,26 +167,27 @@ pub extern "C" fn warplink_block_put_with_signal_and_flush(
     })
 }
 
-/// In a host kernel: counts up the peer's epoch by one, after everything that the block did before. Does not wait for the
-/// peer.
+/// In a host kernel: increments the peer's epoch by one, ordered after all earlier operations of the block. Does not
+/// wait for the peer.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_block_signal(channel: u32) -> Status {
     on_channel("signal", channel, |channel| channel.signal())
 }
 
-/// In a host kernel: blocks until what was put on this channel before may be overwritten, and what was got may be read.
+/// In a host kernel: blocks until sources of earlier puts on this channel may be overwritten and the data of earlier
+/// gets may be read.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_block_flush(channel: u32) -> Status {
     on_channel("flush", channel, |channel| channel.flush())
 }
 
-/// In a host kernel: blocks until the peer has signalled once more than was waited for.
+/// In a host kernel: blocks until the peer has sent one signal more than this side has consumed, and consumes it.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_block_wait(channel: u32) -> Status {
     on_channel("wait", channel, |channel| channel.wait())
 }
 
-/// In a host kernel: blocks until the peer has signalled `epoch` times in all. Uses up no signal.
+/// In a host kernel: blocks until the peer has signalled `epoch` times in total. Consumes no signal.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_block_wait_until(channel: u32, epoch: u64) -> Status {
     on_channel("wait until an epoch", channel, |channel| {
@@ -194,11 +195,11 @@ pub extern "C" fn warplink_block_wait_until(channel: u32, epoch: u64) -> Status 
     })
 }
 
-/// In a host kernel: as `warplink_block_wait`, where that would not block. Whether there was a signal to use up goes to
-/// `arrived`, as 0 or 1.
+/// In a host kernel: the non-blocking form of `warplink_block_wait`. Sets `arrived` to 1 if a signal was consumed, else
+/// to 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_poll(channel: u32, arrived: *mut i32) -> Status {
-    // SAFETY: the caller passes a place for a number.
+    // SAFETY: the caller passes null or a pointer valid for a write.
     unsafe {
         ask("poll", channel, (arrived, "arrived"), |channel| {
             channel.poll().map(i32::from)
@@ -206,10 +207,10 @@ pub unsafe extern "C" fn warplink_block_poll(channel: u32, arrived: *mut i32) ->
     }
 }
 
-/// In a host kernel: how often the peer has signalled so far, in all. Does not block.
+/// In a host kernel: the total number of signals received from the peer so far. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_epoch(channel: u32, epoch: *mut u64) -> Status {
-    // SAFETY: the caller passes a place for a number.
+    // SAFETY: the caller passes null or a pointer valid for a write.
     unsafe {
         ask("get the epoch", channel, (epoch, "epoch"), |channel| {
             Ok(channel.epoch())
@@ -217,9 +218,9 @@ pub unsafe extern "C" fn warplink_block_epoch(channel: u32, epoch: *mut u64) -> 
     }
 }
 
-/// In a host kernel: signals on each of `count` channels, then waits for a signal on each. Blocks until all peers have made
-/// the call with their channels. A number among `channels` may also be that of an argument that is an array, which stands
-/// for all channels in it. Null is allowed for none.
+/// In a host kernel: signals on each of `count` channels, then waits for a signal on each. Blocks until all peers have
+/// made the matching call. An element of `channels` may also be the number of an argument that is a channel array,
+/// which selects all channels of that array. `channels` may be null if `count` is 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_block_barrier(channels: *const u32, count: usize) -> Status {
     block_entry("barrier", || {
@@ -238,10 +239,11 @@ pub unsafe extern "C" fn warplink_block_barrier(channels: *const u32, count: usi
     })
 }
 
-/// In a host kernel: puts `bytes` bytes from `source` here to `target` at the peer as packets of 8 bytes, of which 4 are
-/// data: they take 2 * `bytes` there. The flag differs from what was in that place before (count up, from 1). `bytes` and
-/// the source's offset are multiples of 4, the target's of 8; others are WARPLINK_STATUS_INVALID_ARGUMENT. Needs a direct
-/// channel, and is WARPLINK_STATUS_UNSUPPORTED on others. Does not wait for the peer.
+/// In a host kernel: puts `bytes` bytes from `source` here to `target` at the peer as packets of 8 bytes, each with 4
+/// bytes of data, so the target takes 2 * `bytes`. The flag must differ from the flag stored there before (count up
+/// from 1). `bytes` and the source's offset are multiples of 4, the target's offset of 8; otherwise returns
+/// WARPLINK_STATUS_INVALID_ARGUMENT. Requires a direct channel and returns WARPLINK_STATUS_UNSUPPORTED on others. Does
+/// not wait for the peer.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_block_put_packets8(
     channel: u32,
@@ -255,8 +257,8 @@ pub extern "C" fn warplink_block_put_packets8(
     })
 }
 
-/// In a host kernel: reads `bytes` bytes that the peer put to `source` here as packets of 8 bytes with the same flag, to
-/// `target` here. Blocks until they have come.
+/// In a host kernel: unpacks `bytes` bytes that the peer put to `source` here as packets of 8 bytes with the same flag,
+/// into `target` here. Blocks until the packets have arrived.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_block_read_packets8(
     channel: u32,
@@ -270,8 +272,8 @@ pub extern "C" fn warplink_block_read_packets8(
     })
 }
 
-/// In a host kernel: as `warplink_block_put_packets8`, as packets of 16 bytes, of which 8 are data: they take 2 * `bytes`.
-/// `bytes` and the source's offset are multiples of 8, the target's of 16.
+/// In a host kernel: as `warplink_block_put_packets8`, with packets of 16 bytes, each with 8 bytes of data: the target
+/// takes 2 * `bytes`. `bytes` and the source's offset are multiples of 8, the target's offset of 16.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_block_put_packets16(
     channel: u32,
@@ -285,7 +287,7 @@ pub extern "C" fn warplink_block_put_packets16(
     })
 }
 
-/// In a host kernel: as `warplink_block_read_packets8`, of packets of 16 bytes.
+/// In a host kernel: as `warplink_block_read_packets8`, with packets of 16 bytes.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_block_read_packets16(
     channel: u32,
@@ -299,8 +301,9 @@ pub extern "C" fn warplink_block_read_packets16(
     })
 }
 
-/// In a host kernel: as `warplink_block_put_packets8`, as packets of 128 bytes, of which 120 are data: they take 128 bytes
-/// for every 120, and for what is left. `bytes` and the source's offset are multiples of 8, the target's of 128.
+/// In a host kernel: as `warplink_block_put_packets8`, with packets of 128 bytes, each with 120 bytes of data: the
+/// target takes 128 bytes for every 120 bytes of data or remainder of them. `bytes` and the source's offset are
+/// multiples of 8, the target's offset of 128.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_block_put_packets128(
     channel: u32,
@@ -314,7 +317,7 @@ pub extern "C" fn warplink_block_put_packets128(
     })
 }
 
-/// In a host kernel: as `warplink_block_read_packets8`, of packets of 128 bytes.
+/// In a host kernel: as `warplink_block_read_packets8`, with packets of 128 bytes.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_block_read_packets128(
     channel: u32,

@@ -1,4 +1,4 @@
-//! Collectives that are bound to their memory.
+//! Collectives bound to fixed memory.
 
 use crate::collectives::{CollectiveCall, CollectiveChoice};
 use crate::handles::{BoundCall, Collectives, Handle, Stream};
@@ -9,17 +9,18 @@ use crate::status::{Status, entry};
 use std::ffi::c_void;
 use std::sync::Arc;
 
-/// A call, with the rank that it belongs to.
+/// A bound call and the rank that it belongs to.
 pub(crate) struct BoundCallObject {
     pub(crate) job: Arc<JobObject>,
     call: warplink::collective::BoundCall,
 }
 
-/// Binds a call to memory, for calls that are made again and again on the same, so that the copy engine can do large
-/// all-gathers and all-to-alls. Arguments are those of `warplink_collective`. Peers may have the memory mapped: it stays allocated
-/// until all ranks have called `warplink_bound_call_free` and the streams of the calls are done. Every rank binds the same
-/// call at the same time; blocks until all have. Ranks that bind different calls are WARPLINK_STATUS_MISMATCH. Where a rank
-/// does not bind, or has arguments that are refused, the others get WARPLINK_STATUS_TIMEOUT or WARPLINK_STATUS_PEER_FAILED.
+/// Binds a collective to memory, for calls repeated on the same buffers, so that the copy engine can perform large
+/// all-gathers and all-to-alls. Arguments are those of `warplink_collective`. Peers may map the memory: it must stay
+/// allocated until all ranks have called `warplink_bound_call_free` and the streams of the calls are synchronized. All
+/// ranks bind the same call collectively; blocks until all have. Returns WARPLINK_STATUS_MISMATCH if ranks bind
+/// different calls. If a rank does not bind, or its arguments are rejected, the other ranks get WARPLINK_STATUS_TIMEOUT
+/// or WARPLINK_STATUS_PEER_FAILED.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_bind_collective(
     collectives: Collectives,
@@ -39,13 +40,13 @@ pub unsafe extern "C" fn warplink_bind_collective(
             job: object.job.clone(),
             call: object.collectives.bind(&call, &output, &input)?,
         });
-        // SAFETY: the caller passes a place for a bound call.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(bound, "bound", made) }
     })
 }
 
-/// Enqueues a bound call once. It counts as a call of its collectives, which all ranks make in the same order. Does not block.
-/// Errors are those of `warplink_collective`.
+/// Enqueues a bound call once. It counts as a collective call: all ranks make their calls in the same order. Does not
+/// block. Errors are those of `warplink_collective`.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_bound_call_enqueue(bound: BoundCall, stream: Stream) -> Status {
     entry("enqueue a bound collective", || {
@@ -55,7 +56,7 @@ pub extern "C" fn warplink_bound_call_enqueue(bound: BoundCall, stream: Stream) 
     })
 }
 
-/// How a bound call is done; "copy-engine" is the algorithm where the copy engine does it. Does not block.
+/// How a bound call is performed; the algorithm is "copy-engine" if the copy engine performs it. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_bound_call_choice(
     bound: BoundCall,
@@ -64,12 +65,12 @@ pub unsafe extern "C" fn warplink_bound_call_choice(
     entry("get how a bound collective is done", || {
         let object = bound.get()?;
         let made = CollectiveChoice::of(object.call.choice());
-        // SAFETY: the caller passes a place for a choice.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(choice, "choice", made) }
     })
 }
 
-/// Gives a bound call back. What was enqueued is done all the same. Does not block.
+/// Frees a bound call. Enqueued calls still complete. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_bound_call_free(bound: BoundCall) -> Status {
     entry("free a bound collective", || bound.take().map(drop))

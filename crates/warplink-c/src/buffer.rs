@@ -1,4 +1,4 @@
-//! Buffers that are registered with all connections, and written to by the host.
+//! Buffers registered with all connections and written by the host.
 
 use crate::handles::{Buffer, Comm, Handle, Region, Stream};
 use crate::job::JobObject;
@@ -9,16 +9,16 @@ use crate::types::Span;
 use std::sync::Arc;
 use warplink::channel::Connection;
 
-/// A region that was added to connections, and the number that each gave it.
+/// A region added to connections, with the number that each connection assigned to it.
 pub(crate) struct BufferObject {
     pub(crate) job: Arc<JobObject>,
     numbers: Vec<(Connection, u32)>,
 }
 
-/// Adds a region to all connections that were set up. Every peer calls this as well, with a region of its own and as
-/// many times. Blocks until the peers have. Kernels then name it as `warplink::At(number, offset)`. Before the first
-/// setup it is WARPLINK_STATUS_INVALID_USAGE, and WARPLINK_STATUS_TIMEOUT where a peer does not call it. A connection
-/// has 16 regions at most.
+/// Adds a region to all connections that are set up. Every peer must make the same number of calls, each with a region
+/// of its own. Blocks until the peers have called it. Kernels then address the region as `warplink::At(number,
+/// offset)`. Returns WARPLINK_STATUS_INVALID_USAGE before the first setup, and WARPLINK_STATUS_TIMEOUT if a peer does
+/// not call it. A connection has at most 16 regions.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_register_buffer(
     comm: Comm,
@@ -40,14 +40,14 @@ pub unsafe extern "C" fn warplink_register_buffer(
             job,
             numbers: connections.into_iter().zip(numbers).collect(),
         });
-        // SAFETY: the caller passes a place for a buffer.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(buffer, "buffer", made) }
     })
 }
 
-/// The number by which kernels name the buffer on the connection to `peer` with `tag`. Does not block. A connection
-/// that the buffer is not on is WARPLINK_STATUS_INVALID_ARGUMENT: only those have it that were set up before it was
-/// registered.
+/// The number of the buffer, for use in kernels, on the connection to `peer` with `tag`. Does not block. Returns
+/// WARPLINK_STATUS_INVALID_ARGUMENT for a connection without the buffer: only connections set up before it was
+/// registered have it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_buffer_number(
     buffer: Buffer,
@@ -67,15 +67,15 @@ pub unsafe extern "C" fn warplink_buffer_number(
                 "name a connection that was set up before the buffer was registered",
             ));
         };
-        // SAFETY: the caller passes a place for a number.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(number, "number", *value) }
     })
 }
 
-/// Enqueues copies of this rank's bytes to the buffers of all peers, from `offset` bytes on; one copy for each
+/// Enqueues copies of this rank's bytes to the buffers of all peers, starting at byte `offset`; one copy per
 /// connection. Does not block, and orders nothing at the peers: signal them, or meet at a barrier after
-/// `warplink_stream_synchronize`. Fails as `warplink_write`; copies to connections before the one that failed may have
-/// been enqueued.
+/// `warplink_stream_synchronize`. Fails as `warplink_write` does; copies to connections before the one that failed may
+/// have been enqueued.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_registered_write(
     buffer: Buffer,
@@ -95,7 +95,7 @@ pub extern "C" fn warplink_registered_write(
     })
 }
 
-/// Gives the handle back. The region stays with the connections until the communicator is destroyed. Does not block.
+/// Frees the handle. The region stays with the connections until the communicator is destroyed. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_buffer_free(buffer: Buffer) -> Status {
     entry("free a buffer", || buffer.take().map(drop))

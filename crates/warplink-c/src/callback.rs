@@ -1,9 +1,9 @@
-//! Calling the caller's functions.
+//! Calls of user callbacks.
 //!
-//! They must not throw: what a C++ exception leaves unfinished here cannot be made good. One that does ends the
-//! process, in an orderly way and with a message, instead of going on through frames that do not expect it. So
-//! the functions have the ABI `C-unwind`, and are called behind a guard. While one runs, its thread makes no calls that
-//! could wait for what itself holds up: [`running`] tells which one runs.
+//! Callbacks must not throw: library state that a C++ exception would leave half-updated cannot be repaired. A callback
+//! that throws terminates the process with a message instead of unwinding through Rust frames. Callbacks therefore have
+//! the ABI `C-unwind` and run behind a guard. While a callback runs, its thread may not make calls that could wait for
+//! the callback itself: [`running`] returns the current one.
 
 use std::cell::Cell;
 use std::io::Write as _;
@@ -12,12 +12,12 @@ thread_local! {
     static RUNNING: Cell<Option<Callback>> = const { Cell::new(None) };
 }
 
-/// A function that the caller gave.
+/// Kinds of user callbacks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Callback {
-    /// The body of a kernel of the host device.
+    /// The body of a host-device kernel.
     Body,
-    /// The handler of the log.
+    /// The log handler.
     LogHandler,
 }
 
@@ -31,13 +31,13 @@ impl Callback {
     }
 }
 
-/// The caller's function that runs on this thread.
+/// The user callback that runs on this thread, if any.
 pub(crate) fn running() -> Option<Callback> {
-    // While a thread ends, nothing runs on it.
+    // Thread-local storage is inaccessible while the thread is destroyed; no callback runs then.
     RUNNING.try_with(Cell::get).ok().flatten()
 }
 
-/// Ends the process when it is dropped by unwinding.
+/// Aborts the process when dropped by unwinding.
 struct Guard(Callback);
 
 impl Drop for Guard {
@@ -52,10 +52,10 @@ impl Drop for Guard {
     }
 }
 
-/// Calls a function of the caller's, which must return.
+/// Calls a user callback, which must return.
 pub(crate) fn call<R>(callback: Callback, function: impl FnOnce() -> R) -> R {
     let guard = Guard(callback);
-    // A thread that ends may still log.
+    // Not accessible during thread destruction, when a thread may still log.
     let outer = RUNNING
         .try_with(|running| running.replace(Some(callback)))
         .ok();

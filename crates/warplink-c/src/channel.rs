@@ -1,4 +1,4 @@
-//! Connections, their channels, and the proxy.
+//! Connections, their channels and the proxy.
 
 use crate::handles::{Comm, Handle, Region, Stream};
 use crate::job::JobObject;
@@ -11,13 +11,13 @@ use std::sync::Arc;
 use warplink::channel::{Connection, ConnectionRequest, Transport};
 use warplink::device::{ChannelArray, ChannelHandle};
 
-/// Connections that a rank declared, and those set up, in the order of the declarations.
+/// Connections that a rank declared, and those already set up, in order of declaration.
 #[derive(Default)]
 pub(crate) struct Setup {
     declared: Vec<Declared>,
     connections: Vec<Connection>,
-    /// All channels in the device's memory, as they were when a kernel first had them. Earlier ones stay, since graphs that
-    /// were recorded with them may run.
+    /// Device copies of the channel array, one for each set of connections that a kernel was launched with. Earlier
+    /// copies are kept because captured graphs may still refer to them.
     arrays: Vec<Arc<ChannelArray>>,
 }
 
@@ -49,8 +49,7 @@ impl Setup {
 
     /// All connections.
     ///
-    /// # Errors
-    /// `InvalidUsage` before the first were set up.
+    /// # Errors `InvalidUsage` before the first setup.
     pub(crate) fn all(&self) -> Outcome<&[Connection]> {
         if self.connections.is_empty() {
             return Err(Failure::usage(
@@ -75,16 +74,16 @@ impl Setup {
 fn unknown(peer: i32, tag: u64) -> Failure {
     Failure::invalid(
         format!("no connection to rank {peer} with tag {tag}; expected one that was connected"),
-        "connect to that rank with that tag first",
+        "call warplink_connect with that rank and tag first",
     )
 }
 
 /// Declares a connection to `peer`, which declares its end with the same tag and transport. `region` is this rank's
-/// memory for it; the peer's may have another length. `transport` is a `warplink_transport`. `network_devices` names
-/// the network devices of this rank to use, separated by commas and as UCX names them ("mlx5_0:1", "eth0"); null for
-/// all of them, and with another transport than the network. Does not communicate, and does not block;
-/// `warplink_setup` connects what was declared. A rank that is no peer, a peer and tag that were declared before, and
-/// an unknown transport are WARPLINK_STATUS_INVALID_ARGUMENT.
+/// memory for it; the peer's may have another length. `transport` is a `warplink_transport`. `network_devices` is a
+/// comma-separated list of this rank's network devices to use, as UCX names them ("mlx5_0:1", "eth0"); null selects
+/// all, and must be null with other transports than the network. Does not communicate and does not block;
+/// `warplink_setup` connects the declared connections. Returns WARPLINK_STATUS_INVALID_ARGUMENT if the rank is no peer,
+/// the peer and tag were declared before, or the transport is unknown.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_connect(
     comm: Comm,
@@ -111,7 +110,7 @@ pub unsafe extern "C" fn warplink_connect(
         if devices.is_some() && transport != Some(Transport::Network) {
             return Err(Failure::invalid(
                 "the transport uses no network devices; expected null",
-                "use WARPLINK_TRANSPORT_NETWORK, or name no network devices",
+                "use WARPLINK_TRANSPORT_NETWORK, or pass null for network_devices",
             )
             .with_peer(peer));
         }
@@ -134,16 +133,17 @@ pub unsafe extern "C" fn warplink_connect(
     })
 }
 
-/// Connects everything that was declared since the last setup. Blocks until the peers have set up their ends; then
-/// kernels of both may use the channels. It starts the proxy where a connection needs it. If it fails, what was
-/// declared stays so, and it may be called again. May be called with nothing declared. A peer that does not set up its
-/// end is WARPLINK_STATUS_TIMEOUT, one that named another transport WARPLINK_STATUS_MISMATCH on both ranks, a direct
-/// one to another machine WARPLINK_STATUS_UNSUPPORTED, and a network without UCX WARPLINK_STATUS_LIBRARY_MISSING.
+/// Connects all connections declared since the last setup. Blocks until the peers have set up their ends; then kernels
+/// of both ranks may use the channels. Starts the proxy if a connection needs it. If it fails, the declarations remain,
+/// and it may be called again. It may be called with nothing declared. Returns WARPLINK_STATUS_TIMEOUT if a peer does
+/// not set up its end, WARPLINK_STATUS_MISMATCH on both ranks if their transports differ, WARPLINK_STATUS_UNSUPPORTED
+/// for a direct connection to another machine, and WARPLINK_STATUS_LIBRARY_MISSING for a network connection without
+/// UCX.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_setup(comm: Comm) -> Status {
     entry("set up connections", || {
         let job = comm.get()?;
-        // Not under the lock, as it waits for peers.
+        // Not under the lock: the setup waits for peers.
         let requests: Vec<ConnectionRequest> = {
             let setup = job.setup();
             setup
@@ -164,9 +164,9 @@ pub extern "C" fn warplink_setup(comm: Comm) -> Status {
     })
 }
 
-/// The channel of the connection to `peer` with `tag`, for a kernel that is launched by other means than
-/// `warplink_launch`. It is valid until the communicator is destroyed. Does not block. A connection that was not
-/// declared is WARPLINK_STATUS_INVALID_ARGUMENT, one that was not set up WARPLINK_STATUS_INVALID_USAGE.
+/// The channel of the connection to `peer` with `tag`, for a kernel launched by other means than `warplink_launch`. It
+/// is valid until the communicator is destroyed. Does not block. Returns WARPLINK_STATUS_INVALID_ARGUMENT if the
+/// connection was not declared, and WARPLINK_STATUS_INVALID_USAGE if it was not set up.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_channel_get(
     comm: Comm,
@@ -177,14 +177,14 @@ pub unsafe extern "C" fn warplink_channel_get(
     entry("get a channel", || {
         let connection = comm.get()?.setup().find(peer, tag)?;
         let value = connection.memory().descriptor().into();
-        // SAFETY: the caller passes a place for a channel.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(channel, "channel", value) }
     })
 }
 
-/// The channels of all connections, in the order in which they were declared. Writes up to `capacity` of them to
-/// `channels`, which may be null where that is 0, and how many there are to `count`. Does not block. Before the first
-/// setup it is WARPLINK_STATUS_INVALID_USAGE.
+/// The channels of all connections, in order of declaration. Writes up to `capacity` of them to `channels`, which may
+/// be null if `capacity` is 0, and their total number to `count`. Does not block. Returns WARPLINK_STATUS_INVALID_USAGE
+/// before the first setup.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_channel_get_all(
     comm: Comm,
@@ -202,17 +202,18 @@ pub unsafe extern "C" fn warplink_channel_get_all(
         let all = setup.all()?;
         for (at, connection) in all.iter().take(capacity).enumerate() {
             let value = connection.memory().descriptor().into();
-            // SAFETY: the caller passes room for `capacity` channels, and `at` is less.
+            // SAFETY: the caller passes an array of `capacity` channels, and `at` is less.
             unsafe { pointer::store(channels.wrapping_add(at), "channels", value) }?;
         }
-        // SAFETY: the caller passes a place for a number.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(count, "count", all.len()) }
     })
 }
 
-/// Call it after launching kernels on `stream` that have channels, by other means than `warplink_launch`: what the
-/// channels name is kept until the stream is past them, and the proxy looks for triggers at once. Does not block.
-/// Before the first setup it is WARPLINK_STATUS_INVALID_USAGE; where the proxy has failed, it gives that error.
+/// Call this after launching kernels that use channels on `stream` by other means than `warplink_launch`: it keeps the
+/// memory behind the channels alive until the stream has passed the kernels, and makes the proxy poll for triggers
+/// immediately. Does not block. Returns WARPLINK_STATUS_INVALID_USAGE before the first setup, and the proxy's error if
+/// the proxy has failed.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_launched(comm: Comm, stream: Stream) -> Status {
     entry("note a launch", || {
@@ -228,11 +229,11 @@ pub extern "C" fn warplink_launched(comm: Comm, stream: Stream) -> Status {
     })
 }
 
-/// Enqueues a copy of this rank's bytes to the peer's memory, from `target` on. Does not block. Nothing orders it with
-/// what kernels do; signals of a kernel that follows on `stream` do. Bytes past the end of a region, and a connection
-/// that was not declared, are WARPLINK_STATUS_INVALID_ARGUMENT, one that was not set up WARPLINK_STATUS_INVALID_USAGE.
-/// Over the network, it is WARPLINK_STATUS_UNSUPPORTED while the stream records a graph, and WARPLINK_STATUS_CLOSED
-/// where the proxy was stopped.
+/// Enqueues a copy of this rank's bytes to the peer's memory, starting at `target`. Does not block. The copy is not
+/// ordered with operations of kernels, except by signals of a later kernel on `stream`. Returns
+/// WARPLINK_STATUS_INVALID_ARGUMENT if a range passes the end of a region or the connection was not declared, and
+/// WARPLINK_STATUS_INVALID_USAGE if it was not set up. Over the network, returns WARPLINK_STATUS_UNSUPPORTED while the
+/// stream is capturing a graph, and WARPLINK_STATUS_CLOSED if the proxy was stopped.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_write(
     comm: Comm,
@@ -248,7 +249,8 @@ pub extern "C" fn warplink_write(
     })
 }
 
-/// Enqueues a copy of the peer's memory, from `source` on, to this rank's bytes. Does not block; see `warplink_write`.
+/// Enqueues a copy of the peer's memory, starting at `source`, to this rank's bytes. Does not block; see
+/// `warplink_write`.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_read(
     comm: Comm,
@@ -264,12 +266,12 @@ pub extern "C" fn warplink_read(
     })
 }
 
-/// Launches the proxies again where `warplink_proxy_stop` stopped them, and has them look for triggers now.
-/// `warplink_setup` started them, so otherwise this is only needed before a graph with proxied channels is launched, and
-/// for programs ported from MSCCL++. No kernel may use proxied channels during a launch. Blocks while a kernel stores a
-/// trigger that it began, for a second at most for each proxy; then it is WARPLINK_STATUS_TIMEOUT. Before the first setup
-/// it is WARPLINK_STATUS_INVALID_USAGE; where the stop left requests undone, WARPLINK_STATUS_CLOSED; where a proxy
-/// has failed, it gives that error.
+/// Restarts proxies stopped by `warplink_proxy_stop`, and makes running ones poll for triggers immediately.
+/// `warplink_setup` starts them, so otherwise this is only needed before launching a graph with proxied channels, and
+/// for programs ported from MSCCL++. No kernel may use proxied channels during a restart. Blocks while a kernel
+/// completes a trigger that it has begun to store, for at most one second per proxy; after that returns
+/// WARPLINK_STATUS_TIMEOUT. Returns WARPLINK_STATUS_INVALID_USAGE before the first setup, WARPLINK_STATUS_CLOSED if the
+/// stop left requests unprocessed, and the proxy's error if a proxy has failed.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_proxy_launch(comm: Comm) -> Status {
     entry("launch the proxy", || {
@@ -285,10 +287,10 @@ pub extern "C" fn warplink_proxy_launch(comm: Comm) -> Status {
     })
 }
 
-/// Stops the proxy: it does what kernels have asked for, and ends. Blocks until then. Kernels that use proxied
-/// channels later get the status `aborted`; direct channels go on. Does nothing where no proxy runs. Before the first
-/// setup it is WARPLINK_STATUS_INVALID_USAGE, and WARPLINK_STATUS_TIMEOUT, with the number of triggers that were not
-/// sent, where the timeout passes first.
+/// Stops the proxy: it processes all pending requests of kernels and exits. Blocks until then. Kernels that use proxied
+/// channels later get the status `aborted`; direct channels keep working. Does nothing if no proxy runs. Returns
+/// WARPLINK_STATUS_INVALID_USAGE before the first setup, and WARPLINK_STATUS_TIMEOUT, with the number of unsent
+/// triggers, if the timeout passes first.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_proxy_stop(comm: Comm) -> Status {
     entry("stop the proxy", || {
@@ -298,8 +300,8 @@ pub extern "C" fn warplink_proxy_stop(comm: Comm) -> Status {
     })
 }
 
-/// The channels of all connections in the device's memory, for a kernel's argument. Valid until the communicator is
-/// destroyed, for graphs.
+/// The channels of all connections in device memory, for a kernel argument. Valid until the communicator is destroyed,
+/// because captured graphs may refer to them.
 pub(crate) fn array(job: &JobObject) -> Outcome<Arc<ChannelArray>> {
     let mut setup = job.setup();
     let handles: Vec<Arc<dyn ChannelHandle>> = setup
@@ -307,7 +309,7 @@ pub(crate) fn array(job: &JobObject) -> Outcome<Arc<ChannelArray>> {
         .iter()
         .map(|one| Arc::new(one.clone()) as Arc<dyn ChannelHandle>)
         .collect();
-    // Connections are only added.
+    // Connections are only added, so an equal count means that the array is current.
     let last = setup.arrays.last();
     if let Some(array) = last.filter(|array| array.handles().len() == handles.len()) {
         return Ok(array.clone());

@@ -1,4 +1,4 @@
-//! Collectives of all ranks.
+//! Collectives over all ranks.
 
 use crate::handles::{Collectives, Comm, Handle, Stream};
 use crate::job::JobObject;
@@ -13,49 +13,50 @@ use warplink::DType;
 use warplink::collective::{self, Call, CollectiveKind, CollectivePath};
 use warplink::device::{AllocationKind, DeviceSlice, ReduceOp, VendorCommunicator};
 
-/// Bytes of an allocation of which none are used.
+/// Size of the placeholder allocation passed for operands without elements.
 const NOTHING: usize = 16;
 
-/// How collectives are done; the same on every rank but for the address of `communicator`. Start from
+/// Options of a group of collectives; the same on every rank but for `communicator`. Start from
 /// `warplink_collective_options_default`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CollectiveOptions {
     /// Bytes of each rank's workspace.
     pub workspace_bytes: usize,
-    /// "direct" for kernels that store into memory of the peers, "engine" for the vendor's library (NCCL on GPUs);
-    /// null for the direct path wherever it serves.
+    /// "direct" for kernels that store into peer memory, "engine" for the vendor's library (NCCL on GPUs); null for the
+    /// direct path wherever it is available.
     pub path: *const c_char,
-    /// An ncclComm_t of the same ranks in the same order, for what goes to the library; null to have one made. It stays
-    /// the caller's: it is neither destroyed nor aborted here, and must be neither until
-    /// `warplink_collectives_free` was called and the streams of its calls are done. No other thread may use it while a
-    /// collective is enqueued.
+    /// An ncclComm_t of the same ranks in the same order, for calls that go to the vendor's library; null to have one
+    /// created. The caller keeps ownership: it is neither destroyed nor aborted here, and the caller must do neither
+    /// until `warplink_collectives_free` was called and the streams of its calls are synchronized. No other thread may
+    /// use it while a collective is enqueued.
     pub communicator: *mut c_void,
-    /// The only algorithm that is allowed on the direct path, such as "one-shot"; null to have one chosen for each
-    /// call. docs/collectives.md lists them.
+    /// The only algorithm allowed on the direct path, such as "one-shot"; null to select one for each call.
+    /// docs/collectives.md lists them.
     pub algorithm: *const c_char,
-    /// The most multiprocessors that a call takes on the direct path, at least 2; 0 for the fewest that are fast.
+    /// The most multiprocessors that a call uses on the direct path, at least 2; 0 for the smallest number that reaches
+    /// full speed.
     pub multiprocessors: u32,
 }
 
-/// How a call is done; texts are never freed.
+/// How a call is performed; strings are static and never freed.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CollectiveChoice {
-    /// "direct" for kernels that store into memory of the peers, "engine" for the vendor's library.
+    /// "direct" for kernels that store into peer memory, "engine" for the vendor's library.
     pub path: *const c_char,
-    /// The algorithm, such as "one-shot"; null where the library does the call. The other members are 0 then.
+    /// The algorithm, such as "one-shot"; null if the vendor's library performs the call. The other members are 0 then.
     pub algorithm: *const c_char,
     /// Lanes that move data: groups of threads of the kernel.
     pub lanes: u32,
-    /// Threads of each.
+    /// Threads of each lane.
     pub threads: u32,
-    /// Into how many chunks a lane cuts its data.
+    /// The number of chunks into which a lane splits its data.
     pub chunks: u64,
 }
 
 impl CollectiveChoice {
-    /// How the direct path does a call; that the library does it, if there is none.
+    /// The C form of a choice; `None` is a call performed by the vendor's library.
     pub(crate) fn of(choice: Option<collective::Choice>) -> Self {
         match choice {
             Some(choice) => Self {
@@ -76,7 +77,7 @@ impl CollectiveChoice {
     }
 }
 
-/// A call of a collective, the same on every rank.
+/// A collective call, the same on every rank.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CollectiveCall {
@@ -84,45 +85,42 @@ pub struct CollectiveCall {
     pub kind: i32,
     /// A `warplink_element_type`.
     pub element_type: i32,
-    /// A `warplink_reduce_op`; `WARPLINK_REDUCE_OP_NONE` where nothing is reduced.
+    /// A `warplink_reduce_op`; `WARPLINK_REDUCE_OP_NONE` for collectives without reduction.
     pub op: i32,
     /// The root of broadcast, reduce, gather and scatter; -1 for the others.
     pub root: i32,
-    /// Elements of one part. Input and output of all-reduce, broadcast and reduce have one part each. All-gather
-    /// and gather have one for each rank in the output, reduce-scatter and scatter in the input, and all-to-all in
-    /// both.
+    /// Elements of one part. Input and output of all-reduce, broadcast and reduce have one part each. The output of
+    /// all-gather and gather, the input of reduce-scatter and scatter, and both of all-to-all have one part per rank.
     pub count: u64,
-    /// Factor of inputs before they are summed, for `WARPLINK_REDUCE_OP_SCALED_SUM`; not read for others. In
-    /// single precision, but for 64 bits.
+    /// Factor applied to inputs before they are summed, for `WARPLINK_REDUCE_OP_SCALED_SUM`; ignored for other
+    /// operators. Single precision, except for 64-bit types.
     pub factor: f64,
 }
 
-/// Collectives, with the rank that they belong to.
+/// A group of collectives and the rank that it belongs to.
 pub(crate) struct CollectivesObject {
     pub(crate) job: Arc<JobObject>,
     pub(crate) collectives: warplink::Collectives,
-    /// Stands for the memory of calls of no elements.
+    /// Placeholder memory for calls without elements.
     nothing: DeviceSlice,
 }
 
 impl CollectivesObject {
-    /// `bytes` bytes at an address of the device.
+    /// Borrows `bytes` bytes at a device address.
     ///
-    /// # Safety
-    /// They must be device memory, allocated until the stream is done with them.
+    /// # Safety They must be device memory that stays allocated until the stream has finished with it.
     unsafe fn memory(&self, address: u64, bytes: usize) -> Outcome<DeviceSlice> {
         if bytes == 0 {
             return Ok(self.nothing.clone());
         }
         let device = self.job.communicator.device();
-        // SAFETY: the caller vouches for it.
+        // SAFETY: guaranteed by the caller.
         Ok(unsafe { device.borrow(address, bytes, Arc::new(())) }?)
     }
 
-    /// Output and input of a call; where this rank does not use one, the other in its place.
+    /// Output and input of a call. For an operand that this rank does not use, the other is returned.
     ///
-    /// # Safety
-    /// As for [`memory`](Self::memory), of what this rank uses.
+    /// # Safety As for [`memory`](Self::memory), for the operands that this rank uses.
     pub(crate) unsafe fn operands(
         &self,
         call: &Call,
@@ -154,7 +152,7 @@ impl CollectivesObject {
             pointer::check(output.cast::<u8>(), "output")?;
         }
         let place = |used: bool, address: u64, bytes: usize| {
-            // SAFETY: the caller vouches for it.
+            // SAFETY: guaranteed by the caller.
             used.then(|| unsafe { self.memory(address, bytes) })
                 .transpose()
         };
@@ -167,10 +165,9 @@ impl CollectivesObject {
         })
     }
 
-    /// As [`memory`](Self::memory), of what is called `name`. Fails for null, unless it has no bytes.
+    /// As [`memory`](Self::memory), with `name` for error messages. Fails for null unless `bytes` is 0.
     ///
-    /// # Safety
-    /// As for [`memory`](Self::memory).
+    /// # Safety As for [`memory`](Self::memory).
     pub(crate) unsafe fn named(
         &self,
         address: u64,
@@ -181,18 +178,18 @@ impl CollectivesObject {
             pointer::check(address as *const u8, name)?;
         }
         let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        // SAFETY: the caller vouches for it.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.memory(address, bytes) }
     }
 }
 
-/// The type that a `warplink_element_type` stands for.
+/// Converts a `warplink_element_type`.
 pub(crate) fn element_type(number: i32) -> Outcome<DType> {
     numbered(number, "warplink_element_type")
 }
 
 impl CollectiveCall {
-    /// The library's call.
+    /// Converts to the library's type.
     pub(crate) fn call(&self) -> Outcome<Call> {
         let op = match self.op {
             0 => None,
@@ -211,7 +208,7 @@ impl CollectiveCall {
     }
 }
 
-/// The options that the library chooses. Does not block.
+/// The default options. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_collective_options_default() -> CollectiveOptions {
     CollectiveOptions {
@@ -223,10 +220,10 @@ pub extern "C" fn warplink_collective_options_default() -> CollectiveOptions {
     }
 }
 
-/// Joins the collectives of all ranks, with a workspace of their own. Every rank calls it at the same time; blocks
-/// until all have. Null options are the defaults. A rank that does not call it is WARPLINK_STATUS_TIMEOUT, options
-/// that differ are WARPLINK_STATUS_MISMATCH, a rank that cannot join WARPLINK_STATUS_PEER_FAILED on the others, and
-/// NCCL where it is needed and missing WARPLINK_STATUS_LIBRARY_MISSING.
+/// Creates a group of collectives over all ranks, with its own workspace. Collective: blocks until every rank has
+/// called it. Null options select the defaults. Returns WARPLINK_STATUS_TIMEOUT if a rank does not call it,
+/// WARPLINK_STATUS_MISMATCH if options differ, WARPLINK_STATUS_PEER_FAILED on the other ranks if one cannot join, and
+/// WARPLINK_STATUS_LIBRARY_MISSING if NCCL is needed and missing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_collectives_join(
     comm: Comm,
@@ -245,7 +242,7 @@ pub unsafe extern "C" fn warplink_collectives_join(
         // SAFETY: the caller passes null or a text.
         let path = unsafe { pointer::optional_text(given.path, "path") }?;
         let communicator = (!given.communicator.is_null()).then(|| {
-            // SAFETY: the caller passes a communicator of the library, and keeps it as the options' text says.
+            // SAFETY: the caller passes a communicator of the library, and keeps it alive as the options document.
             unsafe { VendorCommunicator::from_raw(given.communicator) }
         });
         // SAFETY: as for the path.
@@ -265,34 +262,34 @@ pub unsafe extern "C" fn warplink_collectives_join(
             collectives: job.communicator.collectives_with(&options)?,
             job,
         });
-        // SAFETY: the caller passes a place for collectives.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(collectives, "collectives", made) }
     })
 }
 
-/// Gives collectives back. What was enqueued is done all the same. Does not block.
+/// Frees a group of collectives. Enqueued calls still complete. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_collectives_free(collectives: Collectives) -> Status {
     entry("free collectives", || collectives.take().map(drop))
 }
 
-/// The library's communicator (an ncclComm_t on GPUs) that calls go to; null where they do not go to the library. It
-/// is valid until `warplink_collectives_free`, if no rank is lost. Does not block.
+/// The communicator of the vendor's library (an ncclComm_t on GPUs) that calls go to; null if they do not use that
+/// library. It is valid until `warplink_collectives_free`, unless a rank is lost. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_collectives_communicator(
     collectives: Collectives,
     communicator: *mut *mut c_void,
 ) -> Status {
-    entry("get the library's communicator", || {
+    entry("get the vendor library's communicator", || {
         let raw = collectives.get()?.collectives.communicator();
         let raw = raw.unwrap_or(std::ptr::null_mut());
-        // SAFETY: the caller passes a place for a pointer.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(communicator, "communicator", raw) }
     })
 }
 
-/// How a call would be done. Every rank gets the same. Does not block. Where the direct path does it and the options allow only an
-/// algorithm that does not do this call, WARPLINK_STATUS_UNSUPPORTED.
+/// How a call would be performed. All ranks get the same answer. Does not block. Returns WARPLINK_STATUS_UNSUPPORTED if
+/// the direct path would perform it and the options allow only an algorithm that does not implement this call.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_collectives_choice(
     collectives: Collectives,
@@ -309,13 +306,13 @@ pub unsafe extern "C" fn warplink_collectives_choice(
             CollectivePath::Engine => None,
         };
         let made = CollectiveChoice::of(made);
-        // SAFETY: the caller passes a place for a choice.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(choice, "choice", made) }
     })
 }
 
-/// Path of `warplink_send_receive` and `warplink_all_to_all_v`: "direct" or "engine"; null where they do not reach
-/// the other ranks. The text is never freed. Does not block.
+/// The path of `warplink_send_receive` and `warplink_all_to_all_v`: "direct" or "engine"; null if messages cannot reach
+/// the other ranks. The string is static. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_collectives_message_path(
     collectives: Collectives,
@@ -324,17 +321,18 @@ pub unsafe extern "C" fn warplink_collectives_message_path(
     entry("get the path of messages", || {
         let found = collectives.get()?.collectives.path_of_messages();
         let text = found.map_or(null(), |path| static_text(path.name()));
-        // SAFETY: the caller passes a place for a pointer.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(path, "path", text) }
     })
 }
 
-/// Enqueues a collective. `output` and `input` are addresses of the device, in any memory that stays allocated until
-/// the stream is done; how long they are, `count` of the call says. They may be the same memory; for
-/// all-gather and gather the input may be this rank's part of the output, for reduce-scatter and scatter the output its
-/// part of the input. What a rank does not use may be null. Does not block. An unknown kind, type or operator, one that the
-/// collective does not have, a root that is no rank, and null where memory is needed are WARPLINK_STATUS_INVALID_ARGUMENT.
-/// Ranks that call different things get WARPLINK_STATUS_MISMATCH of `warplink_stream_synchronize`.
+/// Enqueues a collective. `output` and `input` are device addresses, in any memory that stays allocated until the
+/// stream is synchronized; their lengths follow from the call's `count`. They may be the same memory; for all-gather
+/// and gather the input may be this rank's part of the output, and for reduce-scatter and scatter the output may be
+/// this rank's part of the input. Operands that this rank does not use may be null. Does not block. Returns
+/// WARPLINK_STATUS_INVALID_ARGUMENT for an unknown kind, type or operator, an operator that the collective does not
+/// support, a root that is no rank, and null for a required operand. If ranks make different calls,
+/// `warplink_stream_synchronize` returns WARPLINK_STATUS_MISMATCH.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_collective(
     collectives: Collectives,

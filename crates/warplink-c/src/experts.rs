@@ -1,4 +1,4 @@
-//! Layers of experts.
+//! Mixture-of-experts layers.
 
 use crate::collectives::{self, CollectivesObject};
 use crate::handles::{Collectives, Experts, Handle, Stream};
@@ -14,38 +14,40 @@ use warplink::device::DeviceSlice;
 /// Bytes of an expert's number, a count or a weight.
 const WORD: u64 = 4;
 
-/// A layer of experts; the same on every rank.
+/// Options of a layer of experts; the same on every rank.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ExpertOptions {
-    /// How many experts there are: a multiple of the ranks. Rank r has those from `r * experts / size` on.
+    /// The number of experts, a multiple of the number of ranks. Rank r owns `experts / size` of them, starting at
+    /// expert `r * experts / size`.
     pub experts: u64,
-    /// To how many experts a token goes.
+    /// The number of experts per token.
     pub top_k: u64,
-    /// The most tokens of a rank in one call.
+    /// The most tokens per rank in one call.
     pub max_tokens: u64,
-    /// The most rows that one rank sends to one other in a call; 0 for the most that there may be.
+    /// The most rows that one rank sends to one other rank in a call; 0 for the upper bound that follows from the other
+    /// options.
     pub max_rows: u64,
     /// Elements of a row.
     pub elements: u64,
-    /// Their type, a `warplink_element_type`: F32, F16 or BF16.
+    /// Element type of the rows, a `warplink_element_type`: F32, F16 or BF16.
     pub element_type: i32,
 }
 
-/// Memory of the device for the rows that go to the experts of this rank, by the rank that they come from.
+/// Device memory for the rows sent to the experts of this rank, grouped by source rank.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Dispatched {
-    /// The rows: `[size, max_rows, elements]`, of which those of rank p are the first `counts[p]`, in the order of its
-    /// tokens. `warplink_experts_max_rows` gives `max_rows`.
+    /// The rows: `[size, max_rows, elements]`. The first `counts[p]` rows of part p come from rank p, in the order of
+    /// its tokens. `warplink_experts_max_rows` returns `max_rows`.
     pub rows: *mut c_void,
-    /// For each row, which of this rank's experts it is for, from 0 on: `[size, max_rows]`.
+    /// For each row, the index of its expert among this rank's experts, from 0: `[size, max_rows]`.
     pub experts: *mut i32,
-    /// How many rows came from each rank: `[size]`.
+    /// The number of rows received from each rank: `[size]`.
     pub counts: *mut i32,
 }
 
-/// A layer, with the rank that it belongs to.
+/// A layer and the rank that it belongs to.
 pub(crate) struct ExpertsObject {
     pub(crate) job: Arc<JobObject>,
     collectives: Arc<CollectivesObject>,
@@ -53,7 +55,7 @@ pub(crate) struct ExpertsObject {
     options: collective::ExpertOptions,
 }
 
-/// The object that a `Dispatched` points to.
+/// The memory that a `Dispatched` points to.
 struct Rows {
     rows: DeviceSlice,
     experts: DeviceSlice,
@@ -62,7 +64,7 @@ struct Rows {
 
 impl ExpertOptions {
     fn options(&self) -> Outcome<collective::ExpertOptions> {
-        // A size that is too large for this machine is refused as too large.
+        // A size that overflows this machine's address space fails later, as too large.
         let size = |value: u64| usize::try_from(value).unwrap_or(usize::MAX);
         Ok(collective::ExpertOptions {
             experts: size(self.experts),
@@ -76,10 +78,9 @@ impl ExpertOptions {
 }
 
 impl ExpertsObject {
-    /// `count` tokens' worth of `each` bytes at an address of the device.
+    /// Borrows memory of `count` tokens with `each` bytes per token at a device address.
     ///
-    /// # Safety
-    /// As for [`CollectivesObject::named`].
+    /// # Safety As for [`CollectivesObject::named`].
     unsafe fn of_tokens(
         &self,
         address: u64,
@@ -96,18 +97,17 @@ impl ExpertsObject {
                 "pass no more than max_tokens",
             ));
         }
-        // SAFETY: the caller vouches for it.
+        // SAFETY: guaranteed by the caller.
         unsafe { self.collectives.named(address, count * each as u64, name) }
     }
 
-    /// # Safety
-    /// The memory of `dispatched` must be as long as the layer's options say.
+    /// # Safety The memory of `dispatched` must have the lengths that follow from the layer's options.
     unsafe fn rows(&self, dispatched: &Dispatched) -> Outcome<Rows> {
         let world = self.job.communicator.world();
         let rows = (world * self.options.rows_per_peer(world)) as u64;
         pointer::check(dispatched.experts, "experts")?;
         pointer::check(dispatched.counts, "counts")?;
-        // SAFETY: the caller vouches for the lengths.
+        // SAFETY: guaranteed by the caller.
         let memory = |address: u64, bytes: u64, name: &str| unsafe {
             self.collectives.named(address, bytes, name)
         };
@@ -130,10 +130,10 @@ impl Rows {
     }
 }
 
-/// Makes a layer of experts, with memory for its calls. Asks no other rank; blocks while kernels are compiled, the first
-/// time on a machine. It needs the direct path. Calls of one layer follow one another; for those that are under way at
-/// the same time, make several. Options that do not fit together are WARPLINK_STATUS_INVALID_ARGUMENT, and
-/// WARPLINK_STATUS_UNSUPPORTED is the path by the vendor's library.
+/// Creates a layer of experts, with memory for its calls. Does not communicate; blocks while kernels are compiled, the
+/// first time on a machine. Requires the direct path. Calls of one layer execute one after another; for concurrent
+/// calls, create several layers. Returns WARPLINK_STATUS_INVALID_ARGUMENT if options are inconsistent, and
+/// WARPLINK_STATUS_UNSUPPORTED on the path of the vendor's library.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_experts_create(
     collectives: Collectives,
@@ -152,18 +152,18 @@ pub unsafe extern "C" fn warplink_experts_create(
             layer,
             options,
         });
-        // SAFETY: the caller passes a place for a layer.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(experts, "experts", made) }
     })
 }
 
-/// Gives a layer back. What was enqueued is done all the same. Does not block.
+/// Frees a layer. Enqueued calls still complete. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_experts_free(experts: Experts) -> Status {
     entry("free a layer of experts", || experts.take().map(drop))
 }
 
-/// The most rows that one rank sends to one other in a call. Does not block.
+/// The most rows that one rank sends to one other rank in a call. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_experts_max_rows(experts: Experts, max_rows: *mut u64) -> Status {
     entry("get the rows of a layer", || {
@@ -171,17 +171,17 @@ pub unsafe extern "C" fn warplink_experts_max_rows(experts: Experts, max_rows: *
         let rows = object
             .options
             .rows_per_peer(object.job.communicator.world());
-        // SAFETY: the caller passes a place for a number.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(max_rows, "max_rows", rows as u64) }
     })
 }
 
-/// Sends each of `count` rows of `tokens` (`[count, elements]`) to the ranks of its experts, whose numbers are in
-/// `numbers` (`[count, top_k]`), once for each expert. A number that is no expert's, such as -1, is a slot without one.
-/// All memory is of the device, and stays allocated until the stream is done. Every rank calls it, with any count up to
-/// `max_tokens`, also 0, for which tokens and numbers may be null. Does not block. More rows for a rank than `max_rows`,
-/// and ranks with other options, are WARPLINK_STATUS_MISMATCH of `warplink_stream_synchronize` on both ranks, and
-/// none of these rows arrive.
+/// Sends each of the `count` rows of `tokens` (`[count, elements]`) to the ranks of its experts, once per expert;
+/// `numbers` (`[count, top_k]`) holds the experts' numbers. A number that is no expert, such as -1, marks an unused
+/// slot. All memory is device memory and stays allocated until the stream is synchronized. Collective: `count` may
+/// differ between ranks and be anything up to `max_tokens`; if it is 0, tokens and numbers may be null. Does not block.
+/// If a rank gets more rows than `max_rows`, or options differ, `warplink_stream_synchronize` returns
+/// WARPLINK_STATUS_MISMATCH on both ranks, and none of these rows is delivered.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_experts_dispatch(
     experts: Experts,
@@ -196,11 +196,11 @@ pub unsafe extern "C" fn warplink_experts_dispatch(
         same_job(&object.job, &stream.job, "stream")?;
         // SAFETY: the caller passes a target.
         let target = unsafe { pointer::load(target, "target") }?;
-        // SAFETY: its memory is as long as the options say.
+        // SAFETY: its memory has the lengths that the options require.
         let target = unsafe { object.rows(&target) }?;
         let (row, slots) = (object.options.row_bytes(), object.options.top_k);
         let each = WORD as usize * slots;
-        // SAFETY: the caller passes addresses of that many bytes of the device, and keeps them.
+        // SAFETY: the caller passes device addresses of that many bytes, and keeps them allocated.
         let (tokens, numbers) = unsafe {
             (
                 object.of_tokens(tokens as u64, count, row, "tokens")?,
@@ -212,10 +212,10 @@ pub unsafe extern "C" fn warplink_experts_dispatch(
     })
 }
 
-/// `output` (`[count, elements]`) becomes for each token of the last dispatch the sum of its rows, each times its weight
-/// in `weights` (`[count, top_k]`): in `float`, in the order of the slots, rounded once. `source` is what the dispatch
-/// gave, with the experts' results in the place of the rows. A token without an expert gets zeros. Every rank calls it.
-/// Does not block. Another `count` than the last dispatch had, or no dispatch before, is WARPLINK_STATUS_INVALID_ARGUMENT.
+/// Sets `output` (`[count, elements]`), for each token of the last dispatch, to the sum of its rows, each multiplied by
+/// its weight in `weights` (`[count, top_k]`): in `float`, in slot order, rounded once. `source` is the target of the
+/// dispatch, with its rows replaced by the experts' results. A token without experts gets zeros. Collective. Does not
+/// block. Returns WARPLINK_STATUS_INVALID_ARGUMENT if there was no dispatch, or its `count` differs.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_experts_combine(
     experts: Experts,
@@ -230,11 +230,11 @@ pub unsafe extern "C" fn warplink_experts_combine(
         same_job(&object.job, &stream.job, "stream")?;
         // SAFETY: the caller passes a source.
         let source = unsafe { pointer::load(source, "source") }?;
-        // SAFETY: its memory is as long as the options say.
+        // SAFETY: its memory has the lengths that the options require.
         let source = unsafe { object.rows(&source) }?;
         let (row, slots) = (object.options.row_bytes(), object.options.top_k);
         let each = WORD as usize * slots;
-        // SAFETY: the caller passes addresses of that many bytes of the device, and keeps them.
+        // SAFETY: the caller passes device addresses of that many bytes, and keeps them allocated.
         let (output, weights) = unsafe {
             (
                 object.of_tokens(output as u64, count, row, "output")?,

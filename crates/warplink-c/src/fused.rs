@@ -1,4 +1,4 @@
-//! Collectives of rows with what follows them in a model.
+//! Collectives of rows fused with the operations that follow them in a model.
 
 use crate::collectives::{CollectivesObject, element_type};
 use crate::handles::{Collectives, Handle, Stream};
@@ -12,16 +12,16 @@ use std::ptr::{null, null_mut};
 use warplink::collective::{Epilogue, Fused, FusedMemory};
 use warplink::device::DeviceSlice;
 
-/// A collective of rows and what follows it, the same on every rank but for the memory. Get one from
-/// `warplink_fused_call_default`, and change what is to differ. With h the sum of all inputs and the residual, rounded to the
-/// element type, and n what the norm makes of h, or h itself, q is n divided by a scale, as F8E4M3 or e2m1. What is stored are those
-/// outputs that are not null, at least one. Memory is of the device, row by row, and stays allocated until the stream is done.
-/// One of `sum`, `residual_out` and `output` may be exactly the input or the residual; other memory that is written overlaps
-/// nothing.
+/// A collective of rows and the operations fused with it, the same on every rank but for the memory. Start from
+/// `warplink_fused_call_default` and change members as needed. Let h be the sum of all inputs and the residual, rounded
+/// to the element type; n the result of the norm of h, or h itself; and q n divided by a scale, as F8E4M3 or e2m1. The
+/// outputs that are not null are stored, at least one. All memory is device memory, contiguous by rows, and stays
+/// allocated until the stream is synchronized. One of `sum`, `residual_out` and `output` may be exactly the input or
+/// the residual; otherwise memory that is written overlaps nothing.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct FusedCall {
-    /// Bytes of this struct, which tell the version of the header; as `warplink_fused_call_default` set it.
+    /// Bytes of this struct, which identify the version of the header; set by `warplink_fused_call_default`.
     pub size: usize,
     /// A `warplink_fused_kind`.
     pub kind: i32,
@@ -31,23 +31,23 @@ pub struct FusedCall {
     pub norm: i32,
     /// A `warplink_quantization`.
     pub quantization: i32,
-    /// A `warplink_wire`: what FP8 saves, and its error, stand in docs/fused.md.
+    /// A `warplink_wire`: docs/fused.md documents the savings and the error of FP8.
     pub wire: i32,
-    /// Not 0 where 1 is added to the weight.
+    /// Nonzero to add 1 to the weight.
     pub weight_bias: i32,
     /// Added to the mean of squares, or to the variance; not negative.
     pub eps: f32,
-    /// How many rows, those of all ranks.
+    /// Number of rows over all ranks.
     pub tokens: u64,
     /// Elements of a row.
     pub width: u64,
     /// This rank's rows.
     pub input: *const c_void,
-    /// Rows that are added to the sum; null for none.
+    /// Rows added to the sum; null for none.
     pub residual: *const c_void,
-    /// `[width]`, exactly with a norm.
+    /// `[width]`; required with a norm and null otherwise.
     pub weight: *const c_void,
-    /// `[width]`, added behind the weight; null for none.
+    /// `[width]`, added after multiplication by the weight; null for none.
     pub bias: *const c_void,
     /// The sum alone.
     pub sum: *mut c_void,
@@ -55,14 +55,15 @@ pub struct FusedCall {
     pub residual_out: *mut c_void,
     /// n.
     pub output: *mut c_void,
-    /// q, exactly with a quantisation; with `WARPLINK_QUANTIZATION_NVFP4` bytes of two elements each, `[rows, width / 2, rounded
-    /// up]`.
+    /// q; required with a quantisation and null otherwise. With `WARPLINK_QUANTIZATION_NVFP4`, bytes of two elements
+    /// each, `[rows, width / 2, rounded up]`.
     pub quantized: *mut c_void,
-    /// One float that is read, with `WARPLINK_QUANTIZATION_STATIC`; otherwise written: floats, `[rows]` or `[rows, width / 128,
-    /// rounded up]`, and with `WARPLINK_QUANTIZATION_MXFP8` bytes, `[rows, width / 32, rounded up]`, or with
+    /// With `WARPLINK_QUANTIZATION_STATIC`, one float that is read. Otherwise written: floats, `[rows]` or `[rows,
+    /// width / 128, rounded up]`; with `WARPLINK_QUANTIZATION_MXFP8` bytes, `[rows, width / 32, rounded up]`; with
     /// `WARPLINK_QUANTIZATION_NVFP4` F8E4M3, `[rows, width / 16, rounded up]`.
     pub scale: *mut c_void,
-    /// One float that is read, exactly with `WARPLINK_QUANTIZATION_NVFP4`: what scales are multiplied by.
+    /// One float that is read, the factor applied to scales; required with `WARPLINK_QUANTIZATION_NVFP4` and null
+    /// otherwise.
     pub global_scale: *const f32,
 }
 
@@ -84,8 +85,7 @@ impl FusedCall {
         })
     }
 
-    /// # Safety
-    /// As the text of the struct says of its memory.
+    /// # Safety The memory must be as the documentation of the struct requires.
     unsafe fn enqueue(
         &self,
         object: &CollectivesObject,
@@ -94,7 +94,7 @@ impl FusedCall {
         let call = self.call()?;
         let bytes = call.bytes(object.job.communicator.world())?;
         let memory = |address: u64, bytes: usize, name: &str| -> Outcome<Option<DeviceSlice>> {
-            // SAFETY: the caller vouches for the lengths.
+            // SAFETY: guaranteed by the caller.
             let named = || unsafe { object.named(address, bytes as u64, name) };
             (address != 0).then(named).transpose()
         };
@@ -126,7 +126,7 @@ impl FusedCall {
     }
 }
 
-/// An all-reduce without memory, norm or quantisation. Does not block.
+/// An all-reduce with null memory, no norm and no quantisation. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_fused_call_default() -> FusedCall {
     FusedCall {
@@ -153,10 +153,11 @@ pub extern "C" fn warplink_fused_call_default() -> FusedCall {
     }
 }
 
-/// Enqueues a collective of rows with what follows it, as one kernel. All ranks get the same bits. It needs the direct path:
-/// WARPLINK_STATUS_UNSUPPORTED is the path by the vendor's library, and a row that is too long for the workspace. A description
-/// that does not fit itself or its memory, and one of another version's header, are WARPLINK_STATUS_INVALID_ARGUMENT.
-/// Ranks that call different things get WARPLINK_STATUS_MISMATCH of `warplink_stream_synchronize`. Does not block.
+/// Enqueues a collective of rows with its fused operations, as one kernel. All ranks get bit-identical results.
+/// Requires the direct path: returns WARPLINK_STATUS_UNSUPPORTED on the path of the vendor's library, and for rows that
+/// are too long for the workspace. Returns WARPLINK_STATUS_INVALID_ARGUMENT if members are inconsistent with one
+/// another or with the memory, or the struct comes from another version's header. If ranks make different calls,
+/// `warplink_stream_synchronize` returns WARPLINK_STATUS_MISMATCH. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_fused_collective(
     collectives: Collectives,
@@ -177,9 +178,9 @@ pub unsafe extern "C" fn warplink_fused_collective(
                 "start from warplink_fused_call_default, and use the header that was installed with the library",
             ));
         }
-        // SAFETY: of this version, as was checked.
+        // SAFETY: of this version, as checked above.
         let call = unsafe { pointer::load(call, "call") }?;
-        // SAFETY: the caller passes device memory, or null where it is not used, and keeps it.
+        // SAFETY: the caller passes device memory, or null where it is not used, and keeps it allocated.
         unsafe { call.enqueue(&object, &stream.stream) }
     })
 }

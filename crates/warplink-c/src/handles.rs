@@ -1,8 +1,7 @@
-//! The numbers that C holds, and the tables of what they stand for.
+//! Handles passed to C, and the tables that resolve them.
 //!
-//! A number says which kind of object it is, which entry of that kind's table, and the entry's generation,
-//! which counts up each time the entry is given back. So a number that was given back stays an error for ever,
-//! whatever the entry is used for later.
+//! A handle encodes the kind of object, the index of its entry in that kind's table, and the entry's generation, which
+//! is incremented each time the entry is freed. A freed handle therefore stays invalid, even after its entry is reused.
 
 use crate::bound_call::BoundCallObject;
 use crate::buffer::BufferObject;
@@ -16,74 +15,74 @@ use crate::stream::StreamObject;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use warplink::{Error, ErrorKind};
 
-/// This rank among the others. Zero is none.
+/// A communicator: this rank among the others. Zero is invalid.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Comm {
     pub(crate) id: u64,
 }
 
-/// Memory of this rank that peers may reach. Zero is none.
+/// Memory of this rank that peers may access. Zero is invalid.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Region {
     pub(crate) id: u64,
 }
 
-/// An ordered queue of device work. Zero is none.
+/// An ordered queue of device work. Zero is invalid.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Stream {
     pub(crate) id: u64,
 }
 
-/// A region that was added to all connections. Zero is none.
+/// A region added to all connections. Zero is invalid.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Buffer {
     pub(crate) id: u64,
 }
 
-/// Code that was loaded into the device. Zero is none.
+/// Code loaded into the device. Zero is invalid.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Module {
     pub(crate) id: u64,
 }
 
-/// A kernel of a module. Zero is none.
+/// A kernel of a module. Zero is invalid.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Kernel {
     pub(crate) id: u64,
 }
 
-/// Collectives of all ranks. Zero is none.
+/// A group of collectives over all ranks. Zero is invalid.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Collectives {
     pub(crate) id: u64,
 }
 
-/// A layer of experts. Zero is none.
+/// A layer of experts. Zero is invalid.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Experts {
     pub(crate) id: u64,
 }
 
-/// A collective that is bound to its memory. Zero is none.
+/// A collective bound to fixed memory. Zero is invalid.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct BoundCall {
     pub(crate) id: u64,
 }
 
-/// Where the bits of a number's parts begin.
+/// Bit offset of a handle's generation; the index is in the bits below, the kind in those from `KIND` on.
 const GENERATION: u32 = 32;
 const KIND: u32 = 56;
 
-/// The last generation of an entry, which is not used again after it.
+/// The last generation of an entry. The entry is retired after it, so that old handles never become valid again.
 const MAX_GENERATION: u64 = (1 << (KIND - GENERATION)) - 1;
 
 static COMMS: Table<JobObject> = Table::new("communicator", 1);
@@ -96,22 +95,22 @@ static COLLECTIVES: Table<CollectivesObject> = Table::new("group of collectives"
 static EXPERTS: Table<ExpertsObject> = Table::new("layer of experts", 8);
 static BOUND_CALLS: Table<BoundCallObject> = Table::new("bound call", 9);
 
-/// A number that C holds, of one kind of object.
+/// A handle of one kind of object.
 pub(crate) trait Handle: Copy {
     /// Type of the object that a handle refers to.
     type Object: 'static;
 
-    /// The number of an object that was made just now.
+    /// Stores a new object and returns its handle.
     fn new(object: Self::Object) -> Self;
 
-    /// The object. It stays as long as it is held, also if the number is given back meanwhile.
+    /// The object. It stays alive while the `Arc` is held, even if the handle is freed concurrently.
     fn get(self) -> Outcome<Arc<Self::Object>>;
 
-    /// The object, whose number is void from now on.
+    /// Removes the object and invalidates its handle.
     fn take(self) -> Outcome<Arc<Self::Object>>;
 }
 
-/// Handles whose numbers are in these tables.
+/// Implements [`Handle`] for types backed by these tables.
 macro_rules! handles {
     ($($handle:ty => $object:ty, $table:ident);* $(;)?) => {$(
         impl Handle for $handle {
@@ -144,7 +143,7 @@ handles! {
     BoundCall => BoundCallObject, BOUND_CALLS;
 }
 
-/// Takes everything that belongs to `job` out of the tables.
+/// Removes everything that belongs to `job` from the tables.
 pub(crate) fn take_all_of(job: &Arc<JobObject>) {
     BOUND_CALLS.take_where(|bound| Arc::ptr_eq(&bound.job, job));
     EXPERTS.take_where(|experts| Arc::ptr_eq(&experts.job, job));
@@ -153,15 +152,16 @@ pub(crate) fn take_all_of(job: &Arc<JobObject>) {
     MODULES.take_where(|module| Arc::ptr_eq(&module.job, job));
     BUFFERS.take_where(|buffer| Arc::ptr_eq(&buffer.job, job));
     for stream in STREAMS.take_where(|stream| Arc::ptr_eq(&stream.job, job)) {
-        // Its owner may destroy it from now on. One that records a graph stays until that has ended.
+        // The owner of the CUDA stream may destroy it from now on. A stream that is capturing stays borrowed until the
+        // capture ends.
         if let Err(error) = stream.stream.give_back() {
-            tracing::warn!(%error, "a borrowed stream was not given back");
+            tracing::warn!(%error, "a borrowed stream was not released");
         }
     }
     REGIONS.take_where(|region| Arc::ptr_eq(&region.job, job));
 }
 
-/// The objects of one kind.
+/// The table of one kind of objects.
 struct Table<T> {
     name: &'static str,
     kind: u64,
@@ -201,7 +201,7 @@ impl<T> Table<T> {
         });
         let entry = &mut entries.all[at];
         entry.object = Some(Arc::new(object));
-        // Counted from 1, so that no number is zero in its low half.
+        // Index from 1, so that the low half of a handle is never zero.
         self.kind << KIND | entry.generation << GENERATION | (at as u64 + 1)
     }
 
@@ -217,7 +217,7 @@ impl<T> Table<T> {
         entries.give_back(at).ok_or_else(|| self.gone())
     }
 
-    /// All that `matches`, to be dropped without the lock: that may take its time.
+    /// Removes all matching objects and returns them, to be dropped without the lock: drops may be slow.
     fn take_where(&self, matches: impl Fn(&T) -> bool) -> Vec<Arc<T>> {
         let mut entries = self.lock();
         let found: Vec<usize> = (0..entries.all.len())
@@ -227,7 +227,7 @@ impl<T> Table<T> {
         taken.collect()
     }
 
-    /// The entry that `id` names.
+    /// The index of the entry that `id` refers to.
     fn find(&self, entries: &Entries<T>, id: u64) -> Outcome<usize> {
         if id == 0 {
             return Err(Failure::invalid(
@@ -235,7 +235,10 @@ impl<T> Table<T> {
                     "the {} is zero; expected a handle that Warplink returned",
                     self.name
                 ),
-                format!("make the {} first, and check that it succeeded", self.name),
+                format!(
+                    "create the {} first, and check that it succeeded",
+                    self.name
+                ),
             ));
         }
         let at = (id & ((1 << GENERATION) - 1)).checked_sub(1);
@@ -247,7 +250,7 @@ impl<T> Table<T> {
                     "{id:#x} is not a {}; expected a handle that Warplink returned",
                     self.name
                 ),
-                format!("pass the {} as it was given", self.name),
+                format!("pass the {} handle unchanged", self.name),
             ));
         };
         if entry.object.is_none() || id >> GENERATION & MAX_GENERATION != entry.generation {
@@ -260,23 +263,23 @@ impl<T> Table<T> {
         let message = match self.kind {
             1 => "the communicator was destroyed".to_owned(),
             _ => format!(
-                "the {} was given back, or its communicator destroyed",
+                "the {} was freed, or its communicator was destroyed",
                 self.name
             ),
         };
         Error::new(ErrorKind::Closed, message)
-            .with_help(format!("make another {}", self.name))
+            .with_help(format!("create another {}", self.name))
             .into()
     }
 
-    /// A panic under the lock leaves no entry half changed.
+    /// Ignores poisoning: a panic under the lock leaves no entry half-updated.
     fn lock(&self) -> MutexGuard<'_, Entries<T>> {
         self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<T> Entries<T> {
-    /// Empties an entry, to be used again with the next generation.
+    /// Empties an entry for reuse with the next generation.
     fn give_back(&mut self, at: usize) -> Option<Arc<T>> {
         let entry = &mut self.all[at];
         let object = entry.object.take();

@@ -1,4 +1,4 @@
-//! Joining the other ranks, what the hosts do together, and leaving.
+//! Joining a job, host-side operations of all ranks, and leaving.
 
 use crate::channel::Setup;
 use crate::handles::{self, Comm, Handle};
@@ -14,40 +14,40 @@ use std::time::Duration;
 use warplink::bootstrap::JoinConfig;
 use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind};
 
-/// Seconds that joining may take; 0 where nobody said.
+/// Timeout of joining in seconds; 0 if none was set.
 static BOOTSTRAP_TIMEOUT: AtomicI32 = AtomicI32::new(0);
 
-/// The variables by which a launcher tells a rank its number among those on its machine.
+/// Environment variable in which a launcher passes a rank's index on its machine.
 const LOCAL_RANK: &str = "WARPLINK_LOCAL_RANK";
 
-/// How a rank joins. Get one from `warplink_options_default`, and change what is to differ.
+/// Options for joining. Start from `warplink_options_default` and change members as needed.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
-    /// Bytes of this struct, which tell the version of the header; as `warplink_options_default` set it.
+    /// Bytes of this struct, which identify the version of the header; set by `warplink_options_default`.
     pub size: usize,
-    /// "host" or "cuda". Null: what WARPLINK_DEVICE says, else a GPU where there is one.
+    /// "host" or "cuda". Null: the value of WARPLINK_DEVICE if set, else a GPU if there is one.
     pub device: *const c_char,
-    /// Which of the GPUs that the process sees. -1: the one of the local rank, or the only one.
+    /// Index of the GPU among those visible to the process. -1: the one of the local rank, or the only one.
     pub ordinal: i32,
-    /// The number among the ranks on this machine. -1: what WARPLINK_LOCAL_RANK says, else the rank.
+    /// Index among the ranks on this machine. -1: the value of WARPLINK_LOCAL_RANK if set, else the rank.
     pub local_rank: i32,
-    /// The text that admits to a job that meets at an address; the same on every rank, long and random. Null:
-    /// WARPLINK_SECRET. A unique id brings a secret of its own.
+    /// The secret that authenticates ranks of a job whose ranks meet at an address; the same on every rank, long and
+    /// random. Null: WARPLINK_SECRET. A unique id contains its own secret.
     pub secret: *const c_char,
-    /// The limit of every wait on the host after joining, in seconds. 0: WARPLINK_TIMEOUT, else 60. Joining has that of
-    /// `warplink_set_bootstrap_timeout`.
+    /// Timeout of every wait on the host after joining, in seconds. 0: WARPLINK_TIMEOUT if set, else 60. Joining uses
+    /// the timeout set by `warplink_set_bootstrap_timeout`.
     pub timeout: f64,
 }
 
-/// A rank that joined.
+/// A rank that has joined.
 pub(crate) struct JobObject {
     pub(crate) communicator: Communicator,
     setup: Mutex<Setup>,
 }
 
 impl JobObject {
-    /// Declared and connected channels. A panic under the lock leaves both consistent.
+    /// Declared and connected channels. Ignores poisoning: a panic under the lock leaves both consistent.
     pub(crate) fn setup(&self) -> MutexGuard<'_, Setup> {
         self.setup.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -57,11 +57,12 @@ impl JobObject {
 enum Meeting {
     Address(String),
     Id(String),
-    /// As the environment says, who this is too.
+    /// Taken from the environment, which then also identifies this rank.
     Environment,
 }
 
-/// Options with which the environment and the library decide. Reads nothing and does not block.
+/// Options that leave all decisions to the environment and the library. Reads no environment variable and does not
+/// block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_options_default() -> Options {
     Options {
@@ -74,10 +75,10 @@ pub extern "C" fn warplink_options_default() -> Options {
     }
 }
 
-/// Makes a unique id with a fresh secret, for ranks that meet at `ip` (of this machine; null is 127.0.0.1) and `port`.
-/// With port 0 the system picks a free one, which this process holds until one of its ranks joins; if none will, call
-/// `warplink_unique_id_release`. Does not block. An `ip` that is no address of one machine is
-/// WARPLINK_STATUS_INVALID_ARGUMENT.
+/// Creates a unique id with a fresh secret, for ranks that meet at `ip` (an address of this machine; null is 127.0.0.1)
+/// and `port`. With port 0 the system picks a free port, which this process reserves until one of its ranks joins; if
+/// none will, call `warplink_unique_id_release`. Does not block. Returns WARPLINK_STATUS_INVALID_ARGUMENT if `ip` is
+/// not the address of a single machine.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_unique_id_create(
     ip: *const c_char,
@@ -91,18 +92,18 @@ pub unsafe extern "C" fn warplink_unique_id_create(
         let address: IpAddr = ip.parse().map_err(|_| {
             Failure::invalid(
                 format!("'{ip}' is not an IP address; expected one of this machine"),
-                "name an address that the other ranks reach",
+                "pass an address of this machine that the other ranks can reach",
             )
         })?;
         let made = warplink::bootstrap::UniqueId::create(address, port)?;
         let bytes = made.to_bytes();
-        // SAFETY: the caller passes a place for an id.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(id, "id", UniqueId { bytes }) }
     })
 }
 
-/// Gives up the port that this process holds for the id, so that a rank in another process can listen there; does
-/// nothing where it holds none. Does not block. Bytes that are no id are WARPLINK_STATUS_INVALID_HANDLE.
+/// Releases the port that this process reserved for the id, so that a rank in another process can listen on it; does
+/// nothing if it holds none. Does not block. Returns WARPLINK_STATUS_INVALID_HANDLE for bytes that are no id.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_unique_id_release(id: *const UniqueId) -> Status {
     entry("release a unique id", || {
@@ -113,8 +114,8 @@ pub unsafe extern "C" fn warplink_unique_id_release(id: *const UniqueId) -> Stat
     })
 }
 
-/// Sets how long joining may take, in seconds, for the inits that follow in this process. Without it, WARPLINK_TIMEOUT
-/// says, else 60 seconds. Does not block. Less than 1 is WARPLINK_STATUS_INVALID_ARGUMENT.
+/// Sets the timeout of joining, in seconds, for subsequent inits in this process. The default is WARPLINK_TIMEOUT if
+/// set, else 60 seconds. Does not block. Returns WARPLINK_STATUS_INVALID_ARGUMENT for less than 1.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_set_bootstrap_timeout(seconds: i32) -> Status {
     entry("set the bootstrap timeout", || {
@@ -129,15 +130,15 @@ pub extern "C" fn warplink_set_bootstrap_timeout(seconds: i32) -> Status {
     })
 }
 
-/// Joins as `rank` of `size` ranks that meet at `address`, as "ip:port" of rank 0. Blocks until all have joined.
+/// Joins as `rank` of `size` ranks that meet at `address`, the "ip:port" of rank 0. Blocks until all have joined.
 /// Without a secret (`options`, WARPLINK_SECRET) it must be a loopback address. `options` may be null.
 ///
-/// A rank that is not below `size`, and options of another version's header, are WARPLINK_STATUS_INVALID_ARGUMENT,
-/// text that is no address or no device WARPLINK_STATUS_PARSE; ranks that are missing at the timeout
-/// WARPLINK_STATUS_TIMEOUT, that have another size or another kind of device WARPLINK_STATUS_MISMATCH, and that hold
-/// another secret WARPLINK_STATUS_AUTHENTICATION; an address that another process listens on
-/// WARPLINK_STATUS_ADDRESS_IN_USE; a device that is not there WARPLINK_STATUS_DRIVER, WARPLINK_STATUS_LIBRARY_MISSING
-/// or WARPLINK_STATUS_UNSUPPORTED.
+/// Returns WARPLINK_STATUS_INVALID_ARGUMENT if the rank is not below `size` or the options come from another version's
+/// header; WARPLINK_STATUS_PARSE if a string is not a valid address or device; WARPLINK_STATUS_TIMEOUT if ranks are
+/// missing at the timeout; WARPLINK_STATUS_MISMATCH if ranks have another size or another kind of device;
+/// WARPLINK_STATUS_AUTHENTICATION if secrets differ; WARPLINK_STATUS_ADDRESS_IN_USE if another process listens on the
+/// address; and WARPLINK_STATUS_DRIVER, WARPLINK_STATUS_LIBRARY_MISSING or WARPLINK_STATUS_UNSUPPORTED if the device is
+/// not available.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_init(
     comm: *mut Comm,
@@ -150,13 +151,13 @@ pub unsafe extern "C" fn warplink_init(
         // SAFETY: the caller passes null or a text.
         let address = unsafe { pointer::text(address, "address") }?;
         let meeting = Meeting::Address(address.to_owned());
-        // SAFETY: the caller passes a place for a communicator, and null or options.
+        // SAFETY: `comm` is null or valid for a write, `options` null or valid for a read.
         unsafe { init(comm, Some((rank, size)), &meeting, options) }
     })
 }
 
-/// Joins as `rank` of `size` ranks that hold the same id. Blocks until all have joined. `options` may be null. Fails
-/// as `warplink_init`; bytes that are no id are WARPLINK_STATUS_INVALID_HANDLE.
+/// Joins as `rank` of `size` ranks that share the same id. Blocks until all have joined. `options` may be null. Fails
+/// as `warplink_init` does; returns WARPLINK_STATUS_INVALID_HANDLE for bytes that are no id.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_init_from_id(
     comm: *mut Comm,
@@ -169,7 +170,7 @@ pub unsafe extern "C" fn warplink_init_from_id(
         // SAFETY: the caller passes an id.
         let id = unsafe { pointer::load(id, "id") }?;
         let id = warplink::bootstrap::UniqueId::from_bytes(&id.bytes)?;
-        // SAFETY: the caller passes a place for a communicator, and null or options.
+        // SAFETY: `comm` is null or valid for a write, `options` null or valid for a read.
         unsafe {
             init(
                 comm,
@@ -181,43 +182,43 @@ pub unsafe extern "C" fn warplink_init_from_id(
     })
 }
 
-/// Joins as `warplink launch`, torchrun, mpirun or srun started this process. Blocks until all ranks have joined.
-/// `options` may be null. Fails as `warplink_init`; variables that are missing are WARPLINK_STATUS_INVALID_ARGUMENT,
-/// and those that are no numbers WARPLINK_STATUS_PARSE.
+/// Joins as configured by the launcher of this process: `warplink launch`, torchrun, mpirun or srun. Blocks until all
+/// ranks have joined. `options` may be null. Fails as `warplink_init` does; returns WARPLINK_STATUS_INVALID_ARGUMENT
+/// for missing variables, and WARPLINK_STATUS_PARSE for variables that are not numbers.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_init_from_env(
     comm: *mut Comm,
     options: *const Options,
 ) -> Status {
     entry("init", || {
-        // SAFETY: the caller passes a place for a communicator, and null or options.
+        // SAFETY: `comm` is null or valid for a write, `options` null or valid for a read.
         unsafe { init(comm, None, &Meeting::Environment, options) }
     })
 }
 
-/// This rank's number, from 0 on. Does not block.
+/// This rank's number, from 0. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_rank(comm: Comm, rank: *mut i32) -> Status {
     entry("get the rank", || {
         let value = comm.get()?.communicator.rank();
-        // SAFETY: the caller passes a place for a number.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(rank, "rank", number(value)?) }
     })
 }
 
-/// How many ranks there are. Does not block.
+/// The number of ranks. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_size(comm: Comm, size: *mut i32) -> Status {
     entry("get the number of ranks", || {
         let value = comm.get()?.communicator.world();
-        // SAFETY: the caller passes a place for a number.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(size, "size", number(value)?) }
     })
 }
 
-/// Gathers `bytes` bytes of every rank, through the hosts: `data` has room for those of all ranks, in their order, and
-/// this rank's in their place. Blocks until every rank has called it with the same length; another length is
-/// WARPLINK_STATUS_MISMATCH on every rank, a rank that does not call it WARPLINK_STATUS_TIMEOUT.
+/// All-gathers `bytes` bytes per rank through the hosts: `data` has space for the bytes of all ranks, in rank order,
+/// and holds this rank's at their position. Blocks until every rank has called it with the same length. Returns
+/// WARPLINK_STATUS_MISMATCH on every rank if lengths differ, and WARPLINK_STATUS_TIMEOUT if a rank does not call it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_all_gather(
     comm: Comm,
@@ -231,39 +232,39 @@ pub unsafe extern "C" fn warplink_all_gather(
         let all = bytes.checked_mul(world).ok_or_else(|| {
             Failure::invalid(
                 format!("{bytes} bytes of each of {world} ranks; expected what memory can hold"),
-                "give the bytes of one rank",
+                "pass the number of bytes of one rank",
             )
         })?;
         let own = data.cast::<u8>().wrapping_add(rank * bytes);
-        // SAFETY: the caller passes the bytes of all ranks, of which this rank's are initialized.
+        // SAFETY: the caller passes a buffer for all ranks, in which this rank's bytes are initialized.
         let own = unsafe { pointer::values(own, bytes, "data") }?.to_vec();
         let gathered = job.communicator.all_gather_bytes(&own)?;
         if let Some(other) = gathered.iter().position(|part| part.len() != bytes) {
             let message = format!(
-                "the peer gives {} bytes; expected {bytes}",
+                "the peer passed {} bytes; expected {bytes}",
                 gathered[other].len()
             );
             let error = Error::new(ErrorKind::Mismatch, message).with_peer(other);
-            return Err(error.with_help("give the same length on every rank").into());
+            return Err(error.with_help("pass the same length on every rank").into());
         }
-        // SAFETY: as above; nothing else refers to them here any more.
+        // SAFETY: as above; `own`, the only other reference, was copied.
         unsafe { pointer::new_bytes(data, all, "data") }?.copy_from_slice(&gathered.concat());
         Ok(())
     })
 }
 
-/// Blocks until every rank has called it. It orders hosts, not streams. A rank that does not call it is
-/// WARPLINK_STATUS_TIMEOUT, one that is gone WARPLINK_STATUS_PEER_LOST or WARPLINK_STATUS_PEER_LEFT.
+/// Blocks until every rank has called it. It orders hosts, not streams. Returns WARPLINK_STATUS_TIMEOUT if a rank does
+/// not call it, and WARPLINK_STATUS_PEER_LOST or WARPLINK_STATUS_PEER_LEFT if one is gone.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_barrier(comm: Comm) -> Status {
     entry("barrier", || Ok(comm.get()?.communicator.barrier()?))
 }
 
-/// Leaves in order. Blocks until every rank has called it, and until this rank's streams are done with what they use
-/// of Warplink. From then on the communicator and all that was made with it (regions, streams, modules ...) cannot be
-/// used, also if this fails; borrowed streams that record no graph are given back. A process that ends without it is
-/// lost to its peers. A stream that still waits for a peer at the timeout, and a rank that does not call it, are
-/// WARPLINK_STATUS_TIMEOUT, a rank that was lost WARPLINK_STATUS_PEER_LOST; this rank then leaves as by
+/// Leaves in an orderly manner. Blocks until every rank has called it and until this rank's streams have finished with
+/// Warplink's resources. Afterwards the communicator and everything created with it (regions, streams, modules ...) are
+/// unusable, even if this fails; borrowed streams that are not capturing a graph are released. Peers treat a process
+/// that ends without this call as lost. Returns WARPLINK_STATUS_TIMEOUT if a stream still waits for a peer at the
+/// timeout or a rank does not call it, and WARPLINK_STATUS_PEER_LOST if a rank was lost; this rank then leaves as with
 /// `warplink_abort`.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_destroy(comm: Comm) -> Status {
@@ -275,9 +276,9 @@ pub extern "C" fn warplink_destroy(comm: Comm) -> Status {
     })
 }
 
-/// Leaves as a failure: the peers' waits, also those of kernels, end with an error that names this rank and `reason`,
-/// and so do the waits in this rank's streams. Blocks for some two seconds at most. Later calls that concern other
-/// ranks fail. The communicator still has to be destroyed, which then fails too. A second abort does nothing.
+/// Leaves with a failure: the peers' waits, including those of kernels, end with an error that contains this rank and
+/// `reason`, and so do the waits in this rank's streams. Blocks for about two seconds at most. Later calls that involve
+/// other ranks fail. The communicator must still be destroyed, which then fails as well. A second abort does nothing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_abort(comm: Comm, reason: *const c_char) -> Status {
     entry("abort", || {
@@ -289,10 +290,9 @@ pub unsafe extern "C" fn warplink_abort(comm: Comm, reason: *const c_char) -> St
     })
 }
 
-/// Joins, and gives the communicator.
+/// Joins, and stores the communicator.
 ///
-/// # Safety
-/// `comm` must be null or a place for a communicator, `options` null or options.
+/// # Safety `comm` must be null or valid for a write, `options` null or a pointer to options.
 unsafe fn init(
     comm: *mut Comm,
     identity: Option<(i32, i32)>,
@@ -301,21 +301,20 @@ unsafe fn init(
 ) -> Outcome {
     pointer::check(comm, "comm")?;
     log::start();
-    // SAFETY: the caller vouches for it.
+    // SAFETY: guaranteed by the caller.
     let config = unsafe { configuration(identity, meeting, options) }?;
     let communicator = Communicator::join(&config)?;
     let comm_made = Comm::new(JobObject {
         communicator,
         setup: Mutex::default(),
     });
-    // SAFETY: the caller vouches for it.
+    // SAFETY: guaranteed by the caller.
     unsafe { pointer::store(comm, "comm", comm_made) }
 }
 
-/// How to join: as the arguments say, then the environment.
+/// The configuration for joining; arguments take precedence over the environment.
 ///
-/// # Safety
-/// `options` must be null or options.
+/// # Safety `options` must be null or point to options.
 unsafe fn configuration(
     identity: Option<(i32, i32)>,
     meeting: &Meeting,
@@ -324,7 +323,7 @@ unsafe fn configuration(
     let options = if options.is_null() {
         warplink_options_default()
     } else {
-        // SAFETY: the caller vouches for it; the size is looked at before anything else.
+        // SAFETY: guaranteed by the caller; the size is checked before anything else is read.
         unsafe { read_options(options) }?
     };
     // SAFETY: as above, for the texts.
@@ -336,7 +335,7 @@ unsafe fn configuration(
         if size < 1 || rank < 0 || rank >= size {
             return Err(Failure::invalid(
                 format!("rank {rank} of {size} ranks; expected a rank from 0 to the size less one"),
-                "give every process a rank of its own, and all the same size",
+                "pass a distinct rank on every process, and the same size on all",
             ));
         }
         given.push(("WARPLINK_RANK", rank.to_string()));
@@ -356,7 +355,7 @@ unsafe fn configuration(
         found.map(|(_, value)| OsString::from(value))
     };
     let mut join = JoinConfig::from_variables(|name| {
-        // An id of the environment's would come before the address of the arguments.
+        // WARPLINK_ID would take precedence over the address passed as an argument.
         let hidden = name == "WARPLINK_ID" && matches!(meeting, Meeting::Address(_));
         find(name).or_else(|| std::env::var_os(name).filter(|_| !hidden))
     })?;
@@ -366,11 +365,11 @@ unsafe fn configuration(
     }
     let local_rank = join.local_rank;
     if let Ok(ordinal) = usize::try_from(options.ordinal) {
-        // The GPU is chosen by the local rank, which need not have one of its own where the caller chooses.
+        // With an explicit GPU, the local rank does not need a GPU of its own.
         join.local_rank = ordinal;
     }
     if let Some(device) = device {
-        // Told as the argument that it is, not as a variable.
+        // Parsed here so that an error refers to the argument instead of the variable.
         device.parse::<DeviceKind>()?;
     }
     let mut config = Config::from_variables(join, |name| match (name, device) {
@@ -382,10 +381,10 @@ unsafe fn configuration(
         config.timeout = Duration::try_from_secs_f64(options.timeout).map_err(|_| {
             Failure::invalid(
                 format!(
-                    "a timeout of {} seconds; expected a length of time",
+                    "a timeout of {} seconds; expected a finite number that is not negative",
                     options.timeout
                 ),
-                "give a number of seconds, or 0 for the default",
+                "pass a number of seconds, or 0 for the default",
             )
         })?;
     }
@@ -394,8 +393,7 @@ unsafe fn configuration(
 
 /// Options of a header that is not newer than this library.
 ///
-/// # Safety
-/// `options` must point to options of some version of the header, which begin with their size.
+/// # Safety `options` must point to options of some version of the header, which begin with their size.
 unsafe fn read_options(options: *const Options) -> Outcome<Options> {
     // SAFETY: the size comes first in every version.
     let size = unsafe { pointer::load(options.cast::<usize>(), "options") }?;
@@ -405,11 +403,11 @@ unsafe fn read_options(options: *const Options) -> Outcome<Options> {
             "start from warplink_options_default, and use the header that was installed with the library",
         ));
     }
-    // SAFETY: of this version, as was checked.
+    // SAFETY: of this version, as checked above.
     unsafe { pointer::load(options, "options") }
 }
 
-/// A rank or a number of ranks, as C has it.
+/// Converts a rank or a number of ranks to C.
 fn number(value: usize) -> Outcome<i32> {
     i32::try_from(value).map_err(|_| {
         Failure::invalid(

@@ -1,4 +1,4 @@
-//! Modules of the caller's code, kernels of them, and launches.
+//! User modules, their kernels, and launches.
 
 use crate::block;
 use crate::callback::{self, Callback};
@@ -13,63 +13,64 @@ use std::sync::Arc;
 use warplink::ErrorKind;
 use warplink::device::Launch;
 
-/// The body of a kernel for the host device: it runs once for each block of a launch, all at the same time, and
-/// makes the `warplink_block_...` calls. It returns `WARPLINK_STATUS_SUCCESS`, or what a call returned: then the
-/// kernel's stream fails with that call's error. Other calls of Warplink are refused with WARPLINK_STATUS_INVALID_USAGE. It
-/// must return: one that throws ends the process. In C++, declare it `noexcept`.
+/// The body of a kernel for the host device: called once for each block of a launch, concurrently; it uses the
+/// `warplink_block_...` calls. It returns `WARPLINK_STATUS_SUCCESS` or the status of a failed call; in the latter case
+/// the kernel's stream fails with that call's error. Other calls of Warplink fail with WARPLINK_STATUS_INVALID_USAGE.
+/// It must return: one that throws terminates the process. In C++, declare it `noexcept`.
 pub type HostKernelBody = Option<unsafe extern "C-unwind" fn(user: *mut c_void) -> i32>;
 
 /// A kernel for the host device.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct HostKernel {
-    /// Its name, the same as that of the kernel in CUDA C++.
+    /// The name of the kernel, the same as in CUDA C++.
     pub name: *const c_char,
-    /// Its body.
+    /// The body.
     pub body: HostKernelBody,
-    /// Passed to the body; valid for as long as the module and its kernels. Blocks use it at the same time.
+    /// Passed to the body; must stay valid as long as the module and its kernels. Blocks use it concurrently.
     pub user: *mut c_void,
 }
 
-/// Contents of a module: CUDA C++ or machine code for GPUs, bodies for the host device, or both. Set what is
-/// not there to zero.
+/// Contents of a module: CUDA C++ or machine code for GPUs, bodies for the host device, or both. Set unused members to
+/// zero.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct ModuleSource {
-    /// A name, for messages.
+    /// Name of the module, for error messages.
     pub name: *const c_char,
-    /// CUDA C++, compiled by NVRTC for the GPU at hand; kernels are extern "C". It may include
-    /// `<warplink/device.cuh>`, which is found by itself.
+    /// CUDA C++, compiled by NVRTC for the present GPU; kernels are extern "C". It may include `<warplink/device.cuh>`,
+    /// which is always on the include path.
     pub cuda: *const c_char,
-    /// Instead of that, code for the GPU at hand that nvcc made: the bytes of a whole cubin, fat binary, or PTX file.
+    /// Alternatively, code for the present GPU built by nvcc: the contents of a complete cubin, fat binary or PTX file.
     pub image: *const c_void,
-    /// How many bytes.
+    /// Length of `image` in bytes.
     pub image_bytes: usize,
     /// Options for NVRTC, such as "-DBLOCK=256".
     pub options: *const *const c_char,
-    /// How many options.
+    /// Number of options.
     pub option_count: usize,
     /// Kernels for the host device.
     pub host_kernels: *const HostKernel,
-    /// How many there are.
+    /// Number of host kernels.
     pub host_kernel_count: usize,
 }
 
-/// The shape of a launch: a grid of blocks of threads, each of one dimension.
+/// The shape of a launch: a one-dimensional grid of one-dimensional blocks.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Shape {
-    /// Blocks. On the host device, a body runs for each.
+    /// Number of blocks. On the host device, the body is called for each.
     pub blocks: u32,
-    /// Threads of a block.
+    /// Threads per block.
     pub threads: u32,
-    /// Bytes of dynamic shared memory of a block.
+    /// Bytes of dynamic shared memory per block.
     pub shared_bytes: u32,
-    /// Not 0: only with all blocks on the device at the same time, so that they may wait for one another.
+    /// Nonzero for a cooperative launch: all blocks are resident on the device at the same time, so that they may wait
+    /// for one another.
     pub together: u32,
 }
 
-/// The value of a kernel's parameter, made by `warplink_argument_...`. Its members are private to the library.
+/// The value of a kernel parameter, created by `warplink_argument_...`. Its members are private to the library.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Argument {
@@ -79,7 +80,7 @@ pub struct Argument {
     value: u64,
 }
 
-/// Values of `Argument::kind`. 0 is none of them, so that a zeroed argument is an error.
+/// Values of `Argument::kind`. 0 is not used, so that a zeroed argument is an error.
 const U32: u32 = 1;
 const I32: u32 = 2;
 const U64: u32 = 3;
@@ -90,43 +91,43 @@ const REGION: u32 = 7;
 const CHANNEL: u32 = 8;
 const CHANNELS: u32 = 9;
 
-/// A module, with the rank that it belongs to.
+/// A module and the rank that it belongs to.
 pub(crate) struct ModuleObject {
     pub(crate) job: Arc<JobObject>,
     module: warplink::device::Module,
 }
 
-/// A kernel, with the rank that it belongs to.
+/// A kernel and the rank that it belongs to.
 pub(crate) struct KernelObject {
     pub(crate) job: Arc<JobObject>,
     kernel: warplink::device::Kernel,
 }
 
-/// The pointer that a body is called with.
+/// The `user` pointer passed to a body.
 #[derive(Clone, Copy)]
 struct User(*mut c_void);
 
-// SAFETY: the library only passes it on; the caller promises that bodies may use it on any thread.
+// SAFETY: the library never dereferences it; the caller guarantees that bodies may use it on any thread.
 unsafe impl Send for User {}
 // SAFETY: as above.
 unsafe impl Sync for User {}
 
 impl User {
-    /// A method, so that closures capture the whole.
+    /// A method, so that closures capture the whole struct, which is `Send`, instead of the pointer in it.
     fn pointer(self) -> *mut c_void {
         self.0
     }
 }
 
-/// Loads code. On a GPU it compiles the text, unless the same was compiled before, and may block until running
-/// kernels are done: so load modules, and get their kernels, before any kernel runs that waits for a peer. On the host
-/// device, only the bodies are taken.
+/// Loads code. On a GPU it compiles the source unless the result is cached, and may block until running kernels finish:
+/// load modules, and get their kernels, before running any kernel that waits for a peer. On the host device, only the
+/// bodies are used.
 ///
-/// A source without code for the device is WARPLINK_STATUS_UNSUPPORTED, an image that is none or is cut off
-/// WARPLINK_STATUS_INVALID_ARGUMENT on any device, text that does not compile and an image for another GPU
-/// WARPLINK_STATUS_DRIVER, with the compiler's messages, and a missing NVRTC WARPLINK_STATUS_LIBRARY_MISSING.
+/// Returns WARPLINK_STATUS_UNSUPPORTED if the source contains no code for the device, WARPLINK_STATUS_INVALID_ARGUMENT
+/// on any device if the image is malformed or truncated, WARPLINK_STATUS_DRIVER with the compiler's messages if the
+/// text does not compile or the image is for another GPU, and WARPLINK_STATUS_LIBRARY_MISSING if NVRTC is missing.
 ///
-/// That the kernels touch only what their arguments name is for the caller to see to.
+/// The caller must ensure that the kernels access only memory that their arguments refer to.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_module_load(
     comm: Comm,
@@ -139,13 +140,13 @@ pub unsafe extern "C" fn warplink_module_load(
         // SAFETY: the caller passes a source.
         let source = unsafe { pointer::load(source, "source") }?;
         let has_image = !source.image.is_null();
-        // SAFETY: as above; its members are null or what they say.
+        // SAFETY: as above; its members are null or valid as documented.
         let source = unsafe { read_source(&source) }?;
-        // SAFETY: the caller sees to it that kernels touch only what their arguments name.
+        // SAFETY: the caller ensures that kernels access only memory that their arguments refer to.
         let loaded = unsafe { job.communicator.device().load_module(&source) };
         let loaded = loaded.map_err(|error| match error.kind() {
             ErrorKind::Driver if has_image => error.with_help(
-                "make the image for the GPU at hand (nvcc -arch=native), or pass PTX or CUDA C++",
+                "build the image for this GPU (nvcc -arch=native), or pass PTX or CUDA C++",
             ),
             _ => error,
         })?;
@@ -153,19 +154,19 @@ pub unsafe extern "C" fn warplink_module_load(
             module: loaded,
             job,
         });
-        // SAFETY: the caller passes a place for a module.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(module, "module", made) }
     })
 }
 
-/// Gives a module back. Its kernels stay. Does not block.
+/// Frees a module. Its kernels stay valid. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_module_free(module: Module) -> Status {
     entry("free a module", || module.take().map(drop))
 }
 
-/// The kernel `name` of a module, ready to be launched. On a GPU it may block as `warplink_module_load`. A name that
-/// the module does not have is WARPLINK_STATUS_INVALID_ARGUMENT.
+/// Gets the kernel `name` of a module, ready to be launched. On a GPU it may block as `warplink_module_load` does.
+/// Returns WARPLINK_STATUS_INVALID_ARGUMENT if the module has no kernel of that name.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_kernel_get(
     module: Module,
@@ -181,24 +182,24 @@ pub unsafe extern "C" fn warplink_kernel_get(
             kernel: module.module.kernel(name)?,
             job: module.job.clone(),
         });
-        // SAFETY: the caller passes a place for a kernel.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(kernel, "kernel", made) }
     })
 }
 
-/// Gives a kernel back. Launches go on. Does not block.
+/// Frees a kernel. Running and enqueued launches continue. Does not block.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_kernel_free(kernel: Kernel) -> Status {
     entry("free a kernel", || kernel.take().map(drop))
 }
 
-/// Enqueues a kernel on `stream`, with one argument for each of its parameters. Does not block. Regions among the
-/// arguments must not be freed until it is done; memory behind channels is kept automatically. The stream fails when a
-/// rank is lost that the kernel's channels lead to.
+/// Enqueues a kernel on `stream`, with one argument for each of its parameters. Does not block. Regions passed as
+/// arguments must not be freed until it has finished; memory behind channels is kept alive automatically. The stream
+/// fails if a rank is lost that the kernel's channels connect to.
 ///
-/// An empty shape, more blocks than there may be (256 on the host device), and, as far as the driver tells, arguments
-/// that do not match the parameters are WARPLINK_STATUS_INVALID_ARGUMENT, channels before `warplink_setup`
-/// WARPLINK_STATUS_INVALID_USAGE. What a kernel itself fails with, `warplink_stream_synchronize` gives.
+/// Returns WARPLINK_STATUS_INVALID_ARGUMENT for an empty shape, too many blocks (more than 256 on the host device),
+/// and, as far as the driver can check, arguments that do not match the parameters; WARPLINK_STATUS_INVALID_USAGE for
+/// channels before `warplink_setup`. `warplink_stream_synchronize` returns errors of the kernel itself.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_launch(
     kernel: Kernel,
@@ -282,10 +283,10 @@ pub extern "C" fn warplink_argument_channel(comm: Comm, peer: i32, tag: u64) -> 
     }
 }
 
-/// An argument: the channels of all connections that were set up, in the order in which they were declared, a
-/// `const warplink::Channel *`. A host kernel names one of them by `warplink_block_channel`. The first launch after a setup
-/// copies them to the device, which blocks for moments; the copy stays until the communicator is destroyed, so that a
-/// graph may have it.
+/// An argument: the channels of all connections that are set up, in order of declaration, a `const warplink::Channel
+/// *`. A host kernel selects one of them by `warplink_block_channel`. The first launch after a setup copies them to the
+/// device, which blocks briefly; the copy stays until the communicator is destroyed, because a captured graph may refer
+/// to it.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_argument_channels(comm: Comm) -> Argument {
     Argument {
@@ -304,7 +305,7 @@ impl Argument {
         }
     }
 
-    /// As the library has it; `number` is its place among the arguments.
+    /// Converts to the library's type; `number` is the argument's index.
     fn resolve(self, number: usize, job: &Arc<JobObject>) -> Outcome<warplink::device::Argument> {
         let low = self.value as u32;
         Ok(match self.kind {
@@ -334,19 +335,18 @@ impl Argument {
                     format!(
                         "argument {number} is of unknown kind {other}; expected a warplink_argument"
                     ),
-                    "make arguments with warplink_argument_u32 and the like",
+                    "create arguments with warplink_argument_u32 and similar functions",
                 ));
             }
         })
     }
 }
 
-/// The library's form of a source.
+/// Converts a module source.
 ///
-/// # Safety
-/// The members of `source` must be null or what they say.
+/// # Safety The members of `source` must be null or valid as documented.
 unsafe fn read_source(source: &ModuleSource) -> Outcome<warplink::device::ModuleSource> {
-    // SAFETY: the caller vouches for all of them, here and below.
+    // SAFETY: guaranteed by the caller for all members, here and below.
     let name = unsafe { pointer::optional_text(source.name, "the name") }?;
     let mut made = warplink::device::ModuleSource::new(name.unwrap_or("module"));
     // SAFETY: as above.
@@ -380,14 +380,14 @@ unsafe fn read_source(source: &ModuleSource) -> Outcome<warplink::device::Module
         let Some(body) = kernel.body else {
             return Err(Failure::invalid(
                 format!("the body of host kernel '{name}' is null; expected a function"),
-                "give each host kernel a body",
+                "set the body of each host kernel",
             ));
         };
         let user = User(kernel.user);
         made = made.with_host_kernel(name, move |running| {
             block::run(running, || {
                 callback::call(Callback::Body, || {
-                    // SAFETY: the caller gave the body for this, with a pointer that stays valid.
+                    // SAFETY: the caller passed the body for this call, with a pointer that stays valid.
                     unsafe { body(user.pointer()) }
                 })
             })

@@ -1,18 +1,17 @@
 //! Warplink for C and C++: the functions of `warplink.h`.
 //!
-//! Every function is a thin wrapper of the library's. Five rules hold throughout:
+//! Every function is a thin wrapper of a library call. These rules hold throughout:
 //!
-//! - No panic and no Rust error crosses the border: every function runs in `status::entry`, which gives a
-//!   status and keeps the error's text for the thread.
-//! - No exception of C++ goes through: a function of the caller's that throws ends the process (`callback`).
-//! - What C holds are numbers of entries in tables ([`handles`]), never addresses. A number that was given
-//!   back, or that never was one, is an error.
-//! - What C passes is checked before it is used: null pointers, numbers out of range, text that is not UTF-8
-//!   (`pointer`).
-//! - `unsafe` is used where C's pointers are followed and C's functions called, and nowhere else.
+//! - No panic and no Rust error crosses the language boundary: every function runs in `status::entry`, which returns a
+//!   status and stores the error text for the thread.
+//! - No C++ exception passes through: a callback that throws terminates the process (`callback`).
+//! - Handles held by C are indices of table entries ([`handles`]), never addresses. A handle that was freed or never
+//!   valid is an error.
+//! - Arguments from C are checked before use: null pointers, numbers out of range, text that is not UTF-8 (`pointer`).
+//! - `unsafe` is used only to dereference C pointers and to call C functions.
 //!
-//! `include/warplink.h` is made from these files by cbindgen; a test keeps it up to date. The comments of
-//! exported items are written for readers of that header.
+//! `include/warplink.h` is generated from these files by cbindgen; a test keeps it up to date. The comments of exported
+//! items are written for readers of that header.
 
 #![expect(
     clippy::missing_safety_doc,

@@ -1,4 +1,4 @@
-//! The library's log, for a handler of the caller's.
+//! The library's log and the user's log handler.
 
 use crate::callback::{self, Callback};
 use crate::pointer;
@@ -12,29 +12,29 @@ use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 use tracing_subscriber::{EnvFilter, Registry};
 
-/// Which messages are of interest, in the syntax of the `tracing` crates.
+/// Log filter, in the syntax of the `tracing` crates.
 const FILTER_VARIABLE: &str = "WARPLINK_LOG";
 
-/// How urgent a message is.
+/// Severity of a message.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LogLevel {
     /// Something failed.
     Error = 1,
-    /// Something is not as it should be.
+    /// Something unexpected that the library can handle.
     Warn = 2,
     /// Normal progress.
     Info = 3,
-    /// In detail.
+    /// Details.
     Debug = 4,
-    /// In all detail.
+    /// All details.
     Trace = 5,
 }
 
-/// Gets each message of the log: a `warplink_log_level`, one line without an end of line, valid during the call,
-/// and the pointer that the handler was set with. It is called on any thread, by several at the same time. It
-/// may call `warplink_default_log_handler`, other calls of Warplink are refused with WARPLINK_STATUS_INVALID_USAGE, and must
-/// return: one that throws ends the process. In C++, declare it `noexcept`.
+/// Receives each log message: a `warplink_log_level`, one line without a line terminator, valid during the call, and
+/// the pointer passed to `warplink_set_log_handler`. It may be called on any thread and concurrently. It may call
+/// `warplink_default_log_handler`; other calls of Warplink fail with WARPLINK_STATUS_INVALID_USAGE. It must return: one
+/// that throws terminates the process. In C++, declare it `noexcept`.
 pub type LogHandler =
     Option<unsafe extern "C-unwind" fn(level: i32, message: *const c_char, user: *mut c_void)>;
 
@@ -45,21 +45,21 @@ struct Handler {
     user: *mut c_void,
 }
 
-// SAFETY: the library only passes the pointer on; the caller promises that the handler may use it on any thread.
+// SAFETY: the library only passes the pointer on; the caller guarantees that the handler may use it on any thread.
 unsafe impl Send for Handler {}
 // SAFETY: as above.
 unsafe impl Sync for Handler {}
 
-/// The caller's handler; the default one where there is none.
+/// The user's handler; `None` selects the default handler.
 static HANDLER: RwLock<Option<Handler>> = RwLock::new(None);
 
-/// Whether the log of this process is this library's.
+/// Whether this library installed the process's `tracing` subscriber.
 static STARTED: OnceLock<bool> = OnceLock::new();
 
-/// Sets what gets the messages of the log, and the pointer that is passed to it. Null brings back the default handler.
-/// Blocks while the previous handler runs on any thread: when this returns, it does so no more. WARPLINK_LOG sets the
-/// level: "error", "warn" (the default), "info", "debug", "trace", or a filter of the `tracing` crates. It is
-/// WARPLINK_STATUS_INVALID_USAGE where another library of the process has started a log by `tracing` before.
+/// Sets the handler of log messages and the pointer passed to it. Null restores the default handler. Blocks while the
+/// previous handler runs on any thread: it is never called after this returns. WARPLINK_LOG sets the level: "error",
+/// "warn" (the default), "info", "debug", "trace", or a filter of the `tracing` crates. Returns
+/// WARPLINK_STATUS_INVALID_USAGE if another library of the process has installed a `tracing` subscriber before.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_set_log_handler(
     handler: LogHandler,
@@ -72,14 +72,13 @@ pub unsafe extern "C" fn warplink_set_log_handler(
             return Ok(());
         }
         Err(Failure::usage(
-            "the log of this process goes elsewhere; expected none that was started before",
-            "set the handler before another library of the process starts a log by tracing",
+            "another library of this process has installed a tracing subscriber; expected none",
+            "set the handler before another library of the process installs its tracing subscriber",
         ))
     })
 }
 
-/// The handler that writes to standard error, where no other is set. `user` is ignored. A message that is null is
-/// dropped.
+/// The default handler, which writes to standard error. `user` is ignored. A null message is dropped.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_default_log_handler(
     level: i32,
@@ -87,7 +86,7 @@ pub unsafe extern "C" fn warplink_default_log_handler(
     user: *mut c_void,
 ) {
     let _ = user;
-    // It has no result; the error is the thread's last one.
+    // The function returns nothing; the error is available as the thread's last error.
     let _status = free_entry("log", || {
         // SAFETY: the caller passes a text.
         let message = unsafe { pointer::text(message, "message") }?;
@@ -96,7 +95,7 @@ pub unsafe extern "C" fn warplink_default_log_handler(
     });
 }
 
-/// Starts the log, once; whether it is this library's.
+/// Installs the subscriber, once; returns whether the process's subscriber is this library's.
 pub(crate) fn start() -> bool {
     *STARTED.get_or_init(|| {
         let filter =
@@ -106,14 +105,14 @@ pub(crate) fn start() -> bool {
     })
 }
 
-/// Passes messages on.
+/// Forwards events to the handler.
 struct ToHandler;
 
 impl<S: Subscriber> Layer<S> for ToHandler {
     fn on_event(&self, event: &Event<'_>, _context: Context<'_, S>) {
         let mut line = Line(format!("{}: ", event.metadata().target()));
         event.record(&mut line);
-        // Nobody is left to be told of a failure.
+        // There is no one to report the failure to.
         let _ = deliver(level_of(*event.metadata().level()), line.0);
     }
 }
@@ -126,8 +125,8 @@ fn deliver(level: LogLevel, line: String) -> Outcome {
     };
     let text = CString::new(line.replace(['\0', '\n'], " ")).unwrap_or_default();
     callback::call(Callback::LogHandler, || {
-        // SAFETY: the caller gave the function for this, and is told when it is not called any more: the lock is
-        // held until here.
+        // SAFETY: the caller passed the function for this call, and replacing it waits for the write lock: the read
+        // lock is held until here.
         unsafe { (handler.function)(level as i32, text.as_ptr(), handler.user) };
     });
     Ok(())
@@ -155,7 +154,7 @@ fn print(level: i32, line: &str) {
     let _ = writeln!(std::io::stderr(), "warplink: {name}: {line}");
 }
 
-/// The message of an event, then its fields.
+/// The message of an event, followed by its fields.
 struct Line(String);
 
 impl Visit for Line {

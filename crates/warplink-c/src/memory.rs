@@ -1,4 +1,4 @@
-//! Regions: memory that peers may reach.
+//! Regions: memory that peers may access.
 
 use crate::handles::{Comm, Handle, Region};
 use crate::job::JobObject;
@@ -10,11 +10,11 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use warplink::device::DeviceSlice;
 
-/// A region, with the rank that it belongs to.
+/// A region and the rank that it belongs to.
 pub(crate) struct RegionObject {
     pub(crate) job: Arc<JobObject>,
     pub(crate) region: warplink::memory::Region,
-    /// Whose memory somebody else frees.
+    /// Whether the memory is owned by the caller.
     is_registered: bool,
 }
 
@@ -43,7 +43,7 @@ impl RegionObject {
 }
 
 impl Span {
-    /// The memory, which keeps itself allocated, of a region of `job`.
+    /// The memory of a region of `job`; the slice keeps it allocated.
     pub(crate) fn memory(self, job: &Arc<JobObject>) -> Outcome<DeviceSlice> {
         let region = self.region.get()?;
         same_job(job, &region.job, "region")?;
@@ -51,20 +51,20 @@ impl Span {
     }
 }
 
-/// Fails where two handles are of different communicators.
+/// Fails if two handles belong to different communicators.
 pub(crate) fn same_job(job: &Arc<JobObject>, other: &Arc<JobObject>, what: &str) -> Outcome {
     if Arc::ptr_eq(job, other) {
         return Ok(());
     }
     Err(Failure::invalid(
-        format!("the {what} belongs to another communicator; expected one of this"),
-        format!("pass a {what} that was made with this communicator"),
+        format!("the {what} belongs to another communicator; expected the same communicator"),
+        format!("pass a {what} of the same communicator"),
     ))
 }
 
-/// Allocates `bytes` bytes of the device that peers may reach. The content is undefined. Blocks for moments, and where
-/// memory is short for some two seconds, in which peers let go of what was freed; then it is
-/// WARPLINK_STATUS_OUT_OF_MEMORY. No bytes are WARPLINK_STATUS_INVALID_ARGUMENT.
+/// Allocates `bytes` bytes of device memory that peers may access. The content is undefined. Blocks briefly; if memory
+/// is short, waits about two seconds for peers to unmap freed memory, then returns WARPLINK_STATUS_OUT_OF_MEMORY.
+/// Returns WARPLINK_STATUS_INVALID_ARGUMENT for 0 bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_alloc(comm: Comm, bytes: usize, region: *mut Region) -> Status {
     entry("allocate", || {
@@ -75,15 +75,16 @@ pub unsafe extern "C" fn warplink_alloc(comm: Comm, bytes: usize, region: *mut R
             job,
             is_registered: false,
         });
-        // SAFETY: the caller passes a place for a region.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(region, "region", made) }
     })
 }
 
-/// Registers `bytes` bytes at `address` that somebody else allocated (cudaMalloc, say). They must stay allocated until
-/// `warplink_region_free` of the region has succeeded, or the communicator is destroyed. On the host device, they must
-/// lie in memory that `warplink_alloc` gave. Does not block. A range that passes the end of an allocation is
-/// WARPLINK_STATUS_INVALID_ARGUMENT, memory that cannot be shared WARPLINK_STATUS_UNSUPPORTED.
+/// Registers `bytes` bytes at `address` that the caller allocated (by cudaMalloc, for example). They must stay
+/// allocated until `warplink_region_free` of the region has succeeded or the communicator is destroyed. On the host
+/// device, they must be within memory allocated by `warplink_alloc`. Does not block. Returns
+/// WARPLINK_STATUS_INVALID_ARGUMENT if the range passes the end of an allocation, and WARPLINK_STATUS_UNSUPPORTED if
+/// the memory cannot be shared.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_register(
     comm: Comm,
@@ -103,15 +104,15 @@ pub unsafe extern "C" fn warplink_register(
             job,
             is_registered: true,
         });
-        // SAFETY: the caller passes a place for a region.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(region, "region", made) }
     })
 }
 
-/// Gives a region back. Allocated memory is used again once no stream, connection or peer uses it any more; this does
-/// not block. For registered memory, blocks until no peer maps it any more, after which its owner may free it; an
-/// error where a connection of this rank has it (WARPLINK_STATUS_INVALID_ARGUMENT), another thread's call uses it
-/// (WARPLINK_STATUS_INVALID_USAGE), or a peer does not let go in time (WARPLINK_STATUS_TIMEOUT): then it has to stay
+/// Frees a region. Allocated memory is reused once no stream, connection or peer uses it any more; this does not block.
+/// For registered memory, blocks until no peer maps it, after which its owner may free it. Fails for registered memory
+/// if a connection of this rank uses it (WARPLINK_STATUS_INVALID_ARGUMENT), a concurrent call uses it
+/// (WARPLINK_STATUS_INVALID_USAGE), or a peer does not unmap it in time (WARPLINK_STATUS_TIMEOUT): then it must stay
 /// allocated until the communicator is destroyed.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_region_free(region: Region) -> Status {
@@ -124,7 +125,7 @@ pub extern "C" fn warplink_region_free(region: Region) -> Status {
         let in_use = || {
             Failure::usage(
                 "another thread uses the region; expected none to",
-                "free a region when no call that uses it runs any more",
+                "free the region after all calls that use it have returned",
             )
         };
         let object = Arc::into_inner(object).ok_or_else(in_use)?;
@@ -140,7 +141,7 @@ pub unsafe extern "C" fn warplink_region_address(
 ) -> Status {
     entry("get a region's address", || {
         let value = region.get()?.region.memory().address();
-        // SAFETY: the caller passes a place for an address.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(address, "address", value as *mut c_void) }
     })
 }
@@ -150,14 +151,14 @@ pub unsafe extern "C" fn warplink_region_address(
 pub unsafe extern "C" fn warplink_region_bytes(region: Region, bytes: *mut usize) -> Status {
     entry("get a region's length", || {
         let value = region.get()?.region.bytes();
-        // SAFETY: the caller passes a place for a length.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(bytes, "bytes", value) }
     })
 }
 
-/// Copies from host memory to the region's bytes, as many as the span has, and returns when that is done. Ordered
-/// after nothing that is in a stream. Bytes past the end of the region are WARPLINK_STATUS_INVALID_ARGUMENT. Null is
-/// allowed for no bytes.
+/// Copies the bytes of the span from host memory to the region, and returns when the copy is complete. Not ordered
+/// after work in any stream. Returns WARPLINK_STATUS_INVALID_ARGUMENT if the span passes the end of the region.
+/// `source` may be null if the span is empty.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_upload(target: Span, source: *const c_void) -> Status {
     entry("upload", || {
@@ -169,21 +170,21 @@ pub unsafe extern "C" fn warplink_upload(target: Span, source: *const c_void) ->
     })
 }
 
-/// Copies from the region's bytes, as many as the span has, to host memory, and returns when that is done. As
-/// `warplink_upload` otherwise.
+/// Copies the bytes of the span from the region to host memory, and returns when the copy is complete. Otherwise as
+/// `warplink_upload`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_download(target: *mut c_void, source: Span) -> Status {
     entry("download", || {
         let region = source.region.get()?;
         let memory = region.part(source.offset, source.bytes)?;
-        // SAFETY: the caller passes room for as many bytes as the span has.
+        // SAFETY: the caller passes a buffer as long as the span.
         let target = unsafe { pointer::new_bytes(target, memory.bytes(), "target") }?;
         Ok(region.job.communicator.device().download(&memory, target)?)
     })
 }
 
-/// Enqueues a copy between regions of this rank, of the same length. Does not block. Other lengths, and bytes past the
-/// end of a region, are WARPLINK_STATUS_INVALID_ARGUMENT.
+/// Enqueues a copy between regions of this rank, of the same length. Does not block. Returns
+/// WARPLINK_STATUS_INVALID_ARGUMENT if lengths differ or a span passes the end of its region.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_copy(
     target: Span,

@@ -15,28 +15,27 @@ use warplink::p2p;
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Message {
-    /// The rank at the other end; it may be this one.
+    /// The rank at the other end; it may be this rank.
     pub peer: i32,
     /// A `warplink_direction`.
     pub direction: i32,
-    /// Data to send, which is only read, or memory for received data: an address of the device. May be null
-    /// for no bytes.
+    /// Data to send, which is only read, or memory for received data: a device address. May be null if `bytes` is 0.
     pub memory: *mut c_void,
     /// Length in bytes.
     pub bytes: u64,
 }
 
-/// How memory is cut into a part for each rank, in elements.
+/// Partition of memory into one part per rank, in elements.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Parts {
-    /// How many elements the part of each rank has: one number for each rank.
+    /// Number of elements of each rank's part: one number per rank.
     pub counts: *const u64,
-    /// From which element on it lies, likewise; null where the parts lie one after the other.
+    /// Offset of each rank's part in elements: one number per rank; null if the parts are contiguous.
     pub displacements: *const u64,
 }
 
-/// Parts that were read, with what they take in all.
+/// Validated parts, and the number of bytes that they span.
 struct Cut {
     counts: Vec<usize>,
     displacements: Vec<usize>,
@@ -44,10 +43,9 @@ struct Cut {
 }
 
 impl Cut {
-    /// Of memory that is called `name`, in elements of `element_bytes`.
+    /// Reads and checks the parts of memory called `name`, with elements of `element_bytes` bytes.
     ///
-    /// # Safety
-    /// Pointers that are not null must point to one number for each of `world` ranks.
+    /// # Safety Pointers that are not null must point to one number for each of `world` ranks.
     unsafe fn read(parts: Parts, world: usize, element_bytes: usize, name: &str) -> Outcome<Self> {
         // SAFETY: the caller vouches for the length.
         let counts = unsafe { pointer::values(parts.counts, world, &format!("{name}.counts")) }?;
@@ -72,7 +70,7 @@ impl Cut {
         let mut next = 0;
         for (peer, count) in counts.iter().enumerate() {
             let displacement = match given {
-                // Where a part of no elements lies says nothing.
+                // The displacement of an empty part is ignored.
                 Some(_) if *count == 0 => 0,
                 Some(given) => given[peer],
                 None => next,
@@ -98,7 +96,7 @@ impl Cut {
 }
 
 impl Message {
-    /// The rank, and which way the bytes go; the message is number `number` of its group.
+    /// The rank and the direction of message `number` of a group.
     fn end(&self, number: usize) -> Outcome<(usize, p2p::Direction)> {
         let direction = numbered(self.direction, "warplink_direction")
             .map_err(|failure| failure.with_key(format!("message {number}")))?;
@@ -108,19 +106,19 @@ impl Message {
                     "message {number}: rank {} is out of range; expected a rank of the communicator",
                     self.peer
                 ),
-                "name a rank of the communicator",
+                "pass a rank of the communicator",
             )
         })?;
         Ok((peer, direction))
     }
 }
 
-/// Does all `messages` at the same time, on any memory of the device that stays allocated until the stream is done. The
-/// n-th send to a rank is for the n-th receive there from this one, of as many bytes. Only the two ranks of a message
-/// call, and may group their messages differently, as long as some order of them lets all go on; messages to this rank
-/// itself have both ends in one group. What is received overlaps no other memory of the group. A group has 64
-/// messages at most. Does not block. Ends of other lengths are WARPLINK_STATUS_MISMATCH of
-/// `warplink_stream_synchronize` on both ranks, where the direct path does it.
+/// Performs all `messages` concurrently, on device memory that stays allocated until the stream is synchronized. The
+/// n-th send to a rank matches the n-th receive there from this one, of the same length. Only the two ranks of a
+/// message take part, and may group their messages differently, as long as some order lets all of them progress; both
+/// ends of a message to this rank itself belong in one group. Received data overlaps no other memory of the group. A
+/// group has at most 64 messages. Does not block. On the direct path, if lengths of both ends differ,
+/// `warplink_stream_synchronize` returns WARPLINK_STATUS_MISMATCH on both ranks.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_send_receive(
     collectives: Collectives,
@@ -136,7 +134,7 @@ pub unsafe extern "C" fn warplink_send_receive(
         let mut memory: Vec<DeviceSlice> = Vec::with_capacity(given.len());
         for (number, message) in given.iter().enumerate() {
             let name = format!("messages[{number}].memory");
-            // SAFETY: the caller passes addresses of that many bytes of the device, and keeps them.
+            // SAFETY: the caller passes device addresses of that many bytes, and keeps them allocated.
             memory.push(unsafe { object.named(message.memory as u64, message.bytes, &name) }?);
         }
         let ends = given.iter().zip(&memory).enumerate();
@@ -153,10 +151,10 @@ pub unsafe extern "C" fn warplink_send_receive(
     })
 }
 
-/// Part p of `output` becomes this rank's part of rank p's `input`, for each rank, of a length of its own. Counts are in
-/// elements of a `warplink_element_type`; what this rank sends to another has as many as that one expects. Parts of the
-/// input may overlap, those of the output may not. Memory of no elements may be null. Every rank calls it, as any
-/// collective; does not block, and fails as `warplink_send_receive` does.
+/// Sets part p of `output` to this rank's part of rank p's `input`, for each rank p, with a length for each pair of
+/// ranks. Counts are in elements of a `warplink_element_type`; the count sent to a rank equals the count that it
+/// expects. Parts of the input may overlap, those of the output may not. Memory without elements may be null.
+/// Collective; does not block, and fails as `warplink_send_receive` does.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_all_to_all_v(
     collectives: Collectives,
@@ -172,12 +170,12 @@ pub unsafe extern "C" fn warplink_all_to_all_v(
         same_job(&object.job, &stream.job, "stream")?;
         let dtype = collectives::element_type(element_type)?;
         let world = object.job.communicator.world();
-        // SAFETY: the caller passes a number for each rank.
+        // SAFETY: the caller passes one number per rank.
         let received = unsafe { Cut::read(output_parts, world, dtype.size(), "output_parts") }?;
         // SAFETY: as above.
         let sent = unsafe { Cut::read(input_parts, world, dtype.size(), "input_parts") }?;
         let memory = |address: u64, cut: &Cut, name: &str| {
-            // SAFETY: the caller passes addresses of all parts, and keeps them.
+            // SAFETY: the caller passes device addresses that cover all parts, and keeps them allocated.
             unsafe { object.named(address, cut.bytes as u64, name) }
         };
         let output = memory(output as u64, &received, "output")?;
@@ -191,15 +189,15 @@ pub unsafe extern "C" fn warplink_all_to_all_v(
     })
 }
 
-/// As `warplink_all_to_all_v`, where only device memory has the counts: `sent` says how many elements go to each rank, and
-/// `received` becomes how many came from each, one of 64 bits for each rank. `max_count` limits each of them and is the
-/// same on all ranks; the part of rank p begins at element p * max_count of `output` and `input`, which have that much
-/// room for each rank. What is beyond the count is left alone. Nothing overlaps what is written. A graph serves all
-/// counts up to the limit. Every rank calls it; does not block.
+/// As `warplink_all_to_all_v`, with counts in device memory: `sent` holds the number of elements for each rank, and
+/// `received` is set to the number of elements from each, as one 64-bit integer per rank. `max_count` limits each count
+/// and is the same on all ranks; the part of rank p begins at element p * max_count of `output` and `input`, which have
+/// space for max_count elements per rank. Elements beyond the count are left unchanged. Memory that is written overlaps
+/// nothing. A captured graph is valid for all counts up to the limit. Collective; does not block.
 ///
-/// A count above the limit, and another limit or element size at the other end, are WARPLINK_STATUS_MISMATCH of
-/// `warplink_stream_synchronize` on both ranks. WARPLINK_STATUS_UNSUPPORTED where the direct path does not send messages
-/// (`warplink_collectives_message_path`).
+/// If a count exceeds the limit, or limit or element size differ at the other end, `warplink_stream_synchronize`
+/// returns WARPLINK_STATUS_MISMATCH on both ranks. Returns WARPLINK_STATUS_UNSUPPORTED if messages do not use the
+/// direct path (`warplink_collectives_message_path`).
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_all_to_all_v_on_device(
     collectives: Collectives,
@@ -227,7 +225,7 @@ pub unsafe extern "C" fn warplink_all_to_all_v_on_device(
         };
         let bytes = bytes.ok_or_else(too_many)?;
         let counts = world * size_of::<u64>() as u64;
-        // SAFETY: the caller passes addresses of that many bytes of the device, and keeps them.
+        // SAFETY: the caller passes device addresses of that many bytes, and keeps them allocated.
         let memory =
             |address: u64, bytes: u64, name: &str| unsafe { object.named(address, bytes, name) };
         let output = memory(output as u64, bytes, "output")?;

@@ -1,4 +1,4 @@
-//! C's pointers: checked, then followed.
+//! Checked dereferences of C pointers.
 
 use crate::status::{Failure, Outcome};
 use std::collections::BTreeMap;
@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 /// A `pointer` that is not null must be valid for a write.
 pub(crate) unsafe fn store<T>(pointer: *mut T, name: &str, value: T) -> Outcome {
     check(pointer, name)?;
-    // SAFETY: not null and aligned, as was checked; the caller vouches for the rest.
+    // SAFETY: not null and aligned, as checked; the rest is guaranteed by the caller.
     unsafe { pointer.write(value) };
     Ok(())
 }
@@ -29,9 +29,7 @@ pub(crate) unsafe fn load<T: Copy>(pointer: *const T, name: &str) -> Outcome<T> 
 
 /// The text that `pointer` points to.
 ///
-/// # Safety
-/// A `pointer` that is not null must point to text that ends with a zero, and that nobody changes while `'a`
-/// lasts.
+/// # Safety A `pointer` that is not null must point to zero-terminated text that is not modified during `'a`.
 pub(crate) unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Outcome<&'a str> {
     check(pointer, name)?;
     // SAFETY: as above.
@@ -44,11 +42,11 @@ pub(crate) unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Outcome<&'a
     })
 }
 
-/// A text of the library's as C has it: of static lifetime.
+/// Converts a static text to a C string of static lifetime.
 pub(crate) fn static_text(text: &'static str) -> *const c_char {
     static TEXTS: Mutex<BTreeMap<&str, CString>> = Mutex::new(BTreeMap::new());
     let mut texts = TEXTS.lock().unwrap_or_else(PoisonError::into_inner);
-    // What is kept here is never dropped, and stays where it is when others are added.
+    // Entries are never removed, and the text of a `CString` does not move when the map grows.
     let kept = texts.entry(text);
     kept.or_insert_with(|| CString::new(text).unwrap_or_default())
         .as_ptr()
@@ -65,15 +63,14 @@ pub(crate) unsafe fn optional_text<'a>(
     if pointer.is_null() {
         return Ok(None);
     }
-    // SAFETY: the caller vouches for it.
+    // SAFETY: guaranteed by the caller.
     unsafe { text(pointer, name) }.map(Some)
 }
 
-/// The `count` values that `pointer` points to. Null is allowed for none.
+/// The `count` values that `pointer` points to. `pointer` may be null if `count` is 0.
 ///
-/// # Safety
-/// Where `count` is not zero, a `pointer` that is not null must point to `count` values, which nobody changes
-/// while `'a` lasts.
+/// # Safety If `count` is not zero, a `pointer` that is not null must point to `count` values that are not modified
+/// during `'a`.
 pub(crate) unsafe fn values<'a, T>(
     pointer: *const T,
     count: usize,
@@ -84,15 +81,14 @@ pub(crate) unsafe fn values<'a, T>(
     }
     check(pointer, name)?;
     fits::<T>(count, name)?;
-    // SAFETY: not null, aligned and not too long, as was checked; the caller vouches for the rest.
+    // SAFETY: not null, aligned and not too long, as checked; the rest is guaranteed by the caller.
     Ok(unsafe { slice::from_raw_parts(pointer, count) })
 }
 
 /// The `bytes` bytes that `pointer` points to, which may be uninitialized: they are set to zero.
 ///
-/// # Safety
-/// Where `bytes` is not zero, a `pointer` that is not null must be valid for writes of `bytes` bytes, which
-/// nobody else reads or changes while `'a` lasts.
+/// # Safety If `bytes` is not zero, a `pointer` that is not null must be valid for writes of `bytes` bytes, and nothing
+/// else may read or write them during `'a`.
 pub(crate) unsafe fn new_bytes<'a>(
     pointer: *mut c_void,
     bytes: usize,
@@ -103,18 +99,18 @@ pub(crate) unsafe fn new_bytes<'a>(
     }
     check(pointer, name)?;
     fits::<u8>(bytes, name)?;
-    // SAFETY: not null, as was checked; the caller vouches for writes.
+    // SAFETY: not null, as checked; the caller guarantees that it is valid for writes.
     unsafe { pointer.write_bytes(0, bytes) };
-    // SAFETY: as above, and initialized just now.
+    // SAFETY: as above, and initialized by the write.
     Ok(unsafe { slice::from_raw_parts_mut(pointer.cast(), bytes) })
 }
 
-/// Fails for null, and for an address that no `T` has.
+/// Fails for null and for misaligned pointers.
 pub(crate) fn check<T>(pointer: *const T, name: &str) -> Outcome {
     if pointer.is_null() {
         return Err(Failure::invalid(
             format!("{name} is null; expected a pointer"),
-            format!("give a valid pointer as {name}"),
+            format!("pass a valid pointer as {name}"),
         ));
     }
     if !pointer.is_aligned() {
@@ -123,19 +119,19 @@ pub(crate) fn check<T>(pointer: *const T, name: &str) -> Outcome {
                 "{name} is at {pointer:p}; expected an address aligned to {} bytes",
                 align_of::<T>()
             ),
-            format!("give a pointer to what the type of {name} says"),
+            format!("pass a pointer to an object of the type of {name}"),
         ));
     }
     Ok(())
 }
 
-/// Fails for a length that no memory has.
+/// Fails for lengths that exceed the address space.
 fn fits<T>(count: usize, name: &str) -> Outcome {
     let bytes = count.checked_mul(size_of::<T>());
     if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
         return Err(Failure::invalid(
             format!("{name} has {count} elements; expected a length that memory can have"),
-            "give the length in elements",
+            "pass the length in elements",
         ));
     }
     Ok(())
@@ -148,7 +144,7 @@ mod tests {
     #[test]
     fn null_is_an_error_and_nothing_at_null_is_not() {
         let null = std::ptr::null_mut::<c_void>();
-        // SAFETY: null is what is checked for.
+        // SAFETY: null is rejected before it is dereferenced.
         unsafe {
             assert!(store(null.cast::<u32>(), "it", 1).is_err());
             assert!(load(null.cast::<u32>(), "it").is_err());
@@ -165,7 +161,7 @@ mod tests {
     fn an_address_that_is_not_aligned_is_an_error() {
         let words = [1_u64, 2];
         let between = (&raw const words).cast::<u8>().wrapping_add(4);
-        // SAFETY: the address is refused before it is followed, and where it is not, lies in the words.
+        // SAFETY: misaligned addresses are rejected before they are dereferenced; the aligned one is within `words`.
         unsafe {
             assert!(load(between.cast::<u64>(), "it").is_err());
             assert!(values(between.cast::<u64>(), 1, "it").is_err());
@@ -176,7 +172,7 @@ mod tests {
     #[test]
     fn text_that_is_not_utf_8_and_lengths_of_no_memory_are_errors() {
         let word = 7_u64;
-        // SAFETY: the text ends with a zero; the lengths are refused before the pointer is followed.
+        // SAFETY: the text is zero-terminated; bad lengths are rejected before the pointer is dereferenced.
         unsafe {
             assert!(text(c"\xff".as_ptr(), "it").is_err());
             assert_eq!(text(c"some".as_ptr(), "it").unwrap(), "some");

@@ -11,33 +11,30 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use warplink::named::Named as _;
 use warplink::{Error, ErrorKind};
 
-/// Status of a call: 0, a number of this interface alone, or that of an [`ErrorKind`].
-/// cbindgen:ignore
+/// Status of a call: 0, a number specific to this interface, or that of an [`ErrorKind`]. cbindgen:ignore
 #[repr(transparent)]
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Status(i32);
 
 impl Status {
-    /// The call did what it says.
-    /// cbindgen:ignore
+    /// The call succeeded. cbindgen:ignore
     pub const SUCCESS: Self = Self(0);
-    /// Calls were made in the wrong order.
-    /// cbindgen:ignore
+    /// Calls were made in the wrong order. cbindgen:ignore
     pub const INVALID_USAGE: Self = Self(2);
 
-    /// Its number in C.
+    /// The number in C.
     pub const fn number(self) -> i32 {
         self.0
     }
 
-    /// Every status, with its name and its documentation, in the order of their numbers.
+    /// Every status, with its name and documentation, ordered by number.
     pub fn all() -> Vec<Value> {
         let kinds = ErrorKind::ALL.iter().map(Value::of);
         let own = [
             Value {
                 number: Self::SUCCESS.0,
                 name: "success",
-                about: "The call did what it says.",
+                about: "The call succeeded.",
             },
             Value {
                 number: Self::INVALID_USAGE.0,
@@ -65,7 +62,7 @@ impl fmt::Debug for Status {
     }
 }
 
-/// A few words on a status, of static lifetime; never null, also for a number that is no status.
+/// A short description of a status, a static string; never null, even for a number that is no status.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_status_text(status: i32) -> *const c_char {
     let all = Status::all();
@@ -73,8 +70,8 @@ pub extern "C" fn warplink_status_text(status: i32) -> *const c_char {
     pointer::static_text(known.map_or("unknown status", |value| value.about))
 }
 
-/// The last error of the calling thread: what happened, to whom, what was expected, and what to do. Empty
-/// where no call has failed; never null. Valid until the next call of the thread that fails.
+/// The last error of the calling thread: what happened, to whom, what was expected, and what to do. Empty if no call
+/// has failed; never null. Valid until the next call of the thread that fails.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_last_error() -> *const c_char {
     read_last(|last| last.text.as_ptr()).unwrap_or(c"".as_ptr())
@@ -94,7 +91,7 @@ pub(crate) struct Failure {
     error: Error,
 }
 
-/// Result of the Rust part of a function.
+/// Result of the Rust part of an exported function.
 pub(crate) type Outcome<T = ()> = Result<T, Failure>;
 
 impl Failure {
@@ -106,18 +103,18 @@ impl Failure {
         }
     }
 
-    /// An argument that is wrong.
+    /// An invalid argument.
     pub(crate) fn invalid(message: impl Into<String>, help: impl Into<String>) -> Self {
         Error::invalid(message.into()).with_help(help.into()).into()
     }
 
-    /// Names the peer that this concerns.
+    /// Adds the peer that this concerns.
     pub(crate) fn with_peer(mut self, peer: usize) -> Self {
         self.error = self.error.with_peer(peer);
         self
     }
 
-    /// Names the part of the call that this concerns.
+    /// Adds the part of the call that this concerns.
     pub(crate) fn with_key(mut self, key: String) -> Self {
         self.error = self.error.with_key(key);
         self
@@ -126,13 +123,16 @@ impl Failure {
     fn panicked(payload: &(dyn Any + Send)) -> Self {
         let text = payload.downcast_ref::<String>().map(String::as_str);
         let text = text.or_else(|| payload.downcast_ref::<&str>().copied());
-        let message = format!("the library panicked: {}", text.unwrap_or("without a text"));
+        let message = format!(
+            "the library panicked: {}",
+            text.unwrap_or("without a message")
+        );
         Error::new(ErrorKind::Internal, message)
             .with_help("report this, with the log")
             .into()
     }
 
-    /// As the error of a kernel of the host device.
+    /// Converts to the error of a host-device kernel.
     pub(crate) fn into_error(self) -> Error {
         self.error
     }
@@ -157,20 +157,20 @@ thread_local! {
     static LAST: RefCell<Option<Last>> = const { RefCell::new(None) };
 }
 
-/// Runs the body of an exported function: errors and panics become a status, and the thread's last error.
-/// `operation` is a verb, for messages that name none. Fails in functions that the caller gave: one that waits for its own
-/// stream, or sets the handler that it is, would wait for ever.
+/// Runs the body of an exported function: errors and panics become a status and the thread's last error. `operation` is
+/// a verb phrase, for messages without one. Fails inside user callbacks: a callback that waits for its own stream, or
+/// replaces the log handler that it runs in, would deadlock.
 pub(crate) fn entry(operation: &'static str, body: impl FnOnce() -> Outcome) -> Status {
     entry_unless(callback::running(), operation, body)
 }
 
-/// As [`entry`], of a call that the bodies of host kernels make.
+/// As [`entry`], for calls made by the bodies of host kernels.
 pub(crate) fn block_entry(operation: &'static str, body: impl FnOnce() -> Outcome) -> Status {
     let refusing = callback::running().filter(|running| *running != Callback::Body);
     entry_unless(refusing, operation, body)
 }
 
-/// As [`entry`], of a call that may be made anywhere, since it waits for nothing.
+/// As [`entry`], for calls allowed anywhere because they wait for nothing.
 pub(crate) fn free_entry(operation: &'static str, body: impl FnOnce() -> Outcome) -> Status {
     entry_unless(None, operation, body)
 }
@@ -203,14 +203,17 @@ pub(crate) fn last_with(status: i32) -> Option<Failure> {
     last.filter(|failure| failure.status.number() == status)
 }
 
-/// The error of a call in a function that the caller gave.
+/// The error of a call that is not allowed inside a user callback.
 fn misplaced(callback: Callback) -> Failure {
     let (expected, help) = match callback {
         Callback::Body => (
-            "none but those of blocks",
+            "only warplink_block_... calls",
             "make the call where the kernel is launched",
         ),
-        Callback::LogHandler => ("none", "make the call after the handler has returned"),
+        Callback::LogHandler => (
+            "no call of the library",
+            "make the call after the handler has returned",
+        ),
     };
     Failure::usage(
         format!("a call in {}; expected {expected}", callback.name()),
@@ -219,10 +222,10 @@ fn misplaced(callback: Callback) -> Failure {
 }
 
 fn keep(failure: Failure) {
-    // A zero byte in the text would end it early.
+    // A zero byte would truncate the C string.
     let text = failure.error.to_string().replace('\0', " ");
     let text = CString::new(text).unwrap_or_default();
-    // While the thread ends there is no place to keep it.
+    // Thread-local storage is inaccessible during thread destruction; the error is dropped then.
     let _ = LAST.try_with(|last| {
         if let Ok(mut last) = last.try_borrow_mut() {
             *last = Some(Last { failure, text });
@@ -242,7 +245,7 @@ mod tests {
     use std::ffi::CStr;
 
     fn last_error() -> String {
-        // SAFETY: the function gives a text that ends with a zero and is valid until the next failure.
+        // SAFETY: the function returns zero-terminated text that is valid until the next failure.
         let text = unsafe { CStr::from_ptr(warplink_last_error()) };
         text.to_str().unwrap().to_owned()
     }
@@ -282,7 +285,7 @@ mod tests {
     #[test]
     fn every_status_has_a_number_and_a_text_of_its_own() {
         let text = |status: i32| {
-            // SAFETY: the function gives a static text that ends with a zero.
+            // SAFETY: the function returns static zero-terminated text.
             let text = unsafe { CStr::from_ptr(warplink_status_text(status)) };
             text.to_str().unwrap().to_owned()
         };

@@ -8,13 +8,13 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use warplink::device::{ChannelHandle, MemoryOp, Priority};
 
-/// A stream, with the rank that it belongs to.
+/// A stream and the rank that it belongs to.
 pub(crate) struct StreamObject {
     pub(crate) job: Arc<JobObject>,
     pub(crate) stream: warplink::device::Stream,
 }
 
-/// Makes a stream. Does not wait for other work of the device, but may block for moments.
+/// Creates a stream. Does not wait for other work of the device, but may block briefly.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_stream_create(comm: Comm, stream: *mut Stream) -> Status {
     entry("create a stream", || {
@@ -24,14 +24,14 @@ pub unsafe extern "C" fn warplink_stream_create(comm: Comm, stream: *mut Stream)
             stream: job.communicator.create_stream(Priority::Normal)?,
             job,
         });
-        // SAFETY: the caller passes a place for a stream.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(stream, "stream", made) }
     })
 }
 
 /// Borrows a CUDA stream (a CUstream or cudaStream_t) of the rank's GPU, in its primary context. It must stay valid
-/// until `warplink_stream_destroy`, which leaves it alone. Null is the legacy default stream. Does not block. The host
-/// device has none: WARPLINK_STATUS_UNSUPPORTED.
+/// until `warplink_stream_destroy`, which does not destroy the CUDA stream. Null is the legacy default stream. Does not
+/// block. Returns WARPLINK_STATUS_UNSUPPORTED on the host device.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_stream_borrow(
     comm: Comm,
@@ -42,19 +42,19 @@ pub unsafe extern "C" fn warplink_stream_borrow(
         let job = comm.get()?;
         pointer::check(stream, "stream")?;
         let device = job.communicator.device();
-        // SAFETY: the caller keeps the stream valid until it is given back.
+        // SAFETY: the caller keeps the stream valid until it is released.
         let borrowed = unsafe { device.borrow_stream(cuda_stream as u64, Arc::new(())) }?;
         let made = Stream::new(StreamObject {
             stream: borrowed,
             job,
         });
-        // SAFETY: the caller passes a place for a stream.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(stream, "stream", made) }
     })
 }
 
-/// Gives a stream back, on any thread. What was enqueued is done all the same. Does not block. It is
-/// WARPLINK_STATUS_INVALID_ARGUMENT while a borrowed stream records a graph, and leaves it borrowed.
+/// Destroys the handle, on any thread. Enqueued work still completes. Does not block. While a borrowed stream is
+/// capturing a graph, returns WARPLINK_STATUS_INVALID_ARGUMENT and leaves it borrowed.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_stream_destroy(stream: Stream) -> Status {
     entry("destroy a stream", || {
@@ -63,19 +63,19 @@ pub extern "C" fn warplink_stream_destroy(stream: Stream) -> Status {
     })
 }
 
-/// The CUDA stream behind it, on a GPU; on the host device, a number that tells streams apart. Does not block.
+/// The underlying CUDA stream on a GPU; on the host device, a number unique to the stream. Does not block.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_stream_raw(stream: Stream, raw: *mut *mut c_void) -> Status {
     entry("get a stream's handle", || {
         let value = stream.get()?.stream.raw();
-        // SAFETY: the caller passes a place for a pointer.
+        // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(raw, "raw", value as *mut c_void) }
     })
 }
 
-/// Blocks until everything enqueued so far is done. Where work in the stream has failed, it gives that error; a rank
-/// that was lost is WARPLINK_STATUS_PEER_LOST. It is WARPLINK_STATUS_TIMEOUT, and names the peer that the stream waits
-/// for, where the timeout passes first.
+/// Blocks until all work enqueued so far is complete. Returns the error of failed work in the stream,
+/// WARPLINK_STATUS_PEER_LOST if a rank was lost, and WARPLINK_STATUS_TIMEOUT, naming the peer that the stream waits
+/// for, if the timeout passes first.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_stream_synchronize(stream: Stream) -> Status {
     entry("synchronize", || {
@@ -84,9 +84,9 @@ pub extern "C" fn warplink_stream_synchronize(stream: Stream) -> Status {
     })
 }
 
-/// Holds the stream until the peer has signalled `epoch` times in all through the connection with that peer and tag.
-/// Uses up no signal. Does not block the caller. A connection that was not declared is
-/// WARPLINK_STATUS_INVALID_ARGUMENT, one that was not set up WARPLINK_STATUS_INVALID_USAGE.
+/// Makes the stream wait until the peer has signalled `epoch` times in total through the connection with that peer and
+/// tag. Consumes no signal. Does not block the caller. Returns WARPLINK_STATUS_INVALID_ARGUMENT if the connection was
+/// not declared, and WARPLINK_STATUS_INVALID_USAGE if it was not set up.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_stream_wait(
     stream: Stream,

@@ -1,12 +1,12 @@
-//! Values that C passes.
+//! Types of values passed by C.
 
 use crate::handles::Region;
 use crate::status::{Failure, Outcome, Status};
 use warplink::named::Named;
 use warplink::{DType, channel, collective, device, p2p};
 
-/// Rendezvous of the ranks of a job: an address and the secret that admits to it. A process that holds it can
-/// join, so treat it as a password. Plain bytes: hand it to the other ranks in any way.
+/// Rendezvous of the ranks of a job: an address and the secret that authenticates ranks. A process that holds it can
+/// join, so treat it as a password. Plain bytes: distribute it to the other ranks by any means.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct UniqueId {
@@ -14,15 +14,14 @@ pub struct UniqueId {
     pub bytes: [u8; 128],
 }
 
-/// A value of an enumeration, as the header has it.
-/// cbindgen:ignore
+/// A value of an enumeration of the header. cbindgen:ignore
 #[derive(Clone, Copy, Debug)]
 pub struct Value {
-    /// Its number.
+    /// The number.
     pub number: i32,
-    /// Its name, without that of the enumeration.
+    /// The name, without the name of the enumeration as prefix.
     pub name: &'static str,
-    /// Its meaning.
+    /// The documentation.
     pub about: &'static str,
 }
 
@@ -30,16 +29,16 @@ pub struct Value {
 /// cbindgen:ignore
 #[derive(Clone, Debug)]
 pub struct Enumeration {
-    /// Its name, as cbindgen.toml has it.
+    /// The name, as in cbindgen.toml.
     pub name: &'static str,
-    /// Its purpose.
+    /// The documentation.
     pub about: &'static str,
-    /// Its values.
+    /// The values.
     pub values: Vec<Value>,
 }
 
 impl Value {
-    /// That of the library.
+    /// Converts a value of the library's enumeration.
     pub(crate) fn of<T: Named>(value: &T) -> Self {
         Self {
             number: value.number(),
@@ -59,7 +58,7 @@ impl Enumeration {
         }
     }
 
-    /// Those of the library's values, from which the header is made.
+    /// All enumerations of the header, generated from the library's enumerations.
     pub fn all() -> Vec<Self> {
         let zero = |name, about| {
             Some(Value {
@@ -71,62 +70,62 @@ impl Enumeration {
         vec![
             Self {
                 name: "Status",
-                about: "What a function returns. `warplink_last_error` says more.",
+                about: "Result of a function. `warplink_last_error` returns the details.",
                 values: Status::all(),
             },
             Self::of::<channel::Transport>(
                 "Transport",
-                "How the bytes of a connection reach the peer; the same on both ranks.",
+                "Transport of a connection; the same on both ranks.",
                 zero(
                     "auto",
-                    "Chosen by where the peer is: direct where its memory can be mapped, the network where it is on \
+                    "Selected by the peer's location: direct if its memory can be mapped, the network if it is on \
                      another machine.",
                 ),
             ),
-            Self::of::<collective::CollectiveKind>("CollectiveKind", "Which collective.", None),
-            Self::of::<DType>("ElementType", "The type of elements.", None),
+            Self::of::<collective::CollectiveKind>("CollectiveKind", "Kind of a collective.", None),
+            Self::of::<DType>("ElementType", "Type of elements.", None),
             Self::of::<device::ReduceOp>(
                 "ReduceOp",
-                "How inputs are reduced.",
-                zero("none", "Nothing is reduced."),
+                "Operator of a reduction.",
+                zero("none", "No reduction."),
             ),
-            Self::of::<p2p::Direction>("Direction", "Which way a message goes.", None),
+            Self::of::<p2p::Direction>("Direction", "Direction of a message.", None),
             Self::of::<collective::FusedKind>(
                 "FusedKind",
-                "What ranks have of the rows of a fused collective. Where a rank owns rows, these are as many on each, in rank \
+                "Distribution of the rows of a fused collective over ranks. Where ranks own rows, each owns the same number, in rank \
                  order.",
                 None,
             ),
             Self::of::<collective::Norm>(
                 "Norm",
-                "How rows are normalised.",
-                zero("none", "They are not."),
+                "Normalisation of rows.",
+                zero("none", "No normalisation."),
             ),
             Self::of::<collective::Quantization>(
                 "Quantization",
-                "How rows are quantised. Scales that are computed are at least 1e-10.",
-                zero("none", "They are not."),
+                "Quantisation of rows. Computed scales are at least 1e-10.",
+                zero("none", "No quantisation."),
             ),
             Self::of::<collective::Wire>(
                 "Wire",
-                "How rows of a fused collective travel between ranks. All ranks get the same bits either way.",
+                "Wire format of the rows of a fused collective. All ranks get bit-identical results with either.",
                 None,
             ),
         ]
     }
 }
 
-/// The library's value for a number of the enumeration that C calls `name`.
+/// Converts a number of the enumeration that C calls `name`.
 pub(crate) fn numbered<T: Named>(number: i32, name: &str) -> Outcome<T> {
     T::numbered(number).ok_or_else(|| unknown(T::TERM, number, name))
 }
 
-/// The same where 0 is none.
+/// As [`numbered`], where 0 is `None`.
 pub(crate) fn numbered_or_none<T: Named>(number: i32, name: &str) -> Outcome<Option<T>> {
     (number != 0).then(|| numbered(number, name)).transpose()
 }
 
-/// The error of a `value` that is none of the enumeration `name`.
+/// The error of a `value` that is not in the enumeration `name`.
 fn unknown(what: &str, value: i32, name: &str) -> Failure {
     Failure::invalid(
         format!("unknown {what} {value}; expected a {name}"),
@@ -134,11 +133,11 @@ fn unknown(what: &str, value: i32, name: &str) -> Failure {
     )
 }
 
-/// A place in one of a connection's regions.
+/// A position in one of a connection's regions.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct At {
-    /// 0 is the region that the connection was made with; registered buffers follow.
+    /// 0 is the region that the connection was declared with; registered buffers follow.
     pub region: u32,
     /// Bytes from its start.
     pub offset: u64,
@@ -156,9 +155,9 @@ pub struct Span {
     pub bytes: u64,
 }
 
-/// A channel as kernels have it: the same bytes as `warplink::Channel` in `warplink/device.cuh`. Pass it by
-/// value to a kernel that is launched by other means than `warplink_launch`. `peer` and `tag` say which connection
-/// it is; its other members are private to the library.
+/// A channel as passed to kernels: the same bytes as `warplink::Channel` in `warplink/device.cuh`. Pass it by value to
+/// a kernel launched by other means than `warplink_launch`. `peer` and `tag` identify the connection; the other members
+/// are private to the library.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Channel {
@@ -189,7 +188,7 @@ impl From<At> for warplink::device::At {
 }
 
 impl From<[u64; 16]> for Channel {
-    /// The library's words, of which the last two hold two members each, the first one in the low half.
+    /// Unpacks the library's words. The last two hold two members each, the first one in the low half.
     fn from(words: [u64; 16]) -> Self {
         let [
             local,
@@ -233,7 +232,7 @@ impl From<[u64; 16]> for Channel {
     }
 }
 
-// The library gives these words, and kernels take them.
+// The layout must match the words written by the library and read by kernels.
 const _: () = {
     assert!(size_of::<Channel>() == 128 && align_of::<Channel>() == 8);
     assert!(std::mem::offset_of!(Channel, tag) == 104);

@@ -9,7 +9,7 @@ pub const VERSION_MINOR: u32 = 1;
 /// The version of this header: patch.
 pub const VERSION_PATCH: u32 = 0;
 
-/// The version of the library that runs, as 10000 * major + 100 * minor + patch.
+/// The version of the loaded library, as 10000 * major + 100 * minor + patch.
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_version() -> u32 {
     10000 * VERSION_MAJOR + 100 * VERSION_MINOR + VERSION_PATCH

@@ -1,4 +1,4 @@
-//! Types as C passes them. Enumerations are integers here, since a caller may pass any.
+//! Types of the C ABI. Enumerations are integers here, since a caller may pass any value.
 
 use crate::status::{Failure, Outcome};
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -15,10 +15,10 @@ pub(crate) type RawStream = *mut c_void;
 /// `ncclWindow_t`.
 pub(crate) type Window = *mut c_void;
 
-/// The number that initialized structures have in their second member.
+/// The value of the second member of initialized structures.
 const MAGIC: c_uint = 0xcafe_beef;
 
-/// A member of a configuration that the caller has left alone.
+/// Value of a configuration member that the caller has not set.
 const UNDEFINED: c_int = c_int::MIN;
 
 /// `ncclUniqueId`, which is passed by value.
@@ -47,7 +47,7 @@ pub(crate) struct WaitSignal {
     context: c_int,
 }
 
-/// The members that `ncclConfig_t` has begun with since 2.17. What follows is for NCCL's own transports.
+/// The members that `ncclConfig_t` has begun with since 2.17. Later members configure NCCL's own transports.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct Config {
@@ -110,26 +110,27 @@ pub(crate) struct Simulation {
     pub(crate) estimated_seconds: f32,
 }
 
-/// Supported part of a caller's configuration of a communicator.
+/// The part of a communicator configuration that Warplink supports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Wishes {
-    /// Whether calls may block; `None` where nothing is said.
+    /// Whether calls may block; `None` if not set.
     pub(crate) blocking: Option<bool>,
-    /// The most multiprocessors of a call.
+    /// The most multiprocessors used by a call.
     pub(crate) multiprocessors: Option<u32>,
 }
 
-/// Wishes for one collective: a copy of the caller's `ncclCollConfig_t`, since the call may wait for the end of a group.
+/// Configuration of one collective: a copy of the caller's `ncclCollConfig_t`, since a grouped call is deferred until
+/// the end of the group.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct CallWishes {
-    /// The configuration, of any version, for the real library; `None` where there is none.
+    /// The configuration, of any version, for the real library; `None` if there is none.
     copied: Option<Arc<[u64]>>,
-    /// The member that only NCCL itself can follow.
+    /// A member that only the real library can honor.
     only_real: Option<&'static str>,
 }
 
 impl CallWishes {
-    /// Configurations of more bytes are not plausible.
+    /// Larger configurations are rejected as implausible.
     const MAX_BYTES: usize = 4096;
 
     /// # Safety
@@ -138,7 +139,7 @@ impl CallWishes {
         if config.is_null() {
             return Ok(Self::default());
         }
-        // SAFETY: every version begins with it.
+        // SAFETY: every version begins with this header.
         let header = unsafe { config.cast::<Header>().read_unaligned() };
         header.check("the configuration of the call")?;
         if !(size_of::<CallConfig>()..=Self::MAX_BYTES).contains(&header.size) {
@@ -148,14 +149,14 @@ impl CallWishes {
             ));
         }
         let mut copied = vec![0_u64; header.size.div_ceil(8)];
-        // SAFETY: it has as many bytes as it states, and the copy has no fewer.
+        // SAFETY: it has as many bytes as it states, and the copy is at least as long.
         unsafe {
             let to = copied.as_mut_ptr().cast::<u8>();
             config.cast::<u8>().copy_to_nonoverlapping(to, header.size);
         }
-        // SAFETY: it was checked to be as long.
+        // SAFETY: checked to be as long.
         let given = unsafe { config.read_unaligned() };
-        // SAFETY: the member is null or text that ends with a zero.
+        // SAFETY: the member is null or zero-terminated text.
         let names_algorithms = !given.algorithms.is_null() && unsafe { *given.algorithms } != 0;
         let only_real = if names_algorithms && given.must_follow != 0 {
             Some("algSelection")
@@ -170,25 +171,25 @@ impl CallWishes {
         })
     }
 
-    /// The configuration for the real library; it lives as long as this.
+    /// The configuration for the real library; valid as long as `self`.
     pub(crate) fn config(&self) -> Option<*const CallConfig> {
         self.copied.as_ref().map(|copied| copied.as_ptr().cast())
     }
 
-    /// Fails where Warplink cannot do what the caller insists on. The other members only tune NCCL's algorithms.
+    /// Fails if a required setting needs the real library. The other members only tune NCCL's algorithms.
     pub(crate) fn check_served(&self) -> Outcome {
         let Some(member) = self.only_real else {
             return Ok(());
         };
         Err(Failure::usage(
-            format!("{member} of the call's configuration needs NCCL itself"),
-            "leave it alone, set forceAlgSelection to 0, or have NCCL do all calls with WARPLINK_NCCL_ROUTE=nccl",
+            format!("{member} of the call's configuration needs the real NCCL"),
+            "do not set it, set forceAlgSelection to 0, or route all calls to NCCL with WARPLINK_NCCL_ROUTE=nccl",
         ))
     }
 }
 
 impl Header {
-    /// Fails where the structure was not initialized.
+    /// Fails if the structure was not initialized.
     pub(crate) fn check(&self, name: &str) -> Outcome {
         if self.magic == MAGIC {
             return Ok(());
@@ -201,21 +202,20 @@ impl Header {
 }
 
 impl Wishes {
-    /// Those of a configuration, of any version; null is one that wishes nothing.
+    /// Reads a configuration of any version; null is the default configuration.
     ///
-    /// # Safety
-    /// `config` must be null or point to a configuration of as many bytes as it says.
+    /// # Safety `config` must be null or point to a configuration of as many bytes as it states.
     pub(crate) unsafe fn read(config: *const Config) -> Outcome<Self> {
         if config.is_null() {
             return Ok(Self::default());
         }
-        // SAFETY: the caller passes a configuration, whose first members every version has.
+        // SAFETY: the caller passes a configuration, and every version begins with this header.
         let header = unsafe { config.cast::<Header>().read_unaligned() };
         header.check("the configuration")?;
         if header.size < size_of::<Config>() {
             return Ok(Self::default());
         }
-        // SAFETY: it has as many bytes.
+        // SAFETY: it states at least as many bytes.
         let given = unsafe { config.read_unaligned() };
         let blocking = match given.blocking {
             UNDEFINED => None,
@@ -224,7 +224,7 @@ impl Wishes {
             other => {
                 return Err(Failure::argument(
                     format!("blocking is {other}; expected 0 or 1"),
-                    "set it to 0 or 1, or leave it alone",
+                    "set it to 0 or 1, or do not set it",
                 ));
             }
         };
@@ -232,18 +232,18 @@ impl Wishes {
         if most != UNDEFINED && (most <= 0 || most < given.least_blocks) {
             return Err(Failure::argument(
                 format!("maxCTAs is {most}; expected at least 1 and no less than minCTAs"),
-                "set a number of blocks, or leave it alone",
+                "set a number of blocks, or do not set it",
             ));
         }
         Ok(Self {
             blocking,
-            // One block moves data, and one meets the other ranks.
+            // At least two blocks: one moves data, and one synchronizes with the other ranks.
             multiprocessors: u32::try_from(most).ok().map(|most| most.max(2)),
         })
     }
 }
 
-/// The element type that an `ncclDataType_t` stands for.
+/// Converts an `ncclDataType_t`.
 pub(crate) fn element_type(value: c_int) -> Outcome<DType> {
     let known = usize::try_from(value)
         .ok()
@@ -256,7 +256,7 @@ pub(crate) fn element_type(value: c_int) -> Outcome<DType> {
     })
 }
 
-/// Fails for a null `pointer`, the caller's `name`.
+/// Fails if `pointer` is null; `name` is the argument's name.
 pub(crate) fn check<T>(pointer: *const T, name: &str) -> Outcome {
     if !pointer.is_null() {
         return Ok(());
@@ -267,13 +267,12 @@ pub(crate) fn check<T>(pointer: *const T, name: &str) -> Outcome {
     ))
 }
 
-/// Writes what a call gives to the caller's `place`, which is called `name`.
+/// Stores a result to the caller's `place`, the argument `name`.
 ///
-/// # Safety
-/// `place` must be null or point to room for one `T`.
+/// # Safety `place` must be null or valid for a write of one `T`.
 pub(crate) unsafe fn store<T>(place: *mut T, name: &str, value: T) -> Outcome {
     check(place, name)?;
-    // SAFETY: it is not null, and the caller vouches for the room.
+    // SAFETY: not null; the caller guarantees that it is valid for a write.
     unsafe { place.write_unaligned(value) };
     Ok(())
 }
@@ -299,7 +298,7 @@ mod tests {
     #[test]
     fn wishes_are_those_of_the_configuration() {
         let wishes = |config: &Config| {
-            // SAFETY: it is a configuration of as many bytes as it says, or says that it is shorter.
+            // SAFETY: a configuration of as many bytes as it states, or one that states fewer.
             unsafe { Wishes::read(config) }
         };
         for (blocking, most, expected) in [
@@ -349,7 +348,7 @@ mod tests {
             launched: none,
         };
         let read = |config: &CallConfig| {
-            // SAFETY: it is a configuration; those that state more bytes are refused before they are read.
+            // SAFETY: a configuration; those that state more bytes are rejected before they are read.
             unsafe { CallWishes::read(config) }
         };
         let ring = c"ring".as_ptr();

@@ -1,4 +1,4 @@
-//! Collectives, sends and receives as callers make them.
+//! Collectives, sends and receives.
 
 mod enqueue;
 
@@ -15,7 +15,7 @@ use warplink::DType;
 use warplink::collective::{self, CollectiveKind};
 use warplink::p2p::Direction;
 
-/// Memory and streams are kept as numbers, so that calls can wait for the end of a group.
+/// Memory and streams are stored as integers, so that calls can be deferred until the end of a group.
 #[derive(Clone, Debug)]
 pub(crate) enum Call {
     Collective(Collective),
@@ -38,7 +38,7 @@ pub(crate) struct Collective {
     stream: u64,
 }
 
-/// Makes a collective by the real library, of which `Handle` is a communicator.
+/// Performs a collective with the real library, on its communicator `Handle`.
 type ByReal = unsafe fn(&Collective, Handle) -> Outcome<c_int>;
 
 /// A send or a receive.
@@ -66,7 +66,7 @@ struct Arguments {
     wishes: CallWishes,
 }
 
-/// Makes a collective, or notes that the group has failed.
+/// Submits a collective, or marks the group as failed.
 fn collective(
     name: &'static str,
     kind: CollectiveKind,
@@ -103,7 +103,7 @@ fn collective(
                 "pass a smaller count",
             ));
         }
-        // All ranks pass the same count, so none waits for one that makes the call.
+        // All ranks pass the same count, so none of them waits for a peer.
         if given.count == 0 {
             return Ok(());
         }
@@ -115,8 +115,7 @@ fn collective(
 
 macro_rules! collectives {
     ($($function:ident $configured:ident: $name:ident $with_config:ident $kind:ident ($($op:ident)?; $($root:ident)?);)*) => {$(
-        /// # Safety
-        /// The memory must be the device's, and stay allocated until the stream is done.
+        /// # Safety The memory must be device memory, and stay allocated until the stream has finished with it.
         #[allow(clippy::too_many_arguments, reason = "they are NCCL's")]
         pub(crate) unsafe fn $function(
             input: *const c_void,
@@ -133,8 +132,7 @@ macro_rules! collectives {
             unsafe { $configured(input, output, count, datatype, $($op,)? $($root,)? comm, stream, none) }
         }
 
-        /// # Safety
-        /// The same, and `config` must be null or point to as many bytes as it states.
+        /// # Safety As above; in addition, `config` must be null or point to as many bytes as it states.
         #[allow(clippy::too_many_arguments, reason = "they are NCCL's")]
         pub(crate) unsafe fn $configured(
             input: *const c_void,
@@ -303,8 +301,7 @@ impl Call {
         }
     }
 
-    /// # Safety
-    /// `comm` must be the real library's communicator that stands for the caller's.
+    /// # Safety `comm` must be the real library's communicator that corresponds to the caller's.
     unsafe fn by_real_library(&self, comm: Handle) -> Outcome<c_int> {
         match self {
             Self::Message(sent) => {
@@ -344,7 +341,7 @@ impl Collective {
         self.count * self.dtype.size()
     }
 
-    /// The library's call.
+    /// Converts to the library's call.
     fn call(&self) -> collective::Call {
         collective::Call {
             kind: self.kind,
@@ -362,7 +359,7 @@ impl Collective {
         (at_root || to_root, at_root || !to_root)
     }
 
-    /// Fails for null where the rank uses the memory.
+    /// Fails if memory that the rank uses is null.
     fn check_memory(&self, rank: usize) -> Outcome {
         let (reads, writes) = self.uses(rank);
         if reads && self.input == 0 {

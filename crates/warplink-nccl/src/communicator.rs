@@ -1,4 +1,4 @@
-//! The object behind an `ncclComm_t`.
+//! The object that an `ncclComm_t` refers to.
 
 use crate::abi::Handle;
 use crate::operators::{Multiplying, Operators};
@@ -13,26 +13,26 @@ use warplink::device::{Device, DeviceSlice};
 use warplink::memory::Region;
 use warplink::{Collectives, Communicator, DeviceKind, Error};
 
-/// Those that are alive, by their handles.
+/// Live communicators by handle.
 static ALIVE: RwLock<Option<HashMap<usize, Arc<Comm>>>> = RwLock::new(None);
 
-/// Handles are no addresses of anything, so that a library that takes one for its own fails at once.
+/// Handles are not valid addresses, so that a library that dereferences one as its own fails immediately.
 const FIRST: usize = 0x5750_0000_0000_0000;
 
-/// A communicator of a caller.
+/// A user's communicator.
 #[derive(Debug)]
 pub(crate) struct Comm {
     handle: usize,
     rank: AtomicUsize,
     ranks: AtomicUsize,
-    /// The number of its GPU among those that the process sees.
+    /// The index of its GPU among those visible to the process.
     pub(crate) ordinal: usize,
     /// Whether calls may block.
     pub(crate) blocking: bool,
     state: Mutex<CommunicatorState>,
-    /// A later failure.
+    /// The first failure after joining.
     failure: OnceLock<Error>,
-    /// No call may follow, but those that end it.
+    /// Set by finalization: only calls that end the communicator may follow.
     pub(crate) finalized: AtomicBool,
     pub(crate) revoked: AtomicBool,
     pub(crate) suspended: AtomicBool,
@@ -47,12 +47,12 @@ enum CommunicatorState {
     Ended,
 }
 
-/// A communicator that all its ranks have joined.
+/// State of a communicator that all ranks have joined.
 #[derive(Debug)]
 pub(crate) struct Joined {
     pub(crate) communicator: Communicator,
     pub(crate) route: Route,
-    /// The real library's, where one is needed.
+    /// The real library's communicator, if one is needed.
     pub(crate) real: Mutex<Option<RealHandle>>,
 }
 
@@ -69,21 +69,21 @@ pub(crate) struct Served {
     pub(crate) collectives: Collectives,
     pub(crate) streams: Streams,
     pub(crate) watch: Watch,
-    /// Stands for memory that a rank does not use in a call.
+    /// Placeholder for memory that a rank does not use in a call.
     pub(crate) nothing: DeviceSlice,
-    /// Memory that graphs use.
+    /// Memory used by captured graphs, kept until the communicator ends.
     pub(crate) kept: Mutex<Vec<Region>>,
     pub(crate) multiplying: Multiplying,
 }
 
-/// A communicator of the real library's.
+/// A communicator of the real library.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RealHandle(pub(crate) Handle);
 
-// SAFETY: the real library takes its handles on any thread.
+// SAFETY: the real library accepts its handles on any thread.
 unsafe impl Send for RealHandle {}
 
-/// The lock, also where a thread has panicked that held it: what it guards is whole at all times.
+/// Locks, ignoring poisoning: the guarded data is consistent at all times.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -97,20 +97,20 @@ pub(crate) fn find(handle: Handle) -> Outcome<Arc<Comm>> {
             return Failure::argument("comm is null", "pass a communicator");
         }
         Failure::argument(
-            format!("{handle:p} is no communicator that is alive"),
-            "pass one that was made by this library and not destroyed; libnccl.so.2 must be one library in the process",
+            format!("{handle:p} is not a live communicator"),
+            "pass a communicator that this library created and that was not destroyed; the process must load only one libnccl.so.2",
         )
     })
 }
 
-/// All that are alive.
+/// All live communicators.
 pub(crate) fn all() -> Vec<Arc<Comm>> {
     let alive = ALIVE.read().unwrap_or_else(PoisonError::into_inner);
     alive.iter().flat_map(HashMap::values).cloned().collect()
 }
 
 impl Comm {
-    /// One that is being joined.
+    /// A communicator whose ranks are still joining.
     pub(crate) fn new(rank: usize, ranks: usize, ordinal: usize, blocking: bool) -> Arc<Self> {
         static NEXT: AtomicUsize = AtomicUsize::new(FIRST);
         let comm = Arc::new(Self {
@@ -136,23 +136,23 @@ impl Comm {
         self.handle as Handle
     }
 
-    /// Its number in the communicator.
+    /// This rank's number in the communicator.
     pub(crate) fn rank(&self) -> usize {
         self.rank.load(Ordering::Relaxed)
     }
 
-    /// How many ranks the communicator has.
+    /// The number of ranks in the communicator.
     pub(crate) fn ranks(&self) -> usize {
         self.ranks.load(Ordering::Relaxed)
     }
 
-    /// Says both, where they were not known before other ranks were asked.
+    /// Sets rank and number of ranks, where they are only known after communication with other ranks.
     pub(crate) fn set_place(&self, rank: usize, ranks: usize) {
         self.rank.store(rank, Ordering::Relaxed);
         self.ranks.store(ranks, Ordering::Relaxed);
     }
 
-    /// Notes how joining ended. What was joined is given back where the communicator was ended meanwhile.
+    /// Records the result of joining. Returns the joined state if the communicator was ended in the meantime.
     pub(crate) fn set_joined(&self, joined: Result<Arc<Joined>, Error>) -> Option<Arc<Joined>> {
         let mut state = lock(&self.state);
         match joined {
@@ -164,7 +164,7 @@ impl Comm {
         None
     }
 
-    /// Takes it out of the table, and what was joined out of it.
+    /// Removes the communicator from the table, and takes its joined state.
     pub(crate) fn end(&self) -> Option<Arc<Joined>> {
         let mut alive = ALIVE.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(alive) = &mut *alive {
@@ -177,14 +177,14 @@ impl Comm {
         }
     }
 
-    /// The joined communicator, even if it has failed since.
+    /// The joined state, even if the communicator has failed since.
     pub(crate) fn joined(&self) -> Outcome<Arc<Joined>> {
         match &*lock(&self.state) {
             CommunicatorState::Joined(joined) => Ok(joined.clone()),
             CommunicatorState::Failed(error) => Err(error.clone().into()),
             CommunicatorState::Joining => Err(Failure::argument(
                 "the communicator is not joined yet",
-                "wait until ncclCommGetAsyncError no longer gives ncclInProgress",
+                "wait until ncclCommGetAsyncError no longer reports ncclInProgress",
             )),
             CommunicatorState::Ended => Err(Failure::argument(
                 "the communicator was ended by another thread",
@@ -193,7 +193,8 @@ impl Comm {
         }
     }
 
-    /// The same, for a call that needs all of it.
+    /// As [`joined`](Self::joined), for calls that require a communicator that was neither finalized, suspended,
+    /// revoked nor failed.
     pub(crate) fn usable(&self) -> Outcome<Arc<Joined>> {
         for (is_so, what, help) in [
             (
@@ -204,13 +205,9 @@ impl Comm {
             (
                 &self.revoked,
                 "was revoked",
-                "make another from it by ncclCommShrink or ncclCommSplit",
+                "create a new communicator from it with ncclCommShrink or ncclCommSplit",
             ),
-            (
-                &self.suspended,
-                "is suspended",
-                "call ncclCommResume before",
-            ),
+            (&self.suspended, "is suspended", "call ncclCommResume first"),
         ] {
             if is_so.load(Ordering::Relaxed) {
                 return Err(Failure::usage(format!("the communicator {what}"), help));
@@ -222,12 +219,12 @@ impl Comm {
         self.joined()
     }
 
-    /// Notes what became of it; the first is kept.
+    /// Records a failure; the first one is kept.
     pub(crate) fn fail(&self, error: Error) {
         let _ = self.failure.set(error);
     }
 
-    /// The error of a communicator that failed.
+    /// The error of a failed communicator.
     pub(crate) fn failure(&self) -> Option<Error> {
         if let CommunicatorState::Failed(error) = &*lock(&self.state) {
             return Some(error.clone());
@@ -246,7 +243,7 @@ impl Comm {
         if let Some(error) = self.failure.get() {
             return Err(error.clone().into());
         }
-        // A revoked one is quiet, and not failed.
+        // A revoked communicator has no calls in flight, and has not failed.
         if self.revoked.load(Ordering::Relaxed) {
             return Ok(Code::Success);
         }
@@ -258,20 +255,20 @@ impl Comm {
         Ok(Code::Success)
     }
 
-    /// The rank that a caller means.
+    /// Checks a rank passed by the caller.
     pub(crate) fn rank_of(&self, rank: c_int, name: &str) -> Outcome<usize> {
         let known = usize::try_from(rank).ok().filter(|at| *at < self.ranks());
         known.ok_or_else(|| {
             Failure::argument(
                 format!("{name} is {rank}; expected a rank below {}", self.ranks()),
-                "name a rank of the communicator",
+                "pass a rank of the communicator",
             )
         })
     }
 }
 
 impl Joined {
-    /// Its device.
+    /// The device of this rank.
     pub(crate) fn device(&self) -> &Arc<dyn Device> {
         self.communicator.device()
     }
@@ -280,7 +277,7 @@ impl Joined {
         self.device().kind() == DeviceKind::Cuda
     }
 
-    /// State of calls that Warplink executes, if this communicator's calls are.
+    /// State of calls that Warplink executes; `None` if the real library executes this communicator's calls.
     pub(crate) fn served(&self) -> Option<&Served> {
         match &self.route {
             Route::Warplink(served) => Some(served),

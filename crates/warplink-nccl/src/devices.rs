@@ -1,4 +1,4 @@
-//! Which device a rank is on.
+//! Selection of a rank's device.
 
 use crate::communicator::lock;
 use crate::status::Outcome;
@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use warplink::device::{self, Device, DeviceConfig};
 use warplink::{DeviceKind, Error, ErrorKind, Result, variables};
 
-/// The device that `WARPLINK_DEVICE` names; a GPU where there is one if it does not.
+/// The device kind in `WARPLINK_DEVICE`; if not set, a GPU if there is one.
 pub(crate) fn kind() -> Result<DeviceKind> {
     static KIND: OnceLock<DeviceKind> = OnceLock::new();
     if let Some(kind) = KIND.get() {
@@ -23,7 +23,7 @@ pub(crate) fn kind() -> Result<DeviceKind> {
     Ok(*KIND.get_or_init(|| kind))
 }
 
-/// The number of the calling thread's GPU; 0 on the host device.
+/// The index of the calling thread's GPU; 0 on the host device.
 pub(crate) fn current() -> Outcome<usize> {
     if kind()? == DeviceKind::Host {
         return Ok(0);
@@ -32,46 +32,47 @@ pub(crate) fn current() -> Outcome<usize> {
     Ok(usize::try_from(ordinal).unwrap_or(0))
 }
 
-/// That of the thread's context, if it has one.
+/// The GPU of the thread's current context, if it has one.
 fn by_driver() -> Result<Option<c_int>> {
     type Ask = unsafe extern "C" fn(*mut c_int) -> c_int;
     static ASK: OnceLock<Option<Ask>> = OnceLock::new();
     let ask = ASK.get_or_init(|| {
         // SAFETY: loading the driver runs its initializers, which Warplink's own device does too.
         let library = unsafe { Library::new("libcuda.so.1") }.ok()?;
-        // SAFETY: the signature is that of the driver's documentation.
+        // SAFETY: the signature is that in the driver's documentation.
         let found = unsafe { library.get::<Ask>(b"cuCtxGetDevice\0") };
         let ask = found.ok().map(|found| *found);
-        // The pointer is kept, so the library is.
+        // Leaked, since the function pointer is cached.
         std::mem::forget(library);
         ask
     });
     let Some(ask) = ask else {
         return Err(Error::new(
             ErrorKind::LibraryMissing,
-            "the CUDA driver does not tell the thread's GPU",
+            "the CUDA driver has no cuCtxGetDevice, which returns the thread's GPU",
         )
         .with_help("install the NVIDIA driver, version 570 or newer"));
     };
     let mut ordinal = 0;
-    // SAFETY: `ordinal` is room for one integer.
+    // SAFETY: `ordinal` is valid for a write of one integer.
     let code = unsafe { ask(&mut ordinal) };
     Ok((code == 0).then_some(ordinal))
 }
 
-/// That of CUDA's runtime, where one is loaded for all to see.
+/// The current device of the CUDA runtime, if one is loaded with global symbols.
 fn by_runtime() -> Option<c_int> {
     type Ask = unsafe extern "C" fn(*mut c_int) -> c_int;
-    // SAFETY: the signature is that of the runtime's documentation.
+    // SAFETY: the signature is that in the runtime's documentation.
     let found = unsafe { Library::this().get::<Ask>(b"cudaGetDevice\0") };
     let ask = *found.ok()?;
     let mut ordinal = 0;
-    // SAFETY: `ordinal` is room for one integer.
+    // SAFETY: `ordinal` is valid for a write of one integer.
     let code = unsafe { ask(&mut ordinal) };
     (code == 0).then_some(ordinal)
 }
 
-/// A device of this process, which no communicator's end concerns: for memory, and on the host device for streams.
+/// A device of this process, independent of any communicator's lifetime: for memory, and on the host device for
+/// streams.
 pub(crate) fn of_process(ordinal: usize) -> Result<Arc<dyn Device>> {
     static OPENED: Mutex<Option<HashMap<usize, Arc<dyn Device>>>> = Mutex::new(None);
     let mut opened = lock(&OPENED);

@@ -1,8 +1,7 @@
-//! Groups: what a thread asks for between `ncclGroupStart` and `ncclGroupEnd`, which then happens together.
+//! Groups: the operations that a thread submits between `ncclGroupStart` and `ncclGroupEnd`, executed together.
 //!
-//! First, communicators are made, all at the same time, since one thread may make several ranks that wait for one
-//! another. Then calls are enqueued: of each communicator the collectives in their order, and all sends and receives at
-//! once.
+//! First, communicators are created concurrently, since one thread may create several ranks that wait for one another.
+//! Then calls are enqueued: for each communicator the collectives in order, and all sends and receives as one exchange.
 
 use crate::abi::{Simulation, check};
 use crate::calls::{self, Call};
@@ -12,11 +11,11 @@ use std::cell::RefCell;
 use std::sync::Arc;
 use warplink::{Error, ErrorKind};
 
-/// Something that a host waits for, such as that all ranks join.
+/// A blocking operation on the host, such as waiting for all ranks to join.
 pub(crate) struct Task {
     comm: Arc<Comm>,
     work: Box<dyn FnOnce() -> Outcome + Send>,
-    /// For the caller's memory, on the caller's thread, where the work failed.
+    /// Reverts writes to the caller's memory if the work failed; runs on the caller's thread.
     undo: Box<dyn FnOnce()>,
 }
 
@@ -28,7 +27,7 @@ struct CallGroup {
     failure: Option<Failure>,
 }
 
-/// `NCCL_UNDEF_FLOAT`: how long calls take is not estimated.
+/// `NCCL_UNDEF_FLOAT`: durations of calls are not estimated.
 const UNKNOWN: f32 = -1.0;
 
 thread_local! {
@@ -36,7 +35,7 @@ thread_local! {
 }
 
 impl Task {
-    /// `work` of `comm`; `undo` is called where it fails.
+    /// `work` for `comm`; `undo` is called if it fails.
     pub(crate) fn new(
         comm: &Arc<Comm>,
         work: impl FnOnce() -> Outcome + Send + 'static,
@@ -50,7 +49,7 @@ impl Task {
     }
 }
 
-/// Does a task, now or at the end of the group.
+/// Runs a task, now or at the end of the group.
 pub(crate) fn run(task: Task) -> Outcome {
     let task = GROUP.with_borrow_mut(|group| {
         if group.depth == 0 {
@@ -62,7 +61,7 @@ pub(crate) fn run(task: Task) -> Outcome {
     task.map_or(Ok(()), |task| run_all(vec![task]))
 }
 
-/// Makes a call, now or at the end of the group.
+/// Submits a call, executed now or at the end of the group.
 pub(crate) fn submit(comm: Arc<Comm>, call: Call) -> Outcome {
     let now = GROUP.with_borrow_mut(|group| {
         if group.depth == 0 {
@@ -74,7 +73,7 @@ pub(crate) fn submit(comm: Arc<Comm>, call: Call) -> Outcome {
     now.map_or(Ok(()), |now| calls::make(&[now]))
 }
 
-/// Notes that a call of the group failed, so that the group does.
+/// Records that a call of the group failed, so that the group fails.
 pub(crate) fn note(failure: &Failure) {
     GROUP.with_borrow_mut(|group| {
         if group.depth > 0 {
@@ -83,7 +82,7 @@ pub(crate) fn note(failure: &Failure) {
     });
 }
 
-/// Does what `body` asks for as a group.
+/// Runs the operations that `body` submits as a group.
 pub(crate) fn within(body: impl FnOnce() -> Outcome) -> Outcome {
     // SAFETY: these two have no pointers.
     unsafe { start() }?;
@@ -94,8 +93,7 @@ pub(crate) fn within(body: impl FnOnce() -> Outcome) -> Outcome {
     unsafe { end() }
 }
 
-/// # Safety
-/// Always sound; functions of the table are declared alike.
+/// # Safety No requirements; all functions of the table have the same signature.
 pub(crate) unsafe fn start() -> Outcome {
     GROUP.with_borrow_mut(|group| group.depth += 1);
     Ok(())
@@ -115,8 +113,7 @@ pub(crate) unsafe fn end() -> Outcome {
     calls::make(&group.calls)
 }
 
-/// # Safety
-/// `simulation` must be null or point to an initialized structure.
+/// # Safety `simulation` must be null or point to an initialized structure.
 pub(crate) unsafe fn simulate(simulation: *mut Simulation) -> Outcome {
     if !simulation.is_null() {
         check(simulation, "simInfo")?;
@@ -132,18 +129,18 @@ pub(crate) unsafe fn simulate(simulation: *mut Simulation) -> Outcome {
         return Err(failure);
     }
     if !simulation.is_null() {
-        // SAFETY: the caller passes a structure, as was checked.
+        // SAFETY: the caller passes a structure, as checked above.
         unsafe { (&raw mut (*simulation).estimated_seconds).write_unaligned(UNKNOWN) };
     }
     Ok(())
 }
 
-/// Leaves a group; what was asked for, where it was the outermost.
+/// Leaves a group; returns its operations if it was the outermost.
 fn leave() -> Outcome<Option<CallGroup>> {
     GROUP.with_borrow_mut(|group| match group.depth {
         0 => Err(Failure::usage(
             "there is no group to end",
-            "call ncclGroupStart before",
+            "call ncclGroupStart first",
         )),
         1 => Ok(Some(std::mem::take(group))),
         _ => {
@@ -153,7 +150,7 @@ fn leave() -> Outcome<Option<CallGroup>> {
     })
 }
 
-/// Does tasks at the same time. Blocks until those are done whose communicators may block.
+/// Runs tasks concurrently. Blocks until the tasks of blocking communicators are complete.
 fn run_all(tasks: Vec<Task>) -> Outcome {
     let panicked =
         || -> Failure { Error::new(ErrorKind::Internal, "the thread of a rank panicked").into() };

@@ -1,4 +1,4 @@
-//! How communicators are made. Each is a job of Warplink's of its own, so that the end of one concerns no other.
+//! Creation of communicators. Each is a separate Warplink job, so that ending one does not affect any other.
 
 use crate::abi::{Config, Handle, UniqueId, Wishes, check, store};
 use crate::communicator::{Comm, Joined, Route, find};
@@ -12,11 +12,11 @@ use std::time::Duration;
 use warplink::bootstrap::{self, JoinConfig, Rendezvous};
 use warplink::{Communicator, DeviceKind, Error, ErrorKind, Result, variables};
 
-/// Names the address at which ranks meet.
+/// Environment variable with the address at which ranks meet.
 const ADDRESS_VARIABLE: &str = "WARPLINK_NCCL_ADDRESS";
 
-/// Limit of waits for other ranks' hosts unless `WARPLINK_TIMEOUT` says otherwise: programs make communicators when they
-/// first use them, which may be minutes later on another rank.
+/// Timeout of waits for other ranks' hosts, unless `WARPLINK_TIMEOUT` is set. It is long because programs create
+/// communicators on first use, which may be minutes later on another rank.
 const TIMEOUT: Duration = Duration::from_secs(600);
 
 /// `NCCL_SPLIT_NOCOLOR`.
@@ -25,7 +25,7 @@ const NO_COLOR: c_int = -1;
 /// `NCCL_SHRINK_ABORT`.
 const SHRINK_ABORT: c_int = 1;
 
-/// Who joins, and where.
+/// Rank and rendezvous of a communicator to join.
 #[derive(Clone)]
 struct MeetingPlace {
     id: bootstrap::UniqueId,
@@ -35,17 +35,18 @@ struct MeetingPlace {
     multiprocessors: Option<u32>,
 }
 
-/// The address by which others reach this machine: that of the interface that leads outside, or else the loopback one.
+/// The address at which other ranks reach this machine: that of the interface of the default route, or else the
+/// loopback address.
 fn own_address() -> Outcome<IpAddr> {
     if let Some(named) = variables::read(ADDRESS_VARIABLE)?.filter(|text| !text.is_empty()) {
         return named.parse().map_err(|_| {
             Failure::argument(
                 format!("{ADDRESS_VARIABLE} is '{named}'; expected an IP address"),
-                "name an address of this machine that the other ranks reach",
+                "set it to an address of this machine that the other ranks can reach",
             )
         });
     }
-    // Nothing is sent: the system says which interface it would take.
+    // Connecting a UDP socket sends nothing: the system only selects the local interface.
     let found = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| {
         socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
         socket.local_addr()
@@ -57,22 +58,23 @@ fn new_id() -> Outcome<bootstrap::UniqueId> {
     Ok(bootstrap::UniqueId::create(own_address()?, 0)?)
 }
 
-/// # Safety
-/// `id` must be null or room for an id; so for what follows, as NCCL's documentation says.
+/// # Safety `id` must be null or valid for a write of an id. Pointers of the functions below must be valid as NCCL's
+/// documentation requires.
 pub(crate) unsafe fn unique_id(id: *mut UniqueId) -> Outcome {
     log::start();
     check(id, "uniqueId")?;
     let bytes = new_id()?.to_bytes();
-    // SAFETY: the caller passes room for an id.
+    // SAFETY: the caller passes null or a pointer valid for a write of an id.
     unsafe { store(id, "uniqueId", UniqueId { bytes }) }
 }
 
 fn parse(id: &UniqueId) -> Outcome<bootstrap::UniqueId> {
-    Ok(bootstrap::UniqueId::from_bytes(&id.bytes)
-        .map_err(|error| error.with_help("pass an id that ncclGetUniqueId of this library gave"))?)
+    Ok(bootstrap::UniqueId::from_bytes(&id.bytes).map_err(|error| {
+        error.with_help("pass an id returned by ncclGetUniqueId of this library")
+    })?)
 }
 
-/// The rank and the number of ranks that a caller gives.
+/// Checks the rank and the number of ranks passed by the caller.
 fn ranks(rank: c_int, ranks: c_int) -> Outcome<(usize, usize)> {
     match (usize::try_from(rank), usize::try_from(ranks)) {
         (Ok(rank), Ok(ranks)) if rank < ranks => Ok((rank, ranks)),
@@ -117,7 +119,7 @@ pub(crate) unsafe fn init_rank_config(
         ordinal: devices::current()?,
         multiprocessors: wishes.multiprocessors,
     };
-    // SAFETY: the caller keeps room for a handle until the group ends.
+    // SAFETY: the caller keeps the pointer valid for a write until the group ends.
     unsafe { begin(comm, place, wishes.blocking.unwrap_or(true)) }
 }
 
@@ -142,7 +144,7 @@ pub(crate) unsafe fn init_rank_scalable(
     let ids: Vec<UniqueId> = (0..id_count as usize)
         .map(|at| unsafe { ids.add(at).read_unaligned() })
         .collect();
-    // One is enough to meet; this process need not listen at the addresses of others that it made.
+    // One id suffices for the rendezvous; the ports that this process reserved for other ids are released.
     for id in &ids[1..] {
         parse(id)?.release();
     }
@@ -170,8 +172,8 @@ pub(crate) unsafe fn init_all(comms: *mut Handle, count: c_int, devices: *const 
             let ordinal = unsafe { devices.add(rank).read_unaligned() };
             usize::try_from(ordinal).map_err(|_| {
                 Failure::argument(
-                    format!("device {ordinal}; expected the number of a GPU"),
-                    "pass numbers of GPUs, or null for the first ones",
+                    format!("device {ordinal}; expected the index of a GPU"),
+                    "pass indices of GPUs, or null for the first ones",
                 )
             })
         })
@@ -180,7 +182,7 @@ pub(crate) unsafe fn init_all(comms: *mut Handle, count: c_int, devices: *const 
         if devices::kind()? == DeviceKind::Cuda && ordinals[..rank].contains(ordinal) {
             return Err(Failure::usage(
                 format!("device {ordinal} is listed twice; expected each once"),
-                "pass a GPU of its own for each rank",
+                "pass a different GPU for each rank",
             ));
         }
     }
@@ -194,27 +196,25 @@ pub(crate) unsafe fn init_all(comms: *mut Handle, count: c_int, devices: *const 
                 ordinal,
                 multiprocessors: None,
             };
-            // SAFETY: the caller passes room for as many handles.
+            // SAFETY: the caller passes an array for as many handles.
             unsafe { begin(comms.add(rank), place, true) }?;
         }
         Ok(())
     })
 }
 
-/// Starts to join, or has the group do so.
+/// Starts joining, now or at the end of the group.
 ///
-/// # Safety
-/// `made` must be room for a handle until the group ends.
+/// # Safety `made` must be valid for a write of a handle until the group ends.
 unsafe fn begin(made: *mut Handle, place: MeetingPlace, blocking: bool) -> Outcome {
     let comm = Comm::new(place.rank, place.ranks, place.ordinal, blocking);
-    // SAFETY: the caller passes room for a handle.
+    // SAFETY: as required of the caller.
     unsafe { begin_with(made, &comm, move || Ok(place)) }
 }
 
-/// The same, for a place that is found out by asking other ranks.
+/// As [`begin`], for a rendezvous that is determined by communication with other ranks.
 ///
-/// # Safety
-/// As [`begin`].
+/// # Safety As [`begin`].
 unsafe fn begin_with(
     made: *mut Handle,
     comm: &Arc<Comm>,
@@ -222,7 +222,7 @@ unsafe fn begin_with(
 ) -> Outcome {
     log::start();
     report::start();
-    // SAFETY: the caller passes room for a handle.
+    // SAFETY: as required of the caller.
     unsafe { store(made, "comm", comm.handle()) }?;
     let joining = comm.clone();
     let work = move || {
@@ -240,13 +240,13 @@ unsafe fn begin_with(
     let ending = comm.clone();
     let undo = move || {
         ending.end();
-        // SAFETY: the caller keeps room for the handle until the group ends, which is before this thread leaves it.
+        // SAFETY: the caller keeps the pointer valid until the group ends, which is before this thread leaves it.
         unsafe { made.write_unaligned(std::ptr::null_mut()) };
     };
     group::run(group::Task::new(comm, work, undo))
 }
 
-/// Joins all other ranks, and finds out who does the calls. Blocks until all have.
+/// Joins all other ranks, and selects the library that executes the calls. Blocks until all ranks have joined.
 fn join(comm: &Arc<Comm>, place: &MeetingPlace) -> Result<Joined> {
     let join = JoinConfig::new(Rendezvous::Id(place.id.clone()), place.rank, place.ranks)
         .with_local_rank(place.ordinal);
@@ -274,7 +274,7 @@ fn join(comm: &Arc<Comm>, place: &MeetingPlace) -> Result<Joined> {
     Ok(joined)
 }
 
-/// A rank's part in a split: its color and key, and the rendezvous of the new communicator.
+/// A rank's contribution to a split: its color and key, and the rendezvous of the new communicator.
 struct Member {
     color: c_int,
     key: c_int,
@@ -315,7 +315,7 @@ pub(crate) unsafe fn split(
     if color < 0 && color != NO_COLOR {
         return Err(Failure::argument(
             format!("color is {color}; expected one of at least 0, or NCCL_SPLIT_NOCOLOR"),
-            "pass another color",
+            "pass a color of at least 0, or NCCL_SPLIT_NOCOLOR",
         ));
     }
     let communicator = joined.communicator.clone();
@@ -331,13 +331,13 @@ pub(crate) unsafe fn split(
         })
     };
     if color == NO_COLOR {
-        // SAFETY: the caller passes room for a handle.
+        // SAFETY: the caller passes null or a pointer valid for a write of a handle.
         unsafe { store(made, "newcomm", std::ptr::null_mut()) }?;
         let work = move || gather(Vec::new()).map(drop);
         return group::run(group::Task::new(&parent, work, || ()));
     }
     let blocking = wishes.blocking.unwrap_or(parent.blocking);
-    // Rank and number of ranks are known when all have said their colors.
+    // Rank and number of ranks are known only after all ranks have exchanged their colors.
     let child = Comm::new(parent.rank(), parent.ranks(), parent.ordinal, blocking);
     let (rank, ordinal) = (parent.rank(), parent.ordinal);
     let told = child.clone();
@@ -366,7 +366,7 @@ pub(crate) unsafe fn split(
         told.set_place(place.rank, place.ranks);
         Ok(place)
     };
-    // SAFETY: the caller keeps room for a handle until the group ends.
+    // SAFETY: the caller keeps the pointer valid for a write until the group ends.
     unsafe { begin_with(made, &child, place) }
 }
 
@@ -395,16 +395,16 @@ pub(crate) unsafe fn shrink(
     }
     if !left.contains(&parent.rank()) || left.len() == parent.ranks() {
         return Err(Failure::argument(
-            "this rank is excluded, or no rank is; expected others to be",
-            "call it on the ranks that are left, with those that are not",
+            "the excluded ranks are none or include this rank; expected at least one other rank and not this one",
+            "call it on the remaining ranks only, and pass the ranks to remove",
         ));
     }
     if flags & SHRINK_ABORT != 0 {
-        // What is under way may wait for ranks that are gone.
+        // Calls in flight may wait for lost ranks.
         parent
             .revoked
             .store(true, std::sync::atomic::Ordering::Relaxed);
-        joined.communicator.fail("ncclCommShrink ended its calls");
+        joined.communicator.fail("ncclCommShrink aborted its calls");
     }
     let position = left
         .iter()
@@ -430,7 +430,7 @@ pub(crate) unsafe fn shrink(
             multiprocessors: wishes.multiprocessors,
         })
     };
-    // SAFETY: the caller keeps room for a handle until the group ends.
+    // SAFETY: the caller keeps the pointer valid for a write until the group ends.
     unsafe { begin_with(made, &child, place) }
 }
 
@@ -438,7 +438,7 @@ pub(crate) unsafe fn shrink(
 /// As [`unique_id`].
 pub(crate) unsafe fn unique_id_to_grow(comm: Handle, id: *mut UniqueId) -> Outcome {
     find(comm)?.joined()?;
-    // SAFETY: the caller passes room for an id.
+    // SAFETY: the caller passes null or a pointer valid for a write of an id.
     unsafe { unique_id(id) }
 }
 
@@ -467,8 +467,10 @@ pub(crate) unsafe fn grow(
     let (own, ranks) = ranks(parent.rank() as c_int, count)?;
     if rank != -1 || ranks <= parent.ranks() {
         return Err(Failure::argument(
-            format!("rank {rank}, {ranks} ranks; expected -1 and more ranks than there are"),
-            "pass -1 as the rank of one that is in the communicator",
+            format!(
+                "rank {rank}, {ranks} ranks; expected -1 and more ranks than the communicator has"
+            ),
+            "pass -1 as the rank on existing ranks of the communicator",
         ));
     }
     let given = if id.is_null() {
@@ -485,7 +487,7 @@ pub(crate) unsafe fn grow(
         let all = communicator.all_gather_bytes(&given)?;
         let id = all.iter().find(|bytes| !bytes.is_empty()).ok_or_else(|| {
             Failure::argument(
-                "no rank passes an id; expected the one that ncclCommGetUniqueId gave it to",
+                "no rank passed an id; expected the rank that called ncclCommGetUniqueId to",
                 "pass the id on the rank that called ncclCommGetUniqueId",
             )
         })?;
@@ -497,6 +499,6 @@ pub(crate) unsafe fn grow(
             multiprocessors: wishes.multiprocessors,
         })
     };
-    // SAFETY: the caller keeps room for a handle until the group ends.
+    // SAFETY: the caller keeps the pointer valid for a write until the group ends.
     unsafe { begin_with(made, &child, place) }
 }

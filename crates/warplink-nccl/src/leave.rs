@@ -1,8 +1,8 @@
-//! How communicators end.
+//! Finalization, destruction and abort of communicators.
 //!
-//! Warplink closes a job together: a rank that closes waits for all others. NCCL's programs end the communicators of
-//! several ranks one after the other on one thread, and on different ranks in different orders. So a thread closes, and
-//! the end of the process waits for it.
+//! Closing a Warplink job is collective: a rank that closes waits for all others. NCCL programs destroy the
+//! communicators of several ranks one after the other on one thread, and in different orders on different ranks. Jobs
+//! are therefore closed on background threads, which the exit handler of the process waits for.
 
 use crate::abi::Handle;
 use crate::communicator::{Joined, all, find, lock};
@@ -13,15 +13,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use std::time::Duration;
 
-/// How long the end of the process waits for other ranks to end their communicators too.
+/// How long the exit of the process waits for other ranks to end their communicators.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How many communicators threads are closing.
+/// Number of communicators being closed by background threads.
 static CLOSING: Mutex<usize> = Mutex::new(0);
 static CLOSED: Condvar = Condvar::new();
 
-/// # Safety
-/// Always sound; functions of the table are declared alike.
+/// # Safety No requirements; all functions of the table have the same signature.
 pub(crate) unsafe fn finalize(comm: Handle) -> Outcome {
     let comm = find(comm)?;
     comm.usable()?;
@@ -43,7 +42,7 @@ pub(crate) unsafe fn destroy(comm: Handle) -> Outcome {
         let communicator = joined.communicator.clone();
         drop(joined);
         if let Err(error) = communicator.close() {
-            tracing::info!("a communicator was not closed in order: {error}");
+            tracing::info!("a communicator was not closed cleanly: {error}");
         }
     });
     Ok(())
@@ -71,7 +70,7 @@ pub(crate) unsafe fn revoke(comm: Handle, flags: c_int) -> Outcome {
     let joined = comm.joined()?;
     comm.revoked.store(true, Ordering::Relaxed);
     joined.end_real(true);
-    joined.communicator.fail("ncclCommRevoke ended its calls");
+    joined.communicator.fail("ncclCommRevoke aborted its calls");
     Ok(())
 }
 
@@ -94,7 +93,7 @@ pub(crate) unsafe fn resume(comm: Handle) -> Outcome {
     Ok(())
 }
 
-/// Ends what was joined as a failure: what waits on the device ends, and the other ranks hear of it.
+/// Ends a joined communicator with a failure: waits on the device end, and the other ranks are notified.
 pub(crate) fn abandon(joined: Arc<Joined>) {
     joined.end_real(true);
     joined.communicator.abort("ncclCommAbort was called");
@@ -102,7 +101,7 @@ pub(crate) fn abandon(joined: Arc<Joined>) {
     in_background(move || drop(joined));
 }
 
-/// Gives back what the caller may destroy next.
+/// Releases resources that the caller may destroy next.
 fn release(joined: &Joined) {
     if let Some(served) = joined.served() {
         served.watch.close();
@@ -111,7 +110,7 @@ fn release(joined: &Joined) {
     }
 }
 
-/// Calls `body` on a thread for which the end of the process waits.
+/// Runs `body` on a background thread that the exit of the process waits for.
 fn in_background(body: impl FnOnce() + Send + 'static) {
     at_exit();
     *lock(&CLOSING) += 1;
@@ -123,12 +122,12 @@ fn in_background(body: impl FnOnce() + Send + 'static) {
     let thread = std::thread::Builder::new().name("warplink-close".to_owned());
     if let Err(error) = thread.spawn(body) {
         *lock(&CLOSING) -= 1;
-        tracing::warn!(%error, "a communicator is not closed in order");
+        tracing::warn!(%error, "a communicator is not closed cleanly");
     }
 }
 
-/// Has the end of the process wait for what threads close, and print the report. In a process that was forked of this one
-/// neither is there.
+/// Registers an exit handler that waits for background threads that close communicators, and prints the report. It does
+/// nothing in forked child processes.
 pub(crate) fn at_exit() {
     static REGISTERED: Once = Once::new();
     static PROCESS: AtomicU32 = AtomicU32::new(0);
@@ -142,7 +141,7 @@ pub(crate) fn at_exit() {
         let closing = CLOSED.wait_timeout_while(lock(&CLOSING), PATIENCE, |left| *left > 0);
         drop(closing.unwrap_or_else(PoisonError::into_inner));
         if !all().is_empty() {
-            tracing::debug!("the process ends with communicators that were not destroyed");
+            tracing::debug!("the process exits with communicators that were not destroyed");
             streams::give_back_all();
         }
         report::print();
@@ -150,9 +149,9 @@ pub(crate) fn at_exit() {
     REGISTERED.call_once(|| {
         PROCESS.store(std::process::id(), Ordering::Relaxed);
         log::start();
-        // SAFETY: the function is C's, and what it calls has no panic that could leave it.
+        // SAFETY: `atexit` is declared as in C, and no panic can leave the handler.
         if unsafe { atexit(ending) } != 0 {
-            tracing::warn!("the end of the process will not wait for communicators to close");
+            tracing::warn!("the exit of the process will not wait for communicators to close");
         }
     });
 }

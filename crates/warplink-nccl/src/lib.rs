@@ -1,30 +1,30 @@
-//! NCCL's interface, served by Warplink: programs that use NCCL run on it unchanged.
+//! NCCL's interface, implemented by Warplink: programs that use NCCL run on it unchanged.
 //!
-//! The library has the SONAME `libnccl.so.2`. A program that is linked with NCCL, or opens it by that name, gets this one
-//! where `LD_PRELOAD` has loaded it first. `docs/nccl.md` is for users.
+//! The library has the SONAME `libnccl.so.2`. A program that is linked with NCCL, or opens it by that name, uses this
+//! library if `LD_PRELOAD` has loaded it first. `docs/nccl.md` is the user documentation.
 //!
 //! | module | subject |
 //! |---|---|
-//! | `table` | every function that is exported, declared once: its name, its `pnccl` twin, and the real library's |
-//! | `abi` | types as C passes them |
-//! | `status` | results, and texts of errors |
-//! | `communicator` | what stands behind a handle |
-//! | `join` | how communicators are made: by rank, all at once, split, shrunk, grown |
-//! | `route` | who does a communicator's calls |
-//! | `leave` | how they end |
+//! | `table` | every exported function, declared once: its name, its `pnccl` twin, and the real library's function |
+//! | `abi` | types of the C ABI |
+//! | `status` | results and error texts |
+//! | `communicator` | the object that a handle refers to |
+//! | `join` | creation of communicators: by rank, all at once, split, shrunk, grown |
+//! | `route` | selection of the library that executes a communicator's calls |
+//! | `leave` | finalization, destruction and abort |
 //! | `group` | calls between `ncclGroupStart` and `ncclGroupEnd` |
 //! | `calls` | collectives, sends and receives |
-//! | `operators` | sums whose inputs are multiplied beforehand |
+//! | `operators` | sums with premultiplied inputs |
 //! | `streams`, `devices` | CUDA's streams and devices; those of the host device |
 //! | `memory` | allocations, registrations, windows |
-//! | `properties` | what a communicator says of itself |
-//! | `watch` | what becomes of calls for which no host waits |
-//! | `real` | NCCL itself, for what Warplink does not serve |
-//! | `log`, `report` | what is logged, and which calls went where |
+//! | `properties` | properties of the library and of communicators |
+//! | `watch` | asynchronous errors of calls that no host thread waits for |
+//! | `real` | the real NCCL, for calls that Warplink does not support |
+//! | `log`, `report` | logging, and the report of calls by route |
 //!
-//! Three rules hold throughout. No panic crosses the border: every function runs in `status::entry`. Handles are numbers
-//! of entries in a table, so one that is not alive is an error. `unsafe` is used where C's pointers are followed and the
-//! real library's functions called, and nowhere else.
+//! Three rules hold throughout. No panic crosses the language boundary: every function runs in `status::entry`. Handles
+//! are keys of table entries, so a handle that is not live is an error. `unsafe` is used only to dereference C pointers
+//! and to call functions of the real library.
 
 mod abi;
 mod calls;

@@ -1,9 +1,10 @@
-//! The log on standard error, as loud as `NCCL_DEBUG` says, or `WARPLINK_LOG`, in the syntax of the `tracing` crates.
+//! The log on standard error. `NCCL_DEBUG` sets the level, or `WARPLINK_LOG` in the filter syntax of the `tracing`
+//! crates.
 
 use std::sync::Once;
 use tracing_subscriber::EnvFilter;
 
-/// The filter for a level of `NCCL_DEBUG`; none where nothing is to be printed.
+/// The filter for a level of `NCCL_DEBUG`; `None` if nothing is logged.
 fn filter(level: &str) -> Option<&'static str> {
     match level.to_ascii_uppercase().as_str() {
         "WARN" => Some("warn"),
@@ -13,7 +14,7 @@ fn filter(level: &str) -> Option<&'static str> {
     }
 }
 
-/// Starts the log once, where a variable asks for it.
+/// Installs the log once, if a variable requests it.
 pub(crate) fn start() {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
@@ -33,12 +34,12 @@ pub(crate) fn start() {
             .with_env_filter(filter)
             .with_writer(std::io::stderr)
             .without_time();
-        // Another library of the process may have started one before.
+        // Another library of the process may have installed a subscriber before.
         let _ = log.try_init();
     });
 }
 
-/// `ncclResetDebugInit`, which the real library keeps for programs that are older.
+/// `ncclResetDebugInit`, which NCCL keeps for older programs.
 pub(crate) fn reset() {}
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
-//! Allocations, registrations and windows. Calls of Warplink take any memory, so none of it is needed for them. Windows
-//! and device communicators that kernels use are the real library's, made when they are first asked for.
+//! Allocations, registrations and windows. Warplink's collectives accept any memory, so registration is a no-op for
+//! them. Windows and device communicators that kernels use belong to the real library, whose communicator is created on
+//! first use.
 
 use crate::abi::{Handle, RawStream, Team, WaitSignal, Window, check, store};
 use crate::communicator::{RealHandle, find, lock};
@@ -16,24 +17,24 @@ use warplink::device::{AllocationKind, DeviceSlice};
 /// Memory allocated through this library, by its address.
 static ALLOCATED: Mutex<Option<HashMap<usize, DeviceSlice>>> = Mutex::new(None);
 
-/// Windows that stand for nothing: their memory, by their handles.
+/// Placeholder windows, which no real window backs: their memory, by their handles.
 static WINDOWS: Mutex<Option<HashMap<usize, usize>>> = Mutex::new(None);
 
-/// Windows that stand for nothing have these numbers.
+/// Handles of placeholder windows count up from this value.
 const FIRST_WINDOW: usize = 0x5751_0000_0000_0000;
 
-/// Whether the real library is there for GPUs.
+/// Whether the device is a GPU and the real library is available.
 fn has_real() -> Outcome<bool> {
     Ok(devices::kind()? == DeviceKind::Cuda && real::is_there())
 }
 
-/// # Safety
-/// `memory` must be null or room for an address; so for what follows, as NCCL's documentation says.
+/// # Safety `memory` must be null or valid for a write of an address. Pointers of the functions below must be valid as
+/// NCCL's documentation requires.
 pub(crate) unsafe fn allocate(memory: *mut *mut c_void, bytes: usize) -> Outcome {
     log::start();
     check(memory, "ptr")?;
     if bytes == 0 {
-        // SAFETY: the caller passes room for an address.
+        // SAFETY: the caller passes null or a pointer valid for a write of an address.
         return unsafe { store(memory, "ptr", std::ptr::null_mut()) };
     }
     if has_real()? {
@@ -47,7 +48,7 @@ pub(crate) unsafe fn allocate(memory: *mut *mut c_void, bytes: usize) -> Outcome
     lock(&ALLOCATED)
         .get_or_insert_default()
         .insert(address, slice);
-    // SAFETY: the caller passes room for an address.
+    // SAFETY: the caller passes null or a pointer valid for a write of an address.
     unsafe { store(memory, "ptr", address as *mut c_void) }
 }
 
@@ -71,8 +72,8 @@ pub(crate) unsafe fn free(memory: *mut c_void) -> Outcome {
         return Failure::check_real(code, "ncclMemFree");
     }
     Err(Failure::argument(
-        format!("{memory:p} is no memory that ncclMemAlloc gave, or was freed"),
-        "free what ncclMemAlloc gave, once",
+        format!("{memory:p} was not allocated by ncclMemAlloc, or was freed"),
+        "free memory returned by ncclMemAlloc once",
     ))
 }
 
@@ -86,8 +87,8 @@ pub(crate) unsafe fn register(
 ) -> Outcome {
     find(comm)?.joined()?;
     check(memory, "buff")?;
-    // Whatever memory calls are made on is published when they are first made.
-    // SAFETY: the caller passes room for a handle.
+    // Memory is published to peers when a call first uses it, so registration only returns a handle.
+    // SAFETY: the caller passes null or a pointer valid for a write of a handle.
     unsafe { store(handle, "handle", memory) }
 }
 
@@ -119,7 +120,7 @@ pub(crate) unsafe fn window_register(
     let windows = windows.get_or_insert_default();
     let number = windows.keys().max().copied().unwrap_or(FIRST_WINDOW) + 16;
     windows.insert(number, memory as usize);
-    // SAFETY: the caller passes room for a window.
+    // SAFETY: the caller passes null or a pointer valid for a write of a window.
     unsafe { store(window, "win", number as Window) }
 }
 
@@ -152,7 +153,7 @@ pub(crate) unsafe fn window_user_pointer(
 ) -> Outcome {
     let joined = find(comm)?.joined()?;
     if let Some(own) = own_window(window) {
-        // SAFETY: the caller passes room for an address.
+        // SAFETY: the caller passes null or a pointer valid for a write of an address.
         return unsafe { store(memory, "outUserPtr", own as *mut c_void) };
     }
     let Some(RealHandle(real)) = joined.made_real() else {
@@ -163,7 +164,7 @@ pub(crate) unsafe fn window_user_pointer(
     Failure::check_real(code, "ncclWinGetUserPtr")
 }
 
-/// The memory of a window that stands for nothing.
+/// The memory of a placeholder window.
 fn own_window(window: Window) -> Option<usize> {
     let windows = lock(&WINDOWS);
     windows.as_ref()?.get(&(window as usize)).copied()
@@ -172,11 +173,11 @@ fn own_window(window: Window) -> Option<usize> {
 fn no_window(window: Window) -> Failure {
     Failure::argument(
         format!("{window:p} is no window of this communicator"),
-        "pass what ncclCommWindowRegister of this communicator gave",
+        "pass a window returned by ncclCommWindowRegister of this communicator",
     )
 }
 
-/// Fails for a window that no kernel can reach a peer by.
+/// Fails for a placeholder window, through which no kernel can access a peer.
 fn check_window(window: Window) -> Outcome {
     match own_window(window) {
         None => Ok(()),
@@ -186,8 +187,8 @@ fn check_window(window: Window) -> Outcome {
 
 fn only_real(what: &str) -> Failure {
     Failure::usage(
-        format!("{what} are NCCL's own, which was not found when the window was made"),
-        "install NCCL, or name its libnccl.so.2 in WARPLINK_NCCL_LIBRARY",
+        format!("{what} require the real NCCL, which was not found when the window was registered"),
+        "install NCCL, or set WARPLINK_NCCL_LIBRARY to its libnccl.so.2",
     )
 }
 
@@ -219,7 +220,7 @@ pub(crate) unsafe fn peer_pointer(
     Failure::check_real(code, "ncclGetPeerDevicePointer")
 }
 
-/// The real library's communicator that windows are made on.
+/// The real library's communicator, which owns windows.
 fn of_windows(comm: Handle) -> Outcome<(Arc<crate::communicator::Joined>, Handle)> {
     let joined = find(comm)?.usable()?;
     if !has_real()? {
@@ -331,7 +332,7 @@ pub(crate) unsafe fn gin_barrier(
     Failure::check_real(code, "ncclGinBarrierCreateRequirement")
 }
 
-/// `ncclLLA2ACalcSlots`: the real library's number, or none without it.
+/// `ncclLLA2ACalcSlots`: the real library's result, or 0 without it.
 pub(crate) fn all_to_all_slots(most_elements: c_int, most_bytes: c_int) -> c_int {
     // SAFETY: the function takes any numbers.
     let slots = unsafe { functions::LLA2ACalcSlots(most_elements, most_bytes) };

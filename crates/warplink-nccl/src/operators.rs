@@ -1,8 +1,7 @@
-//! Reduction operators: NCCL's, and those that callers make, which multiply a rank's input by a number of its own before
-//! it is summed.
+//! Reduction operators: NCCL's, and user-defined ones, which multiply a rank's input by a factor before it is summed.
 //!
-//! Numbers may differ from rank to rank, and may be known to the device alone. So the input is multiplied first, by a
-//! kernel, and what comes of it is summed like any other.
+//! Factors may differ between ranks and may be known only on the device. A kernel therefore multiplies the input first,
+//! and the result is summed as usual.
 
 use crate::abi::{Handle, check, store};
 use crate::communicator::{Comm, Joined, RealHandle, Served, find, lock};
@@ -27,7 +26,7 @@ const IMMEDIATE: c_int = 1;
 const THREADS: u32 = 256;
 const MAX_BLOCKS: usize = 512;
 
-/// Those that a communicator's caller has made.
+/// User-defined operators of a communicator.
 #[derive(Debug, Default)]
 pub(crate) struct Operators(Vec<Option<Made>>);
 
@@ -35,20 +34,20 @@ pub(crate) struct Operators(Vec<Option<Made>>);
 struct Made {
     dtype: DType,
     scalar: Scalar,
-    /// The real library's, where that does the calls.
+    /// The real library's operator, if that library executes the calls.
     real: Option<c_int>,
 }
 
-/// Factor of a caller's operator.
+/// Factor of a user-defined operator.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Scalar {
-    /// These bits.
+    /// The bits of the factor.
     Immediate(u64),
-    /// The value at this address when the stream reaches the call.
+    /// The value stored at this address when the stream reaches the call.
     OnDevice(u64),
 }
 
-/// How a call reduces.
+/// Operator of a call, with its factor.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operator {
     number: c_int,
@@ -59,17 +58,17 @@ pub(crate) struct Operator {
 /// An input that was multiplied.
 pub(crate) struct Multiplied {
     pub(crate) memory: DeviceSlice,
-    /// Memory of the result, where that is not the caller's.
+    /// Memory of the result, unless it is the caller's.
     pub(crate) region: Option<Region>,
 }
 
 impl Operator {
-    /// That of a number, for elements of a type.
+    /// Looks up an operator by number, for elements of a type.
     pub(crate) fn find(comm: &Comm, number: c_int, dtype: DType) -> Outcome<Self> {
         let unknown = || {
             Failure::argument(
                 format!("unknown operator {number}; expected an ncclRedOp_t"),
-                "use a value of ncclRedOp_t, or one that ncclRedOpCreatePreMulSum of this communicator gave",
+                "use a value of ncclRedOp_t, or an operator created by ncclRedOpCreatePreMulSum of this communicator",
             )
         };
         let at = usize::try_from(number).map_err(|_| unknown())?;
@@ -90,7 +89,7 @@ impl Operator {
         if made.dtype != dtype {
             return Err(Failure::argument(
                 format!("an operator for {}; expected one for {dtype}", made.dtype),
-                "make an operator for each type",
+                "create an operator for each type",
             ));
         }
         Ok(Self {
@@ -100,7 +99,7 @@ impl Operator {
         })
     }
 
-    /// As the real library numbers it.
+    /// The operator's number in the real library.
     pub(crate) fn number(self) -> c_int {
         self.number
     }
@@ -114,8 +113,8 @@ impl Operator {
     }
 }
 
-/// # Safety
-/// `op` must be room for a number, and `scalar` an element of the type, as NCCL's documentation says.
+/// # Safety `op` must be valid for a write, and `scalar` point to an element of the type, as NCCL's documentation
+/// requires.
 pub(crate) unsafe fn create(
     op: *mut c_int,
     scalar: *mut c_void,
@@ -171,12 +170,11 @@ pub(crate) unsafe fn create(
         Some(free) => *free = made,
         None => operators.0.push(made),
     }
-    // SAFETY: the caller passes room for a number.
+    // SAFETY: the caller passes null or a pointer valid for a write.
     unsafe { store(op, "op", (NCCL_OPERATORS.len() + at) as c_int) }
 }
 
-/// # Safety
-/// Always sound; functions of the table are declared alike.
+/// # Safety No requirements; all functions of the table have the same signature.
 pub(crate) unsafe fn destroy(op: c_int, comm: Handle) -> Outcome {
     let comm = find(comm)?;
     let at = usize::try_from(op).ok();
@@ -185,8 +183,8 @@ pub(crate) unsafe fn destroy(op: c_int, comm: Handle) -> Outcome {
     let made = at.and_then(|at| operators.0.get_mut(at)?.take());
     let made = made.ok_or_else(|| {
         Failure::argument(
-            format!("{op} is no operator that was made"),
-            "destroy what ncclRedOpCreatePreMulSum of this communicator gave, once",
+            format!("{op} is not a user-defined operator of this communicator"),
+            "destroy an operator created by ncclRedOpCreatePreMulSum of this communicator once",
         )
     })?;
     drop(operators);
@@ -200,7 +198,7 @@ pub(crate) unsafe fn destroy(op: c_int, comm: Handle) -> Outcome {
 }
 
 impl Scalar {
-    /// Multiplies `input`: into `target` where that is as long, else into memory of its own.
+    /// Multiplies `input`, into `target` if it is as long, else into newly allocated memory.
     pub(crate) fn multiply(
         self,
         (joined, served): (&Joined, &Served),
@@ -241,12 +239,13 @@ impl Scalar {
 }
 
 impl Served {
-    /// The kernels, loaded when they are first needed.
+    /// The kernels, loaded on first use.
     fn module(&self, joined: &Joined) -> Result<&Module> {
         if let Some(module) = self.multiplying.get() {
             return Ok(module);
         }
-        // SAFETY: the kernels access as many elements of source and target as the launch says, and one at the factor.
+        // SAFETY: the kernels access as many elements of source and target as the launch specifies, and one at the
+        // factor.
         let module = unsafe { joined.device().load_module(&source()) }?;
         Ok(self.multiplying.get_or_init(|| module))
     }
@@ -270,7 +269,7 @@ fn multiply(dtype: DType, block: &Block<'_>) -> Result<()> {
     let (at, bits) = (block.u64(3)?, block.u64(4)?);
     let mut factor = bits.to_le_bytes();
     if at != 0 {
-        // SAFETY: the caller of the operator keeps an element there until the stream is past it.
+        // SAFETY: the caller keeps the element at this address valid until the stream has passed the call.
         unsafe {
             factor
                 .as_mut_ptr()
@@ -285,7 +284,7 @@ fn multiply(dtype: DType, block: &Block<'_>) -> Result<()> {
     block.write(target, &bytes)
 }
 
-/// Multiplies an element in place by one at the start of some bytes: floats rounded once, integers wrapping.
+/// Multiplies an element in place by the factor in the low bytes: floats are rounded once, integers wrap.
 fn multiply_element(dtype: DType, element: &mut [u8], factor: &[u8; 8]) {
     if dtype.is_float() {
         let value = |bytes: &[u8]| dtype.decode(bytes).next().unwrap_or_default();
@@ -293,14 +292,14 @@ fn multiply_element(dtype: DType, element: &mut [u8], factor: &[u8; 8]) {
         element.copy_from_slice(&dtype.encode([product]));
         return;
     }
-    // The low bytes of a product are the same with and without signs.
+    // The low bytes of a product are the same for signed and unsigned integers.
     let mut wide = [0; 8];
     wide[..element.len()].copy_from_slice(element);
     let product = u64::from_le_bytes(wide).wrapping_mul(u64::from_le_bytes(*factor));
     element.copy_from_slice(&product.to_le_bytes()[..element.len()]);
 }
 
-/// The kernels, once they are loaded.
+/// The kernels, once loaded.
 pub(crate) type Multiplying = OnceLock<Module>;
 
 #[cfg(test)]

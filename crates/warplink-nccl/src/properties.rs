@@ -9,17 +9,18 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering;
 use warplink::collective::DEFAULT_WORKSPACE_BYTES;
 
-/// The version whose functions are served, where NCCL itself is not there: programs switch on what it has.
+/// The reported version if the real NCCL is not available, matching the functions provided here: programs select
+/// features by it.
 const VERSION: c_int = 23007;
 
-/// Workspaces of each communicator, by the workspace that options name: its own, and four times as much for messages.
+/// Workspaces per communicator, in units of the configured workspace: one for collectives, and four for messages.
 const WORKSPACES: u64 = 5;
 
-/// # Safety
-/// `version` must be null or room for a number; so for what follows, as NCCL's documentation says.
+/// # Safety `version` must be null or valid for a write. Pointers of the functions below must be valid as NCCL's
+/// documentation requires.
 pub(crate) unsafe fn version(version: *mut c_int) -> Outcome {
     check(version, "version")?;
-    // SAFETY: the caller passes room for a number.
+    // SAFETY: the caller passes null or a pointer valid for a write.
     unsafe { store(version, "version", real::version().unwrap_or(VERSION)) }
 }
 
@@ -34,19 +35,18 @@ pub(crate) unsafe fn async_error(comm: Handle, result: *mut c_int) -> Outcome {
         }
         failure.code
     });
-    // SAFETY: the caller passes room for a result.
+    // SAFETY: the caller passes null or a pointer valid for a write.
     unsafe { store(result, "asyncError", code as c_int) }
 }
 
-/// Writes a number of a communicator.
+/// Stores a property of a communicator.
 ///
-/// # Safety
-/// As [`version`].
+/// # Safety As [`version`].
 unsafe fn number(comm: Handle, place: *mut c_int, read: impl Fn(&Comm) -> usize) -> Outcome {
     let comm = find(comm)?;
     check(place, "the result")?;
     comm.joined()?;
-    // SAFETY: the caller passes room for a number.
+    // SAFETY: the caller passes null or a pointer valid for a write.
     unsafe { store(place, "the result", read(&comm) as c_int) }
 }
 
@@ -97,7 +97,7 @@ pub(crate) unsafe fn query(comm: Handle, place: *mut Properties) -> Outcome {
         ranks: comm.ranks() as c_int,
         device: comm.ordinal as c_int,
         nvml_device: comm.ordinal as c_int,
-        // Device communicators are the real library's.
+        // Device communicators belong to the real library.
         device_api: joined.is_on_gpu() && real::is_there(),
         multimem: false,
         gin_type: 0,
@@ -116,7 +116,7 @@ pub(crate) unsafe fn memory_statistics(comm: Handle, which: c_int, value: *mut u
         None => 0,
     };
     let statistic = match which {
-        // None of it is given back while the communicator is suspended.
+        // Suspension releases no memory.
         0 => 0,
         1 => comm.suspended.load(Ordering::Relaxed).into(),
         2 | 3 => workspaces,
@@ -127,11 +127,11 @@ pub(crate) unsafe fn memory_statistics(comm: Handle, which: c_int, value: *mut u
             ));
         }
     };
-    // SAFETY: the caller passes room for a number.
+    // SAFETY: the caller passes null or a pointer valid for a write.
     unsafe { store(value, "value", statistic) }
 }
 
-/// All ranks of a communicator, which are all on one machine where Warplink serves it.
+/// All ranks of a communicator, which are all on one machine if Warplink executes its calls.
 fn everyone(comm: Handle) -> Team {
     let found = find(comm);
     let (rank, ranks) = found.map_or((0, 0), |comm| (comm.rank(), comm.ranks()));
@@ -142,7 +142,7 @@ fn everyone(comm: Handle) -> Team {
     }
 }
 
-/// The real library's communicator of a handle, where there is one.
+/// The real library's communicator of a handle, if it exists.
 fn real_of(comm: Handle) -> Option<Handle> {
     let joined = find(comm).ok()?.joined().ok()?;
     joined.made_real().map(|real| real.0)
@@ -153,21 +153,21 @@ pub(crate) fn team_world(comm: Handle) -> Team {
     everyone(comm)
 }
 
-/// `ncclTeamLsa`: the ranks that load and store one another's memory.
+/// `ncclTeamLsa`: the ranks that access one another's memory by loads and stores.
 pub(crate) fn team_lsa(comm: Handle) -> Team {
     // SAFETY: the communicator is the real library's.
     let real = real_of(comm).and_then(|real| unsafe { functions::TeamLsa(real) }.ok());
     real.unwrap_or_else(|| everyone(comm))
 }
 
-/// `ncclTeamRail`: the ranks of other machines that are alike, none of which is there where Warplink serves.
+/// `ncclTeamRail`: the corresponding ranks of other machines; only this rank if Warplink executes the calls.
 pub(crate) fn team_rail(comm: Handle) -> Team {
     // SAFETY: the communicator is the real library's.
     let real = real_of(comm).and_then(|real| unsafe { functions::TeamRail(real) }.ok());
     real.unwrap_or_else(|| alone(comm))
 }
 
-/// A team of this rank alone.
+/// A team of only this rank.
 fn alone(comm: Handle) -> Team {
     Team {
         ranks: 1,
@@ -176,14 +176,14 @@ fn alone(comm: Handle) -> Team {
     }
 }
 
-/// `ncclTeamCft`: only the real library makes such teams; without it, this rank alone.
+/// `ncclTeamCft`: only the real library creates such teams; without it, a team of only this rank.
 pub(crate) fn team_cft(comm: Handle, mode: c_int) -> Team {
     // SAFETY: the communicator is the real library's.
     let real = real_of(comm).and_then(|real| unsafe { functions::TeamCft(real, mode) }.ok());
     real.unwrap_or_else(|| alone(comm))
 }
 
-/// `ncclTeamCftMultimem`: likewise.
+/// `ncclTeamCftMultimem`: as `ncclTeamCft`.
 pub(crate) fn team_cft_multimem(comm: Handle) -> Team {
     // SAFETY: the communicator is the real library's.
     let real = real_of(comm).and_then(|real| unsafe { functions::TeamCftMultimem(real) }.ok());
@@ -202,7 +202,7 @@ pub(crate) fn team_rank_to_lsa(comm: Handle, team: Team, rank: c_int) -> c_int {
     own + (rank - team.rank) * team.stride
 }
 
-/// `ncclParamDumpAll`: the real library's parameters.
+/// `ncclParamDumpAll`: prints the real library's parameters.
 pub(crate) fn dump_parameters() {
     // SAFETY: the function has no arguments.
     let dumped = unsafe { functions::ParamDumpAll() };
@@ -211,6 +211,6 @@ pub(crate) fn dump_parameters() {
         ..
     }) = dumped
     {
-        tracing::warn!("NCCL itself, whose parameters these are, was not found");
+        tracing::warn!("ncclParamDumpAll prints parameters of the real NCCL, which was not found");
     }
 }

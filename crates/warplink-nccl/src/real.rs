@@ -1,7 +1,7 @@
-//! NCCL itself, for what Warplink does not serve.
+//! The real NCCL, for calls that Warplink does not support.
 //!
-//! It is opened by an absolute path, never by the name that this library carries too, and into a scope of its own, so that
-//! what it calls is itself.
+//! It is opened by absolute path, never by the SONAME that this library shares, and with `RTLD_LOCAL` and
+//! `RTLD_DEEPBIND`, so that its internal calls bind to itself.
 
 use crate::abi::UniqueId;
 use crate::communicator::{Joined, RealHandle, lock};
@@ -14,19 +14,19 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use warplink::{Error, ErrorKind, Result, variables};
 
-/// Names the library's file.
+/// Environment variable with the path of the library.
 const PATH_VARIABLE: &str = "WARPLINK_NCCL_LIBRARY";
 
-/// The name that NCCL's file has, and this library's SONAME.
+/// The SONAME of NCCL, and of this library.
 const SONAME: &str = "libnccl.so.2";
 
-/// `RTLD_DEEPBIND`: the library prefers its own functions to those of what was loaded before.
+/// `RTLD_DEEPBIND`: the library's symbols take precedence over those of libraries loaded before.
 const DEEP: c_int = 8;
 
-/// A function that this library alone has.
+/// A function that only this library exports, to detect that a candidate is this library.
 const OWN: &[u8] = b"warplink_nccl_host_stream_synchronize\0";
 
-/// Where the system and CUDA's packages put libraries.
+/// System directories of libraries and those of CUDA's packages.
 const SYSTEM: [&str; 6] = [
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
@@ -36,14 +36,14 @@ const SYSTEM: [&str; 6] = [
     "/usr/lib",
 ];
 
-/// A library that was loaded. It stays so until the process ends.
+/// A loaded library. It stays loaded until the process exits.
 #[derive(Debug)]
 struct Loaded {
     library: Library,
     path: PathBuf,
 }
 
-/// One of its functions, once it was found.
+/// A function of the library, resolved on first use.
 pub(crate) struct Found<F>(OnceLock<F>);
 
 impl<F: Copy> Found<F> {
@@ -60,7 +60,7 @@ impl<F: Copy> Found<F> {
             return Ok(*function);
         }
         let loaded = loaded()?;
-        // SAFETY: the caller vouches for the signature; the library is never unloaded.
+        // SAFETY: the signature is guaranteed by the caller; the library is never unloaded.
         let found = unsafe { loaded.library.get::<F>(name.as_bytes()) };
         let found = found.map(|found| *found).map_err(|_| {
             Failure::usage(
@@ -68,21 +68,21 @@ impl<F: Copy> Found<F> {
                     "NCCL at {} has no {name}; it is too old",
                     loaded.path.display()
                 ),
-                format!("name a newer one in {PATH_VARIABLE}"),
+                format!("set {PATH_VARIABLE} to a newer one"),
             )
         })?;
         Ok(*self.0.get_or_init(|| found))
     }
 }
 
-/// The library, or why there is none.
+/// The library, or the reason why it is not available.
 fn loaded() -> Result<&'static Loaded> {
     static LOADED: OnceLock<Result<Loaded>> = OnceLock::new();
     LOADED
         .get_or_init(|| {
             let loaded = load();
             if let Ok(loaded) = &loaded {
-                tracing::info!("NCCL itself is {}", loaded.path.display());
+                tracing::info!("the real NCCL is {}", loaded.path.display());
             }
             loaded
         })
@@ -90,16 +90,16 @@ fn loaded() -> Result<&'static Loaded> {
         .map_err(Error::clone)
 }
 
-/// Whether there is a library.
+/// Whether the library is available.
 pub(crate) fn is_there() -> bool {
     loaded().is_ok()
 }
 
-/// Its version, where there is one.
+/// The version of the library, if available.
 pub(crate) fn version() -> Option<c_int> {
     is_there().then_some(())?;
     let mut version = 0;
-    // SAFETY: `version` is room for one integer.
+    // SAFETY: `version` is valid for a write of one integer.
     let code = unsafe { real::GetVersion(&mut version) }.ok()?;
     (code == 0).then_some(version)
 }
@@ -112,7 +112,7 @@ fn load() -> Result<Loaded> {
                 ErrorKind::LibraryMissing,
                 format!("{PATH_VARIABLE} is {}: {why}", path.display()),
             )
-            .with_help(format!("name NCCL's {SONAME} by an absolute path"))
+            .with_help(format!("set it to the absolute path of NCCL's {SONAME}"))
         };
         if !path.is_absolute() {
             return Err(refused("expected an absolute path".to_owned()));
@@ -133,10 +133,10 @@ fn load() -> Result<Loaded> {
     }
     Err(Error::new(
         ErrorKind::LibraryMissing,
-        "NCCL itself was not found, which does what Warplink does not serve",
+        "the real NCCL was not found, which executes calls that Warplink does not support",
     )
     .with_help(format!(
-        "install NCCL, or name its {SONAME} in {PATH_VARIABLE}"
+        "install NCCL, or set {PATH_VARIABLE} to its {SONAME}"
     )))
 }
 
@@ -144,7 +144,7 @@ fn open(path: &Path) -> std::result::Result<Loaded, String> {
     // SAFETY: loading NCCL runs its initializers, which have no requirements.
     let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL | DEEP) };
     let library = library.map_err(|error| error.to_string())?;
-    // SAFETY: the symbol is only looked for.
+    // SAFETY: the symbol is looked up but not used.
     if unsafe { library.get::<*const c_void>(OWN) }.is_ok() {
         return Err("it is this library".to_owned());
     }
@@ -152,8 +152,8 @@ fn open(path: &Path) -> std::result::Result<Loaded, String> {
     Ok(Loaded { library, path })
 }
 
-/// Where it may be: in the loader's search path, beside packages that this process has loaded, where Python has packages,
-/// and where the system has libraries.
+/// Candidate paths: the loader's search path, directories next to packages that this process has loaded, Python's
+/// package directories, and system library directories.
 fn candidates() -> Vec<PathBuf> {
     let mut directories = Vec::new();
     for name in ["WARPLINK_LIBRARY_PATH", "LD_LIBRARY_PATH"] {
@@ -168,7 +168,7 @@ fn candidates() -> Vec<PathBuf> {
         .collect()
 }
 
-/// Python's package directories that this process has loaded something of.
+/// Python package directories from which this process has loaded a library.
 fn sites() -> Vec<PathBuf> {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
     let mut sites: Vec<PathBuf> = Vec::new();
@@ -189,7 +189,7 @@ fn sites() -> Vec<PathBuf> {
     sites
 }
 
-/// Device and number of a file.
+/// Device and inode of a file, which identify it.
 fn file(path: &Path) -> Option<(u64, u64)> {
     let data = std::fs::metadata(path).ok()?;
     Some((data.dev(), data.ino()))
@@ -214,8 +214,8 @@ fn own_file() -> Option<(u64, u64)> {
 }
 
 impl Joined {
-    /// The real library's communicator of the same ranks. All ranks make the first call at the same time, which blocks
-    /// until all have.
+    /// The real library's communicator of the same ranks. The first call is collective and blocks until all ranks have
+    /// made it.
     pub(crate) fn real(&self) -> Outcome<RealHandle> {
         let mut real = lock(&self.real);
         if let Some(real) = *real {
@@ -224,7 +224,7 @@ impl Joined {
         Ok(*real.insert(self.make_real()?))
     }
 
-    /// The one that was made before, if it was.
+    /// The real library's communicator, if it was created before.
     pub(crate) fn made_real(&self) -> Option<RealHandle> {
         *lock(&self.real)
     }
@@ -233,12 +233,12 @@ impl Joined {
         let (rank, world) = (self.communicator.rank(), self.communicator.world());
         let mut id = UniqueId { bytes: [0; 128] };
         let made = match rank {
-            // SAFETY: `id` is room for one id.
+            // SAFETY: `id` is valid for a write of one id.
             0 => unsafe { real::GetUniqueId(&mut id) }
                 .and_then(|code| Failure::check_real(code, "ncclGetUniqueId")),
             _ => loaded().map(drop).map_err(Failure::from),
         };
-        // All hear of one that cannot.
+        // All ranks learn of a failure on any of them, so that none waits in vain.
         let own = match &made {
             Ok(()) => id.bytes.to_vec(),
             Err(_) => Vec::new(),
@@ -249,7 +249,7 @@ impl Joined {
             if bytes.len() != id.bytes.len() {
                 return Err(Error::new(
                     ErrorKind::PeerFailed,
-                    "another rank found no NCCL for what Warplink does not serve",
+                    "another rank did not find the real NCCL, which executes calls that Warplink does not support",
                 )
                 .with_peer(peer)
                 .with_help(format!("set {PATH_VARIABLE} on every rank"))
@@ -258,30 +258,30 @@ impl Joined {
         }
         id.bytes.copy_from_slice(&all[0]);
         let mut handle = std::ptr::null_mut();
-        // SAFETY: `handle` is room for one handle, and the id is that of rank 0.
+        // SAFETY: `handle` is valid for a write of one handle, and the id is that of rank 0.
         let code = unsafe { real::CommInitRank(&mut handle, world as c_int, id, rank as c_int) }?;
         Failure::check_real(code, "ncclCommInitRank")?;
         Ok(RealHandle(handle))
     }
 
-    /// The real library's asynchronous error of its communicator, if there is one.
+    /// The asynchronous error of the real library's communicator, if there is one.
     pub(crate) fn real_error(&self) -> Outcome {
         let Some(RealHandle(handle)) = self.made_real() else {
             return Ok(());
         };
         let mut code = 0;
-        // SAFETY: the handle is alive, and `code` is room for one integer.
+        // SAFETY: the handle is live, and `code` is valid for a write of one integer.
         let asked = unsafe { real::CommGetAsyncError(handle, &mut code) }?;
         Failure::check_real(asked, "ncclCommGetAsyncError")?;
         Failure::check_real(code, "communicator")
     }
 
-    /// Ends the real library's communicator, if there is one, by force or in order.
+    /// Aborts or destroys the real library's communicator, if there is one.
     pub(crate) fn end_real(&self, by_force: bool) {
         let Some(RealHandle(handle)) = lock(&self.real).take() else {
             return;
         };
-        // SAFETY: the handle is alive, and was taken from where others find it.
+        // SAFETY: the handle is live, and was removed from the place where other threads find it.
         let ended = unsafe {
             if by_force {
                 real::CommAbort(handle)

@@ -1,4 +1,4 @@
-//! `WARPLINK_NCCL_REPORT=1`: which calls went where, printed at the end of the process.
+//! `WARPLINK_NCCL_REPORT=1`: the calls by route, printed at the exit of the process.
 
 use crate::communicator::lock;
 use crate::leave;
@@ -11,18 +11,18 @@ use warplink::variables;
 /// Variable that requests the report.
 const VARIABLE: &str = "WARPLINK_NCCL_REPORT";
 
-/// Of each route and function.
+/// Entries by route and function.
 static CALLS: Mutex<BTreeMap<(&str, &str), ReportEntry>> = Mutex::new(BTreeMap::new());
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct ReportEntry {
     calls: u64,
     bytes: u64,
-    /// Of the host, in the calls.
+    /// Host time spent in the calls.
     time: Duration,
 }
 
-/// Whether it was asked for.
+/// Whether the report was requested.
 fn is_wanted() -> bool {
     static WANTED: OnceLock<bool> = OnceLock::new();
     *WANTED.get_or_init(|| {
@@ -31,14 +31,14 @@ fn is_wanted() -> bool {
     })
 }
 
-/// Has it printed at the end, where it was asked for.
+/// Registers the report to be printed at exit, if requested.
 pub(crate) fn start() {
     if is_wanted() {
         leave::at_exit();
     }
 }
 
-/// Notes a call of `bytes` that began at `started` and was enqueued just now.
+/// Records a call of `bytes` bytes that began at `started` and has just been enqueued.
 pub(crate) fn note(route: &'static str, name: &'static str, bytes: usize, started: Instant) {
     if !is_wanted() {
         return;
@@ -50,7 +50,7 @@ pub(crate) fn note(route: &'static str, name: &'static str, bytes: usize, starte
     entry.time += started.elapsed();
 }
 
-/// Prints it, where it was asked for.
+/// Prints the report, if requested.
 pub(crate) fn print() {
     if is_wanted() {
         let text = table(&lock(&CALLS));

@@ -1,4 +1,4 @@
-//! Who does the calls of a communicator: Warplink or the real library, alike on all ranks.
+//! Selection of the library that executes a communicator's calls, Warplink or the real one, the same on all ranks.
 
 use crate::communicator::{Comm, Route, Served, lock};
 use crate::operators::Multiplying;
@@ -10,13 +10,13 @@ use warplink::collective::{CollectiveOptions, CollectivePath};
 use warplink::device::AllocationKind;
 use warplink::{Communicator, DeviceKind, Error, ErrorKind, Result, variables};
 
-/// Has all calls done by Warplink or by the real library, whatever Warplink serves.
+/// Environment variable that routes all calls to Warplink or to the real library.
 const ROUTE_VARIABLE: &str = "WARPLINK_NCCL_ROUTE";
 
 /// Message of each rank before it joins the collectives.
 #[derive(Clone, Copy)]
 struct Offer {
-    /// Whether the real library is to do everything.
+    /// Whether the real library is to execute all calls.
     wants_real: bool,
     has_real: bool,
     multiprocessors: u32,
@@ -40,7 +40,7 @@ impl Offer {
     }
 }
 
-/// Chooses who does the calls. Blocks until all ranks do so.
+/// Selects the library that executes the calls. Collective: blocks until all ranks take part.
 pub(crate) fn route(
     comm: &Arc<Comm>,
     communicator: &Communicator,
@@ -70,7 +70,7 @@ pub(crate) fn route(
     let wants_real = named == Some(true) || obstacle.is_some();
     let own = Offer {
         wants_real,
-        // It is loaded where somebody needs it.
+        // The real library is only loaded if needed.
         has_real: wants_real && real::is_there(),
         multiprocessors: multiprocessors.unwrap_or(u32::MAX),
     };
@@ -80,15 +80,18 @@ pub(crate) fn route(
             .iter()
             .all(|offer| !offer.wants_real || offer.has_real);
         if all_have {
-            tracing::info!(obstacle, "NCCL itself does the calls of this communicator");
+            tracing::info!(
+                obstacle,
+                "the real NCCL executes the calls of this communicator"
+            );
             return Ok(Route::Real);
         }
         if named == Some(true) {
-            return Err(no_real("all calls were to go to it"));
+            return Err(no_real("all calls are routed to it"));
         }
         tracing::warn!(
             obstacle,
-            "Warplink does the calls, since NCCL itself was not found"
+            "Warplink executes the calls, since the real NCCL was not found"
         );
     }
     let most = offers.iter().map(|offer| offer.multiprocessors).min();
@@ -101,7 +104,7 @@ pub(crate) fn route(
     let served = communicator.collectives_with(&options);
     if let Err(error) = &served {
         communicator.check()?;
-        tracing::info!("Warplink does not serve this communicator: {error}");
+        tracing::info!("Warplink does not support this communicator: {error}");
     }
     let collectives = served.as_ref().ok();
     let collectives = collectives.filter(|collectives| collectives.serves_messages());
@@ -127,7 +130,7 @@ pub(crate) fn route(
         _ => Err(match served.err() {
             Some(error) if on_gpu => no_real(&error.to_string()),
             Some(error) => error,
-            None => no_real("another rank does not serve this communicator"),
+            None => no_real("Warplink on another rank does not support this communicator"),
         }),
     }
 }
@@ -135,9 +138,9 @@ pub(crate) fn route(
 fn no_real(why: &str) -> Error {
     Error::new(
         ErrorKind::LibraryMissing,
-        format!("NCCL itself is needed and was not found: {why}"),
+        format!("the real NCCL is needed and was not found: {why}"),
     )
-    .with_help("install NCCL, or name its libnccl.so.2 in WARPLINK_NCCL_LIBRARY")
+    .with_help("install NCCL, or set WARPLINK_NCCL_LIBRARY to its libnccl.so.2")
 }
 
 fn gather(communicator: &Communicator, own: Offer) -> Result<Vec<Offer>> {
@@ -153,7 +156,7 @@ fn gather(communicator: &Communicator, own: Offer) -> Result<Vec<Offer>> {
 }
 
 impl Served {
-    /// Keeps memory that a graph uses until the communicator ends.
+    /// Keeps memory of captured graphs allocated until the communicator ends.
     pub(crate) fn keep(&self, region: warplink::memory::Region) {
         lock(&self.kept).push(region);
     }

@@ -1,4 +1,4 @@
-//! Status codes that every function returns, and the texts of errors.
+//! Status codes that every function returns, and error texts.
 
 use crate::abi::Handle;
 use crate::communicator;
@@ -35,7 +35,7 @@ impl Code {
         Self::Timeout,
     ];
 
-    /// That of a number of the real library's.
+    /// Converts a result code of the real library.
     fn of(number: c_int) -> Self {
         let known = usize::try_from(number).ok();
         let known = known.and_then(|number| Self::ALL.get(number));
@@ -45,10 +45,10 @@ impl Code {
     fn text(self) -> &'static CStr {
         match self {
             Self::Success => c"no error",
-            Self::UnhandledCudaError => c"a call of CUDA failed",
-            Self::SystemError => c"a call of the system failed, or a library is missing",
+            Self::UnhandledCudaError => c"a CUDA call failed",
+            Self::SystemError => c"a system call failed, or a library is missing",
             Self::InternalError => c"an internal error; please report it",
-            Self::InvalidArgument => c"an argument is wrong",
+            Self::InvalidArgument => c"an argument is invalid",
             Self::InvalidUsage => c"the call is not allowed here, or ranks make different calls",
             Self::RemoteError => c"another rank ended, failed or was lost",
             Self::InProgress => c"the operation is in progress",
@@ -57,11 +57,11 @@ impl Code {
     }
 }
 
-/// A call that did not succeed.
+/// A call that did not succeed, or is still in progress.
 #[derive(Clone, Debug)]
 pub(crate) struct Failure {
     pub(crate) code: Code,
-    /// None for what is only in progress.
+    /// `None` if the call is only in progress.
     pub(crate) error: Option<Error>,
 }
 
@@ -69,18 +69,18 @@ pub(crate) struct Failure {
 pub(crate) type Outcome<T = ()> = Result<T, Failure>;
 
 impl Failure {
-    /// No failure: the operation goes on.
+    /// Not a failure: the operation is still in progress.
     pub(crate) const IN_PROGRESS: Self = Self {
         code: Code::InProgress,
         error: None,
     };
 
-    /// An argument that is wrong.
+    /// An invalid argument.
     pub(crate) fn argument(message: impl Into<String>, help: impl Into<String>) -> Self {
         Self::new(Code::InvalidArgument, message, help)
     }
 
-    /// A call that is not allowed now.
+    /// A call that is not allowed in the current state.
     pub(crate) fn usage(message: impl Into<String>, help: impl Into<String>) -> Self {
         Self::new(Code::InvalidUsage, message, help)
     }
@@ -93,7 +93,7 @@ impl Failure {
         }
     }
 
-    /// `number` as the real library gave it; success is none.
+    /// Converts a result of the real library to a failure, unless it is success.
     pub(crate) fn check_real(number: c_int, name: &str) -> Outcome {
         match Code::of(number) {
             Code::Success => Ok(()),
@@ -142,12 +142,15 @@ thread_local! {
     static LAST: RefCell<CString> = RefCell::default();
 }
 
-/// Runs the body of an exported function: errors and panics become a number, and the thread's last error.
+/// Runs the body of an exported function: errors and panics become a result code and the thread's last error.
 pub(crate) fn entry(name: &'static str, body: impl FnOnce() -> Outcome) -> c_int {
     let ended = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|payload| {
         let text = payload.downcast_ref::<String>().map(String::as_str);
         let text = text.or_else(|| payload.downcast_ref::<&str>().copied());
-        let message = format!("the library panicked: {}", text.unwrap_or("without a text"));
+        let message = format!(
+            "the library panicked: {}",
+            text.unwrap_or("without a message")
+        );
         Err(Error::new(ErrorKind::Internal, message).into())
     });
     let Err(failure) = ended else {
@@ -160,11 +163,11 @@ pub(crate) fn entry(name: &'static str, body: impl FnOnce() -> Outcome) -> c_int
     failure.code as c_int
 }
 
-/// Has `text` told by `ncclGetLastError` on this thread.
+/// Stores the text that `ncclGetLastError` returns on this thread.
 pub(crate) fn keep(text: &str) {
-    // A zero byte in the text would end it early.
+    // A zero byte would truncate the C string.
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
-    // While the thread ends there is no place to keep it.
+    // Thread-local storage is inaccessible during thread destruction; the text is dropped then.
     let _ = LAST.try_with(|last| {
         if let Ok(mut last) = last.try_borrow_mut() {
             *last = text;
@@ -181,8 +184,8 @@ pub(crate) fn error_string(number: c_int) -> *const c_char {
         .as_ptr()
 }
 
-/// `ncclGetLastError`: that of the calling thread, or else what became of the communicator. Valid until the next failure
-/// of the thread.
+/// `ncclGetLastError`: the calling thread's last error, or else the failure of the communicator. Valid until the
+/// thread's next failure.
 pub(crate) fn last_error(comm: Handle) -> *const c_char {
     let has_none = LAST
         .try_with(|last| last.try_borrow().is_ok_and(|last| last.is_empty()))
@@ -217,7 +220,7 @@ mod tests {
     #[test]
     fn failures_and_panics_become_codes_and_texts() {
         let text = || {
-            // SAFETY: it is a text that ends with a zero and is valid until the next failure.
+            // SAFETY: zero-terminated text that is valid until the next failure.
             unsafe { CStr::from_ptr(last_error(std::ptr::null_mut())) }
                 .to_string_lossy()
                 .into_owned()

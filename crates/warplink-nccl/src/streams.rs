@@ -1,4 +1,4 @@
-//! Streams as callers name them: CUDA's; on the host device any number, which stands for a stream of the process.
+//! Streams passed by callers: CUDA streams; on the host device any number, which identifies a stream of the process.
 
 use crate::abi::RawStream;
 use crate::communicator::{Joined, all, lock};
@@ -12,26 +12,26 @@ use std::time::Duration;
 use warplink::device::{Device, Priority, Stream};
 use warplink::{Deadline, DeviceKind, Result};
 
-/// `cudaStreamPerThread`, which is another stream on each thread.
+/// `cudaStreamPerThread`, which is a different stream on each thread.
 const PER_THREAD: u64 = 2;
 
-/// How long the host device's streams are waited for.
+/// Timeout of waits for streams of the host device.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// The streams that calls of a communicator were made on. CUDA's are borrowed until the communicator ends.
+/// The streams on which calls of a communicator were enqueued. CUDA streams are borrowed until the communicator ends.
 #[derive(Debug, Default)]
 pub(crate) struct Streams(Mutex<Vec<KnownStream>>);
 
 #[derive(Debug)]
 struct KnownStream {
     raw: u64,
-    /// Whose it is, where it is a thread's.
+    /// The owning thread of a per-thread stream.
     thread: Option<ThreadId>,
     stream: Stream,
 }
 
 impl Streams {
-    /// The stream of `device` that a caller means.
+    /// The stream of `device` that a caller's handle identifies.
     pub(crate) fn find(&self, device: &Arc<dyn Device>, raw: RawStream) -> Result<Stream> {
         let raw = raw as u64;
         if device.kind() == DeviceKind::Host {
@@ -53,11 +53,11 @@ impl Streams {
         Ok(stream)
     }
 
-    /// Gives all back to their owners, who may destroy them then.
+    /// Releases all streams, which their owners may destroy afterwards.
     pub(crate) fn give_back(&self) {
         for known in lock(&self.0).drain(..) {
             if let Err(error) = known.stream.give_back() {
-                tracing::debug!(%error, "a stream cannot be given back");
+                tracing::debug!(%error, "a stream cannot be released");
             }
         }
     }
@@ -77,17 +77,16 @@ fn of_host(raw: u64) -> Result<Stream> {
     Ok(stream)
 }
 
-/// Blocks until a stream of the host device is done, for programs without a GPU: `cudaStreamSynchronize` there. Gives an
-/// `ncclResult_t`, an error where a call of the stream has failed.
+/// Blocks until a stream of the host device has finished: the equivalent of `cudaStreamSynchronize` for programs
+/// without a GPU. Returns an `ncclResult_t`, an error if a call on the stream has failed.
 ///
-/// # Safety
-/// Always sound; CUDA's streams are not for it.
+/// # Safety No requirements; CUDA streams are rejected.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn warplink_nccl_host_stream_synchronize(stream: RawStream) -> c_int {
     entry("warplink_nccl_host_stream_synchronize", || {
         if devices::kind()? != DeviceKind::Host {
             return Err(Failure::usage(
-                "this is for the host device's streams",
+                "this function supports only streams of the host device",
                 "call cudaStreamSynchronize",
             ));
         }
@@ -95,8 +94,8 @@ pub(crate) unsafe extern "C" fn warplink_nccl_host_stream_synchronize(stream: Ra
     })
 }
 
-/// A stream that has work for several others, so that the work is done after that which they have by now, and they go on
-/// after it. `enqueue` gives it the work.
+/// A stream for work that involves several streams: the work runs after everything already enqueued on them, and they
+/// continue after it. `enqueue` enqueues the work on it.
 pub(crate) fn together(
     joined: &Joined,
     streams: &[Stream],
@@ -126,7 +125,7 @@ pub(crate) fn together(
     Ok(())
 }
 
-/// Gives the streams of all communicators back, at the end of the process.
+/// Releases the streams of all communicators, at the exit of the process.
 pub(crate) fn give_back_all() {
     for comm in all() {
         if let Ok(joined) = comm.joined()

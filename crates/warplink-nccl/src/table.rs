@@ -1,8 +1,8 @@
-//! Every function that is exported: its name and its parameters, once. From that come the function, its `pnccl` twin,
-//! which profilers call, and how the real library's is called.
+//! Every exported function: its name and parameters, declared once. The macro generates the function, its `pnccl` twin,
+//! which profilers call, and the call of the real library.
 //!
-//! The signatures are those of NCCL's documentation and of the bindings that others generate, with integers in place of
-//! enumerations, and pointers to nothing in place of structures that are only passed on.
+//! The signatures are those in NCCL's documentation and in generated bindings, with integers in place of enumerations,
+//! and untyped pointers in place of structures that are only passed on.
 
 use crate::abi::{
     CallConfig, Config, Handle, Properties, RawStream, Simulation, Team, UniqueId, WaitSignal,
@@ -11,17 +11,17 @@ use crate::abi::{
 use crate::{calls, group, join, leave, memory, operators, properties, status};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-/// Declares functions. `fn` ones run in `status::entry`, `raw` ones give what they give, and `real` ones are the real
-/// library's alone.
+/// Declares functions. `fn` functions run in `status::entry`, `raw` functions return their result directly, and `real`
+/// functions exist only in the real library.
 macro_rules! table {
     ($($how:ident $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)? $(= $body:path)?;)*) => {
         $(table!(@export $how $name($($argument: $type),*) ($($result)?) ($($body)?));)*
 
-        /// The names of all functions; each has a twin of the same name with a `p` before it.
+        /// The names of all functions; each has a twin with the prefix `p`.
         pub const NAMES: &[&str] = &[$(concat!("nccl", stringify!($name))),*];
 
-        /// The real library's functions, found when they are first called.
-        // They are named, and have as many arguments, as NCCL's.
+        /// The real library's functions, resolved on first use.
+        // Names and numbers of arguments are NCCL's.
         #[allow(non_snake_case, dead_code, clippy::too_many_arguments)]
         pub(crate) mod real {
             use super::*;
@@ -34,7 +34,7 @@ macro_rules! table {
     (@export fn $name:ident($($argument:ident: $type:ty),*) () ($body:path)) => {
         table!(@twins $name($($argument: $type),*) c_int {
             status::entry(concat!("nccl", stringify!($name)), || {
-                // SAFETY: the caller passes what NCCL's documentation says.
+                // SAFETY: the caller passes arguments as NCCL's documentation requires.
                 unsafe { $body($($argument),*) }
             })
         });
@@ -45,7 +45,7 @@ macro_rules! table {
     (@export real $name:ident($($argument:ident: $type:ty),*) () ()) => {
         table!(@twins $name($($argument: $type),*) c_int {
             status::entry(concat!("nccl", stringify!($name)), || {
-                // SAFETY: the arguments are passed on as they came.
+                // SAFETY: the arguments are passed on unchanged.
                 let code = unsafe { real::$name($($argument),*) }?;
                 status::Failure::check_real(code, concat!("nccl", stringify!($name)))
             })
@@ -66,14 +66,13 @@ macro_rules! table {
     (@real $how:ident $name:ident($($argument:ident: $type:ty),*) ($result:ty)) => {
         /// The function of that name.
         ///
-        /// # Safety
-        /// The arguments must be what NCCL's documentation says.
+        /// # Safety The arguments must be as NCCL's documentation requires.
         pub(crate) unsafe fn $name($($argument: $type),*) -> Outcome<$result> {
             type Function = unsafe extern "C" fn($($type),*) -> $result;
             static FOUND: Found<Function> = Found::new();
             // SAFETY: the signature is that of the function of this name.
             let function = unsafe { FOUND.get(concat!("nccl", stringify!($name))) }?;
-            // SAFETY: the caller vouches for the arguments.
+            // SAFETY: the arguments are guaranteed by the caller.
             Ok(unsafe { function($($argument),*) })
         }
     };
@@ -87,7 +86,7 @@ table! {
     raw ResetDebugInit() -> () = crate::log::reset;
     fn CommGetAsyncError(comm: Handle, result: *mut c_int) = properties::async_error;
 
-    // Making communicators.
+    // Creation of communicators.
     fn GetUniqueId(id: *mut UniqueId) = join::unique_id;
     fn CommInitRank(comm: *mut Handle, ranks: c_int, id: UniqueId, rank: c_int) = join::init_rank;
     fn CommInitRankConfig(comm: *mut Handle, ranks: c_int, id: UniqueId, rank: c_int, config: *mut Config)
@@ -105,7 +104,7 @@ table! {
         comm: Handle, ranks: c_int, id: *const UniqueId, rank: c_int, made: *mut Handle, config: *mut Config,
     ) = join::grow;
 
-    // Ending them.
+    // End of communicators.
     fn CommFinalize(comm: Handle) = leave::finalize;
     fn CommDestroy(comm: Handle) = leave::destroy;
     fn CommAbort(comm: Handle) = leave::abort;
@@ -113,7 +112,7 @@ table! {
     fn CommSuspend(comm: Handle, flags: c_int) = leave::suspend;
     fn CommResume(comm: Handle) = leave::resume;
 
-    // What they are.
+    // Properties of communicators.
     fn CommCount(comm: Handle, count: *mut c_int) = properties::count;
     fn CommCuDevice(comm: Handle, device: *mut c_int) = properties::device;
     fn CommUserRank(comm: Handle, rank: *mut c_int) = properties::user_rank;
@@ -160,7 +159,7 @@ table! {
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle,
         stream: RawStream,
     ) = calls::scatter;
-    // The same with a configuration of the call.
+    // Collectives with a per-call configuration.
     fn AllReduceConfig(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, op: c_int, comm: Handle, stream: RawStream,
         config: *const CallConfig,
@@ -242,7 +241,7 @@ table! {
         window: Window, offset: usize, peer: c_int, team: Team, id: *mut c_void, place: *mut usize,
     );
 
-    // Device communicators, which are always the real library's.
+    // Device communicators, which always belong to the real library.
     fn DevCommCreate(comm: Handle, wanted: *const c_void, made: *mut c_void) = memory::device_communicator;
     fn DevCommDestroy(comm: Handle, made: *const c_void) = memory::end_device_communicator;
     real LsaBarrierCreateRequirement(team: Team, barriers: c_int, handle: *mut c_void, requirement: *mut c_void);
@@ -258,7 +257,7 @@ table! {
     raw LLA2ACalcSlots(most_elements: c_int, most_bytes: c_int) -> c_int = memory::all_to_all_slots;
     real LLA2ACreateRequirement(blocks: c_int, slots: c_int, handle: *mut c_void, requirement: *mut c_void);
 
-    // Of the real library: its sockets between machines, and its parameters.
+    // Only in the real library: its sockets between machines, and its parameters.
     real SetEncryption(config: *const c_void);
     real ParamBind(parameter: *mut *mut c_void, key: *const c_char);
     real ParamGetI8(parameter: *mut c_void, value: *mut i8);

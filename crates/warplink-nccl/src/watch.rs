@@ -1,4 +1,4 @@
-//! Finding out what becomes of calls, since programs wait for their streams by CUDA and not by Warplink.
+//! Detection of failed calls, since programs wait for their streams through CUDA and not through Warplink.
 
 use crate::communicator::{Comm, lock};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
@@ -6,16 +6,16 @@ use std::time::Duration;
 use warplink::device::Priority;
 use warplink::{Collectives, Communicator, Deadline, Error, Result};
 
-/// How long calls gather before the thread waits for them, so that not every one of many wakes it.
+/// Batching delay before the thread waits for new calls, so that a burst of calls wakes it once.
 const GATHERING: Duration = Duration::from_millis(5);
 
-/// How long the end of the thread is waited for.
+/// How long closing waits for the thread to exit.
 const ENDING: Duration = Duration::from_secs(1);
 
-/// Calls may take as long as they like: other ranks may come late.
+/// No timeout: other ranks may arrive arbitrarily late.
 const FOR_EVER: Duration = Duration::MAX;
 
-/// A thread that waits for calls. It ends with the first error, which the communicator keeps.
+/// A thread that waits for calls. It exits at the first error, which is recorded in the communicator.
 #[derive(Debug)]
 pub(crate) struct Watch(Arc<WatchShared>);
 
@@ -27,9 +27,9 @@ struct WatchShared {
 
 #[derive(Debug, Default)]
 struct WatchState {
-    /// Calls that the thread has not waited for yet.
+    /// Whether there are calls that the thread has not waited for yet.
     new: bool,
-    /// Whether the thread waits for new ones.
+    /// Whether the thread is asleep until the next call.
     sleeps: bool,
     closed: bool,
     ended: bool,
@@ -52,7 +52,8 @@ impl Watch {
                 communicator.synchronize_until(&stream, Deadline::after(FOR_EVER))
             };
             follow(&followed, &comm, wait);
-            // Nothing of the communicator is held by who finds this set.
+            // Dropped before `ended` is set: whoever sees it set knows that the thread holds no reference to the
+            // communicator.
             drop((communicator, collectives, stream));
             followed.state().ended = true;
             followed.changed.notify_all();
@@ -64,7 +65,7 @@ impl Watch {
         Ok(Self(shared))
     }
 
-    /// Another call was made.
+    /// Notifies the thread of another call.
     pub(crate) fn made(&self) {
         let mut state = self.0.state();
         state.new = true;
@@ -73,7 +74,7 @@ impl Watch {
         }
     }
 
-    /// Ends the thread when the calls are done, and waits for that for a moment.
+    /// Makes the thread exit when the calls are done, and waits briefly for that.
     pub(crate) fn close(&self) {
         let mut state = self.0.state();
         state.closed = true;
@@ -99,7 +100,7 @@ impl WatchShared {
     }
 }
 
-/// Waits for calls as they are made, until closed or one fails.
+/// Waits for calls as they are enqueued, until closed or one fails.
 fn follow(shared: &WatchShared, comm: &Weak<Comm>, wait: impl Fn() -> Result<()>) {
     loop {
         let mut state = shared.state();

@@ -1,4 +1,4 @@
-//! Memory that a caller names in any of the forms that Python has for it.
+//! Conversion of Python arrays, in any supported form, to device memory.
 
 use crate::dlpack;
 use crate::element::Element;
@@ -16,22 +16,22 @@ use warplink::device::DeviceSlice;
 use warplink::program::Bindings;
 use warplink::{DeviceKind, Error, ErrorKind, Rank};
 
-/// Levels of records in records that are read.
+/// Maximum nesting depth of record types.
 const MAX_NESTING: usize = 64;
 
-/// An array that was resolved: its memory and, where it is known, what is in it.
+/// A resolved array: its memory and, if known, its element type and shape.
 #[derive(Clone, Debug)]
 pub(crate) struct Array {
     pub(crate) slice: DeviceSlice,
     pub(crate) element: Option<Element>,
-    /// Bytes of an element; none of memory without elements.
+    /// Bytes of an element; `None` for memory without an element type.
     pub(crate) item_bytes: Option<usize>,
     pub(crate) shape: Vec<usize>,
-    /// Whether nothing may be written to it.
+    /// Whether the memory must not be written.
     pub(crate) read_only: bool,
 }
 
-/// How the arrays of a call are read.
+/// Options for reading the arrays of a call.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reader<'a> {
     place: &'a Place,
@@ -41,8 +41,8 @@ pub(crate) struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// For arrays of the device. On a GPU, `stream` (a raw handle) is made to wait for what the producer of an
-    /// array does with it; without one, nothing is, since the memory is only named.
+    /// Reads arrays of the device. On a GPU, `stream` (a raw handle) waits for the producer's pending work on an array;
+    /// without a stream there is no synchronization.
     pub(crate) fn new(place: &'a Place, stream: Option<u64>) -> Self {
         Self {
             place,
@@ -52,7 +52,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The same, for arrays without elements as well, whose memory is `nothing`, of no bytes.
+    /// As [`new`](Self::new), also accepting empty arrays, whose memory is `nothing`, of 0 bytes.
     pub(crate) fn with_empty(self, nothing: &'a DeviceSlice) -> Self {
         Self {
             nothing: Some(nothing),
@@ -60,7 +60,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The same, for arrays that are written, which must not be read-only.
+    /// As before, for arrays to be written: rejects read-only arrays.
     pub(crate) fn for_targets(self) -> Self {
         Self {
             targets: true,
@@ -68,8 +68,8 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// The memory of `object`, which is a [`Region`], [`Memory`], [`View`], NumPy array, or has
-    /// `__dlpack__`, and `name` in errors. Nothing is copied.
+    /// The memory of `object`, which is a [`Region`], [`Memory`], [`View`], NumPy array, or has `__dlpack__`; `name`
+    /// identifies it in errors. Nothing is copied.
     pub(crate) fn read(&self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Array> {
         let array = self.find(object, name)?;
         if self.targets && array.read_only {
@@ -80,7 +80,7 @@ impl<'a> Reader<'a> {
         Ok(array)
     }
 
-    /// The ends of messages that go one way, which are the argument `name`.
+    /// The message ends in one direction, passed as the argument `name`.
     pub(crate) fn ends(
         &self,
         name: &str,
@@ -126,7 +126,7 @@ impl<'a> Reader<'a> {
         )))
     }
 
-    /// A NumPy array, by the protocol that also tells read-only ones.
+    /// A NumPy array, read by its array interface, which also reports read-only arrays.
     fn of_interface(
         &self,
         object: &Bound<'_, PyAny>,
@@ -170,8 +170,8 @@ impl<'a> Reader<'a> {
         self.place.check((kind, number), name)?;
         let arguments = PyDict::new(object.py());
         if kind == dlpack::CUDA {
-            // The default stream has a number of its own in the protocol, and so has no stream, which JAX would take for
-            // a handle: told nothing, it blocks until the array is computed.
+            // The protocol has a separate number for the default stream, and None for no stream. JAX would take that
+            // for a handle, so it gets no argument and blocks until the array is computed.
             let stream = match self.stream {
                 Some(stream) => Some(i128::from(stream.max(1))),
                 None if is_of_jax(object)? => None,
@@ -185,7 +185,7 @@ impl<'a> Reader<'a> {
             if !error.is_instance_of::<PyTypeError>(object.py()) {
                 return Err(error);
             }
-            // Of before DLPack 1, without such an argument.
+            // Libraries older than DLPack 1 do not accept this argument.
             arguments.del_item("max_version")?;
             ask()
         })?;
@@ -198,7 +198,7 @@ impl<'a> Reader<'a> {
         self.borrow(described, capsule.into_any().unbind(), name)
     }
 
-    /// Borrows what was described, kept by `owner`.
+    /// Borrows the described memory, which `owner` keeps allocated.
     fn borrow(
         &self,
         described: dlpack::Described,
@@ -238,9 +238,8 @@ impl<'a> Reader<'a> {
             return Err(raise(error.with_help("pass a contiguous copy")));
         }
         let owner = Arc::new(Owner::new(owner));
-        // SAFETY: the producer says that the memory is there and of this device (`check`), and keeps
-        // it as long as `owner` is held. It is accessed by copies and kernels only, never by a Rust
-        // reference.
+        // SAFETY: the producer guarantees that the memory exists and belongs to this device (`check`), and keeps it
+        // allocated while `owner` is held. It is accessed by copies and kernels only, never through a Rust reference.
         let slice = unsafe { self.place.device.borrow(described.address, bytes, owner) };
         Ok(Array {
             slice: slice.map_err(raise)?,
@@ -253,7 +252,7 @@ impl<'a> Reader<'a> {
 }
 
 impl Array {
-    /// The memory of `object`, as [`Reader`] reads it.
+    /// The memory of `object`, read by [`Reader`].
     pub(crate) fn resolve(
         object: &Bound<'_, PyAny>,
         place: &Place,
@@ -262,7 +261,7 @@ impl Array {
         Reader::new(place, stream).read(object, "an array")
     }
 
-    /// The same of an array that is written.
+    /// As [`resolve`](Self::resolve), for an array to be written.
     pub(crate) fn resolve_target(
         object: &Bound<'_, PyAny>,
         place: &Place,
@@ -299,12 +298,12 @@ impl Array {
 /// Memory for some of a program's tensors, by name.
 pub(crate) struct NamedMemory {
     pub(crate) bindings: Bindings,
-    /// The names of that which nothing may be written to.
+    /// The names of the read-only arrays.
     pub(crate) read_only: BTreeSet<String>,
 }
 
-/// Memory for some of a program's tensors, as [`Reader`] reads it for `stream`; `is_output` tells those that the program
-/// writes.
+/// Memory for some of a program's tensors, read by [`Reader`] for `stream`; `is_output` selects the tensors that the
+/// program writes.
 pub(crate) fn bindings(
     memory: Option<&Bound<'_, PyDict>>,
     place: &Place,
@@ -329,11 +328,11 @@ pub(crate) fn bindings(
     })
 }
 
-/// Whether `object` is one of JAX's arrays, of which nothing may be written, although their capsules, which have no version,
-/// do not say so.
+/// Whether `object` is a JAX array. These are always read-only, which their capsules cannot express since they are
+/// unversioned.
 fn is_of_jax(object: &Bound<'_, PyAny>) -> PyResult<bool> {
     let modules = object.py().import("sys")?.getattr("modules")?;
-    // Where there is an array of JAX, it has been imported; a part of it may be while another thread imports it.
+    // If a JAX array exists, JAX has been imported; it may be only partially imported while another thread imports it.
     let jax = modules.call_method1("get", ("jax",))?;
     match jax.getattr_opt("Array")? {
         Some(class) => object.is_instance(&class),
@@ -341,8 +340,8 @@ fn is_of_jax(object: &Bound<'_, PyAny>) -> PyResult<bool> {
     }
 }
 
-/// Bytes of an element of NumPy's type `typestr`, of the array `name`. Of other kinds than these, the number is not
-/// one of bytes, or elements are addresses in this process.
+/// Bytes of an element of NumPy's type `typestr`, of the array `name`. For other kinds, the number is not a number of
+/// bytes, or elements are addresses in this process.
 fn item_bytes(typestr: &str, name: &str) -> PyResult<usize> {
     let bytes = match typestr.get(1..2) {
         Some("b" | "i" | "u" | "f" | "c" | "V") => {
@@ -360,7 +359,7 @@ fn item_bytes(typestr: &str, name: &str) -> PyResult<usize> {
     })
 }
 
-/// The `strides` of an array in elements, which its interface tells in bytes.
+/// Converts `strides` from bytes, as in the array interface, to elements.
 fn in_elements(
     strides: &[i64],
     shape: &[i64],
@@ -368,7 +367,7 @@ fn in_elements(
     name: &str,
 ) -> PyResult<Vec<i64>> {
     let item_bytes = i64::try_from(item_bytes.max(1)).unwrap_or(i64::MAX);
-    // Where there is one element or none along a dimension, the stride means nothing.
+    // Strides of dimensions with at most one element are ignored.
     let counts = !shape.contains(&0);
     let whole = |(stride, extent): (&i64, &i64)| stride % item_bytes == 0 || *extent == 1;
     if counts && !strides.iter().zip(shape).all(whole) {
@@ -382,8 +381,8 @@ fn in_elements(
     Ok(strides.iter().map(|stride| stride / item_bytes).collect())
 }
 
-/// Whether records of an array have fields that are addresses of Python objects. NumPy says so itself, whatever the
-/// fields' order; others describe the fields.
+/// Whether records of an array have fields that are references to Python objects. NumPy reports this itself; for other
+/// producers, the field descriptions are searched.
 fn has_objects(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>) -> PyResult<bool> {
     if let Ok(has) = object
         .getattr("dtype")
@@ -398,7 +397,7 @@ fn has_objects(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyDict>) -> PyRe
     }
 }
 
-/// Whether a field among `fields`, pairs of a name and a type, which may be such a list too, is a Python object.
+/// Whether any of `fields`, pairs of a name and a type or a nested list of fields, is a Python object.
 fn describes_objects(fields: &Bound<'_, PyAny>, depth: usize) -> PyResult<bool> {
     if depth > MAX_NESTING {
         return Err(invalid(format!(
@@ -418,7 +417,7 @@ fn describes_objects(fields: &Bound<'_, PyAny>, depth: usize) -> PyResult<bool> 
     Ok(false)
 }
 
-/// Whether the elements lie in the order of their indices without gaps.
+/// Whether elements are stored in row-major order without gaps.
 fn is_contiguous(shape: &[usize], strides: Option<&[i64]>) -> bool {
     let Some(strides) = strides else {
         return true;

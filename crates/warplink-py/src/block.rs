@@ -1,7 +1,7 @@
-//! Arguments of the Python function of a host kernel: its block, and its channels.
+//! Arguments of the Python function of a host kernel: its block and channels.
 //!
-//! Which block runs is known by the thread, so that these objects are of no use after the function has
-//! returned, or on another thread.
+//! The running block is thread-local, so these objects are invalid after the function has returned and on other
+//! threads.
 
 use crate::channel::PlaceInRegion;
 use crate::errors::raise;
@@ -28,7 +28,7 @@ struct Running {
     number: u64,
 }
 
-/// Sets back which block runs, however a function ends.
+/// Restores the previous running block when a function returns or unwinds.
 struct Reset(Option<Running>);
 
 impl Drop for Reset {
@@ -37,10 +37,10 @@ impl Drop for Reset {
     }
 }
 
-/// A block of a launch, for the function of a host kernel and as long as that runs.
+/// A block of a launch, passed to the function of a host kernel and valid while it runs.
 ///
-/// Everything raises InvalidArgumentError once the function has returned, and on another thread than the one that runs
-/// it.
+/// All methods raise InvalidArgumentError after the function has returned, and on any thread other than the one that
+/// runs it.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Block {
@@ -48,23 +48,24 @@ pub(crate) struct Block {
     place: Place,
 }
 
-/// A channel, as a block has it: the calls of `warplink::Channel` in CUDA C++, made by the whole block. A
-/// place in a region is an offset in bytes, or a pair of the region's number and an offset.
+/// A channel of a block: the methods of `warplink::Channel` in CUDA C++, called by the whole block. A position in a
+/// region is an offset in bytes, or a pair of the region's number and an offset.
 ///
-/// Everything raises InvalidArgumentError where the block's calls do. Calls with places raise it past the end of a region,
-/// too, and for a number that no region has. Calls that move data, signal, flush, wait or poll raise what ended the
-/// device's work, such as PeerLostError, if something did, and ClosedError where the channel's proxy has ended.
+/// All methods raise InvalidArgumentError where the block's methods do; methods that take positions also if a range
+/// passes the end of a region or the region does not exist. Methods that move data, signal, flush, wait or poll raise
+/// the error that ended the device's work, such as PeerLostError, if there is one, and ClosedError if the channel's
+/// proxy has ended.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct BlockChannel {
     number: u64,
     argument: usize,
-    /// Which of several.
+    /// Index in an array of channels.
     index: Option<usize>,
     place: Place,
 }
 
-/// Runs the function `body` as `block`. What it raises is what the kernel fails with.
+/// Runs the function `body` as `block`. An exception in it becomes the error of the kernel.
 pub(crate) fn run(block: &device::Block<'_>, body: &Owner, place: &Place) -> Result<()> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let number = COUNT.fetch_add(1, Ordering::Relaxed);
@@ -87,7 +88,7 @@ pub(crate) fn run(block: &device::Block<'_>, body: &Owner, place: &Place) -> Res
     called.ok_or_else(ended)?
 }
 
-/// Error of a kernel whose function raised `error`: the library's error if it is one.
+/// Converts the exception of a kernel's function: the library's error if it is one.
 fn failure(py: Python<'_>, error: &PyErr) -> Error {
     let own = error.value(py).getattr("kind").is_ok();
     if let Some(failed) = FAILED.take().filter(|_| own) {
@@ -95,10 +96,10 @@ fn failure(py: Python<'_>, error: &PyErr) -> Error {
     }
     Error::invalid(format!("the function of a host kernel raised {error}"))
         .with_operation("run a kernel")
-        .with_help("see to it that the function returns")
+        .with_help("fix the function, or handle the exception in it")
 }
 
-/// Calls `call` with block `number`, if it runs on this thread.
+/// Calls `call` with block `number`, if that block runs on this thread.
 fn running<R>(number: u64, call: impl FnOnce(&device::Block<'_>) -> Result<R>) -> Result<R> {
     let Some(running) = RUNNING.get().filter(|running| running.number == number) else {
         return Err(Error::invalid(
@@ -106,7 +107,7 @@ fn running<R>(number: u64, call: impl FnOnce(&device::Block<'_>) -> Result<R>) -
         )
         .with_help("make the call in the function of the kernel, on the thread that runs it"));
     };
-    // SAFETY: `run` set it and sets it back before the block ends; its lifetime does not leave `call`.
+    // SAFETY: `run` set the pointer and resets it before the block ends; the lifetime does not escape `call`.
     let called = call(unsafe { running.block.as_ref() });
     if let Err(error) = &called {
         FAILED.set(Some(error.clone()));
@@ -122,26 +123,26 @@ impl Block {
 
 #[pymethods]
 impl Block {
-    /// Its number in the grid.
+    /// The block's index in the grid.
     #[getter]
     fn index(&self) -> PyResult<u32> {
         self.ask(|block| Ok(block.index()))
     }
 
-    /// How many blocks the launch has.
+    /// The number of blocks of the launch.
     #[getter]
     fn blocks(&self) -> PyResult<u32> {
         self.ask(|block| Ok(block.blocks()))
     }
 
-    /// How many threads a block would have on a GPU.
+    /// The number of threads that a block would have on a GPU.
     #[getter]
     fn threads(&self) -> PyResult<u32> {
         self.ask(|block| Ok(block.threads()))
     }
 
-    /// The integer that is argument `argument` of the launch. Raises InvalidArgumentError where there is no such argument,
-    /// or it is something else; so for all arguments.
+    /// The integer passed as argument `argument` of the launch. Raises InvalidArgumentError if there is no such
+    /// argument or it has another type, as do the accessors below.
     fn integer(&self, argument: usize) -> PyResult<i128> {
         self.ask(|block| match block.i64(argument) {
             Ok(value) => Ok(value.into()),
@@ -149,7 +150,7 @@ impl Block {
         })
     }
 
-    /// The float or double that is argument `argument`.
+    /// The float or double passed as argument `argument`.
     fn real(&self, argument: usize) -> PyResult<f64> {
         self.ask(|block| match block.f64(argument) {
             Ok(value) => Ok(value),
@@ -157,19 +158,19 @@ impl Block {
         })
     }
 
-    /// The memory that is argument `argument`. A kernel is not kept from writing to what a read-only array was given for.
+    /// The memory passed as argument `argument`. Writes to memory of a read-only array are not prevented.
     fn memory(&self, argument: usize) -> PyResult<Memory> {
         let slice = self.ask(|block| block.slice(argument).cloned())?;
         Ok(Memory::new(slice, &self.place))
     }
 
-    /// The channel that is argument `argument`.
+    /// The channel passed as argument `argument`.
     fn channel(&self, argument: usize) -> PyResult<BlockChannel> {
         self.ask(|block| block.channel(argument).map(drop))?;
         Ok(self.of(argument, None))
     }
 
-    /// The channels that are argument `argument`.
+    /// The channels passed as argument `argument`.
     fn channels(&self, argument: usize) -> PyResult<Vec<BlockChannel>> {
         let count = self.ask(|block| Ok(block.channels(argument)?.len()))?;
         Ok((0..count)
@@ -177,8 +178,8 @@ impl Block {
             .collect())
     }
 
-    /// Blocks until the peers of all channels that are argument `argument` have called it too. Raises what ended the
-    /// device's work, such as PeerLostError, if something did.
+    /// Blocks until the peers of all channels passed as argument `argument` have called it as well. Raises the error
+    /// that ended the device's work, such as PeerLostError, if there is one.
     fn barrier(&self, py: Python<'_>, argument: usize) -> PyResult<()> {
         let number = self.number;
         py.detach(|| running(number, |block| block.barrier(&block.channels(argument)?)))
@@ -198,7 +199,7 @@ impl Block {
 }
 
 impl BlockChannel {
-    /// Makes a call that may block.
+    /// Runs a call that may block.
     fn call<R: Send>(
         &self,
         py: Python<'_>,
@@ -225,14 +226,14 @@ impl BlockChannel {
         self.call(py, |channel| Ok(channel.peer()))
     }
 
-    /// The memory of `nbytes` bytes of this rank's region.
+    /// Memory of `nbytes` bytes in this rank's region.
     fn here(&self, py: Python<'_>, at: PlaceInRegion, nbytes: u64) -> PyResult<Memory> {
         let at = At::from(at);
         let slice = self.call(py, |channel| channel.here(at, nbytes))?;
         Ok(Memory::new(slice, &self.place))
     }
 
-    /// Copies `nbytes` from `source` here to `target` at the peer; nothing is known until a signal or a flush.
+    /// Copies `nbytes` from `source` here to `target` at the peer; completion is only known after a signal or a flush.
     fn put(
         &self,
         py: Python<'_>,
@@ -244,7 +245,7 @@ impl BlockChannel {
         self.call(py, |channel| channel.put(target, source, nbytes))
     }
 
-    /// Copies `nbytes` from `source` at the peer to `target` here; nothing is known until a flush.
+    /// Copies `nbytes` from `source` at the peer to `target` here; completion is only known after a flush.
     fn get(
         &self,
         py: Python<'_>,
@@ -284,39 +285,39 @@ impl BlockChannel {
         })
     }
 
-    /// Counts up the peer's epoch by one, after everything that the block did before.
+    /// Increments the peer's epoch by one, ordered after all earlier operations of the block.
     fn signal(&self, py: Python<'_>) -> PyResult<()> {
         self.call(py, |channel| channel.signal())
     }
 
-    /// Blocks until sources of earlier puts may be overwritten, and what was got may be read.
+    /// Blocks until sources of earlier puts may be overwritten, and the data of earlier gets may be read.
     fn flush(&self, py: Python<'_>) -> PyResult<()> {
         self.call(py, |channel| channel.flush())
     }
 
-    /// Blocks until the peer has signalled once more than was waited for.
+    /// Blocks until the peer has sent one signal more than were consumed, and consumes it.
     fn wait(&self, py: Python<'_>) -> PyResult<()> {
         self.call(py, |channel| channel.wait())
     }
 
-    /// Blocks until the peer has signalled `epoch` times in all. Uses up no signal.
+    /// Blocks until the peer has signalled `epoch` times in total. Consumes no signal.
     fn wait_until(&self, py: Python<'_>, epoch: u64) -> PyResult<()> {
         self.call(py, |channel| channel.wait_until(epoch))
     }
 
-    /// As `wait`, where that would not block; whether there was a signal to use up.
+    /// The non-blocking form of `wait`; returns whether a signal was consumed.
     fn poll(&self, py: Python<'_>) -> PyResult<bool> {
         self.call(py, |channel| channel.poll())
     }
 
-    /// How often the peer has signalled so far.
+    /// The total number of signals received from the peer so far.
     fn epoch(&self, py: Python<'_>) -> PyResult<u64> {
         self.call(py, |channel| Ok(channel.epoch()))
     }
 
-    /// Puts `nbytes` as packets of 16 bytes, of which 8 are data, with `flag`. `nbytes` and the place of the data are
-    /// multiples of 8, that of the packets of 16. Raises InvalidArgumentError for others, and UnsupportedError on a channel
-    /// that is not direct.
+    /// Puts `nbytes` as packets of 16 bytes, each with 8 bytes of data, with `flag`. `nbytes` and the data's offset are
+    /// multiples of 8, the packets' offset of 16. Raises InvalidArgumentError otherwise, and UnsupportedError on a
+    /// channel that is not direct.
     fn put_packets(
         &self,
         py: Python<'_>,
@@ -331,8 +332,8 @@ impl BlockChannel {
         })
     }
 
-    /// Reads what the peer put here by `put_packets` with the same flag, once it is there, from `source` here
-    /// to `target` here. Raises InvalidArgumentError as that does.
+    /// Unpacks data that the peer put here by `put_packets` with the same flag from `source` here to `target` here,
+    /// once it has arrived. Raises InvalidArgumentError as `put_packets` does.
     fn read_packets(
         &self,
         py: Python<'_>,

@@ -1,4 +1,4 @@
-//! Collectives that are bound to their memory.
+//! Collectives bound to fixed memory.
 
 use crate::collective_options::told;
 use crate::errors::raise;
@@ -9,15 +9,15 @@ use pyo3::prelude::*;
 use std::sync::Arc;
 use warplink::collective;
 
-/// A collective that is bound to its memory, to be made as often as one likes.
+/// A collective bound to its memory, for any number of calls.
 ///
-/// Collectives.bind makes it. It keeps its arrays, which are read and written anew by each call; a graph that a call was
-/// recorded into keeps neither. What writes to the source and reads the target is for the caller to order, by the stream.
+/// Created by Collectives.bind. It keeps its arrays alive, which each call reads and writes anew; a graph that a call
+/// was captured into keeps neither. The caller orders other accesses to source and target through the stream.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct BoundCall {
     inner: Detached<collective::BoundCall>,
-    /// Who is told of calls.
+    /// Notified of each call.
     watched: Arc<Watched>,
 }
 
@@ -36,17 +36,18 @@ impl BoundCall {
 
 #[pymethods]
 impl BoundCall {
-    /// How it is done: a Choice, whose algorithm is "copy-engine" where the copy engine does it; None where the vendor's
-    /// library does.
+    /// How the call is performed: a Choice, whose algorithm is "copy-engine" if the copy engine performs it; None if
+    /// the vendor's library does.
     #[getter]
     fn choice<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let choice = self.inner()?.choice();
         choice.map(|choice| told(py, choice)).transpose()
     }
 
-    /// Enqueues the call once. It counts as a call of its Collectives, which all ranks make in the same order. Does not block.
+    /// Enqueues the call once. It counts as a call of its Collectives, whose calls all ranks make in the same order.
+    /// Does not block.
     ///
-    /// Raises PeerLostError where a rank was lost before.
+    /// Raises PeerLostError if a rank was lost before.
     fn enqueue(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
         py.detach(|| inner.enqueue(live)).map_err(raise)?;

@@ -1,4 +1,4 @@
-//! Connections, whose channels kernels take.
+//! Connections, whose channels are passed to kernels.
 
 use crate::array::Array;
 use crate::errors::{invalid, raise};
@@ -11,16 +11,15 @@ use pyo3::prelude::*;
 use warplink::channel::{self, ConnectionRequest};
 use warplink::device::{Argument, At};
 
-/// One end of a connection, to be connected with the other: to `peer`, a rank of the communicator, with
-/// `tag`, between `region` here and the one that the peer gives, which may have another length.
-/// `transport` is "direct", "proxied" or "network", the same on both ranks; if it is None, "direct" on one
-/// machine and "network" otherwise.
+/// Request for one end of a connection: to `peer`, a rank of the communicator, with `tag`, between `region` here and
+/// the region that the peer passes, which may have another length. `transport` is "direct", "proxied" or "network", the
+/// same on both ranks; None selects "direct" on one machine and "network" otherwise.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Connect(ConnectionRequest);
 
-/// One rank's end of a connection. Kernels take it as an argument, `warplink::Channel` in CUDA C++. It
-/// keeps its region registered. It may be dropped at any time: what launched kernels still need is kept.
+/// One rank's end of a connection. As a kernel argument it is a `warplink::Channel` in CUDA C++. It keeps its region
+/// registered. It may be dropped at any time: resources that launched kernels still use are kept.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Connection {
@@ -28,8 +27,8 @@ pub(crate) struct Connection {
     place: Place,
 }
 
-/// Connections that were made together. Kernels take it as an argument, `const warplink::Channel *` in CUDA
-/// C++, with the channels in the order in which they were requested.
+/// Connections created by one call. As a kernel argument it is a `const warplink::Channel *` in CUDA C++, with the
+/// channels in the order in which they were requested.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Connections {
@@ -77,7 +76,7 @@ impl Connection {
         Ok(self.inner.get("connection")?.peer())
     }
 
-    /// The tag that it was made with.
+    /// The tag of the connection.
     #[getter]
     fn tag(&self) -> PyResult<u64> {
         Ok(self.inner.get("connection")?.tag())
@@ -89,7 +88,7 @@ impl Connection {
         Ok(self.inner.get("connection")?.transport().to_string())
     }
 
-    /// Bytes of the peer's region.
+    /// Length of the peer's region in bytes.
     #[getter]
     fn peer_nbytes(&self) -> PyResult<usize> {
         let inner = self.inner.get("connection")?;
@@ -97,9 +96,9 @@ impl Connection {
         bytes.ok_or_else(|| invalid("the peer has no region"))
     }
 
-    /// Enqueues a copy of `source`, an array, to the peer's region from byte `offset` on. Nothing orders it
-    /// with what kernels do but a signal of a kernel that follows on `stream`. Raises InvalidArgumentError past
-    /// the end of the peer's region.
+    /// Enqueues a copy of `source`, an array, to the peer's region from byte `offset` on. It is not ordered with
+    /// operations of kernels, except by a signal of a later kernel on `stream`. Raises InvalidArgumentError if it
+    /// passes the end of the peer's region.
     #[pyo3(signature = (stream, source, offset=0))]
     fn write(
         &self,
@@ -115,7 +114,7 @@ impl Connection {
             .map_err(raise)
     }
 
-    /// Enqueues a copy from byte `offset` of the peer's region on to `target`, an array; see `write`.
+    /// Enqueues a copy from byte `offset` of the peer's region to `target`, an array; see `write`.
     #[pyo3(signature = (stream, target, offset=0))]
     fn read(
         &self,
@@ -165,7 +164,7 @@ impl Connections {
 
 #[pymethods]
 impl Connections {
-    /// The connection to `peer` with `tag`. Raises InvalidArgumentError where there is none.
+    /// The connection to `peer` with `tag`. Raises InvalidArgumentError if there is none.
     #[pyo3(signature = (peer, tag=0))]
     fn find(
         &self,
@@ -199,7 +198,7 @@ pub(crate) fn requests(objects: &[Bound<'_, Connect>]) -> Vec<ConnectionRequest>
     objects.iter().map(|one| one.get().0.clone()).collect()
 }
 
-/// A place in a region: an offset in bytes, or the region's number and an offset.
+/// A position in a region: an offset in bytes, or the region's number and an offset.
 #[derive(FromPyObject)]
 pub(crate) enum PlaceInRegion {
     Offset(u64),

@@ -1,4 +1,4 @@
-//! Options, operators and calls of collectives, from Python's words.
+//! Conversion of options, operators and calls of collectives from Python.
 
 use crate::array::Array;
 use crate::errors::{invalid, raise};
@@ -8,7 +8,7 @@ use warplink::collective::{Call, Choice, CollectiveKind, CollectiveOptions};
 use warplink::device::{ReduceOp, VendorCommunicator};
 use warplink::{DType, Rank};
 
-/// The operator `op`; of a sum, what values are multiplied by beforehand may be given.
+/// The operator `op`; a sum may have a factor that inputs are multiplied by before.
 pub(crate) fn operator(op: &str, factor: Option<f64>) -> PyResult<ReduceOp> {
     // PyTorch's name.
     let op = if op == "avg" { "average" } else { op };
@@ -52,7 +52,7 @@ pub(crate) fn call_on(
     } else {
         DType::U8
     };
-    // What the caller passed on every rank; what does not divide is found by the check of lengths.
+    // Elements passed by the caller on every rank; lengths that do not divide are rejected by the length check.
     let (input_rows, _) = kind.rows(world);
     let bytes = match kind {
         CollectiveKind::Broadcast | CollectiveKind::Scatter => target.slice.bytes(),
@@ -72,7 +72,7 @@ pub(crate) fn call_on(
     })
 }
 
-/// A choice as Python has it.
+/// Converts a choice to Python.
 pub(crate) fn told(py: Python<'_>, choice: Choice) -> PyResult<Bound<'_, PyAny>> {
     let arguments = (
         choice.algorithm.name(),
@@ -100,8 +100,8 @@ pub(crate) fn options(
             "the communicator is 0; expected the address of one of the vendor's library",
         ));
     }
-    // SAFETY: that it is one, and stays one for as long as what adopts it, the caller of `Communicator.collectives` sees
-    // to; it says so.
+    // SAFETY: the caller of `Communicator.collectives` guarantees, as documented there, that this is a communicator and
+    // remains one as long as the adopting object exists.
     let communicator =
         communicator.map(|address| unsafe { VendorCommunicator::from_raw(address as *mut c_void) });
     let default = CollectiveOptions::default();

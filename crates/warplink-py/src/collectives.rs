@@ -18,26 +18,27 @@ use warplink::Rank;
 use warplink::collective::{CollectiveKind, CollectivePath, ExpertOptions};
 use warplink::device::{AllocationKind, DeviceSlice};
 
-/// Bytes of an allocation of which none are used.
+/// Size of the placeholder allocation passed for arrays without elements.
 const NOTHING: usize = 16;
 
 /// The collectives of a communicator, on any memory.
 ///
-/// Every rank enqueues the same ones in the same order. Nothing blocks, but for the first call of its kind, which may
-/// compile a kernel, and the stream may be recording a graph. Arrays are anything that Communicator.borrow takes, and
-/// may be empty; targets are written and must not be read-only, sources are read, and both are kept until the stream is past them. The target may
-/// be the source; of all_gather and gather, the source may be this rank's part of the target; of reduce_scatter and
-/// scatter, the target its part of the source. `op` is "sum", "product", "max", "min" or "average"; for a sum of
-/// floats, `factor` is what they are multiplied by beforehand.
+/// Every rank enqueues the same calls in the same order. Calls do not block, except the first of its kind, which may
+/// compile a kernel, and may be captured into a graph. Arrays are anything that Communicator.borrow accepts, and may be
+/// empty; targets are written and must not be read-only, sources are read, and both are kept alive until the stream has
+/// passed the call. The target may be the source; for all_gather and gather, the source may be this rank's part of the
+/// target; for reduce_scatter and scatter, the target may be its part of the source. `op` is "sum", "product", "max",
+/// "min" or "average"; for a sum of floats, inputs are multiplied by `factor` first.
 ///
-/// send_receive and all_to_all_v move elements of any type, also of sizes that only the device knows, and experts makes a
-/// layer of experts.
+/// send_receive and all_to_all_v move elements of any type, also with sizes known only on the device, and experts
+/// creates a layer of experts.
 ///
-/// Calls raise InvalidArgumentError for lengths that do not fit, arrays that are not contiguous, that overlap in part or
-/// that are of another device, read-only targets and a root that is out of range; ParseError for an operator, and in
-/// reductions an element type, that there is not; TypeError for what is no array; UnsupportedError for a factor of
-/// integers, and for what the vendor's library cannot do where that does the call; and what ended the device's work, such as
-/// PeerLostError, if something did. That ranks call something else raises MismatchError in Stream.synchronize.
+/// Calls raise InvalidArgumentError for mismatched lengths, arrays that are not contiguous, overlap partially or belong
+/// to another device, read-only targets and a root out of range; ParseError for an unknown operator and, in reductions,
+/// an unknown element type; TypeError for objects that are no arrays; UnsupportedError for a factor with integers, and
+/// for calls that the vendor's library cannot execute if they are routed to it; and the error that ended the device's
+/// work, such as PeerLostError, if there is one. If ranks make different calls, Stream.synchronize raises
+/// MismatchError.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Collectives {
@@ -46,7 +47,7 @@ pub(crate) struct Collectives {
     pub(crate) world: usize,
     /// The memory of arrays without elements.
     pub(crate) nothing: DeviceSlice,
-    /// Who is told of calls.
+    /// Notified of each call.
     pub(crate) watched: Arc<Watched>,
 }
 
@@ -70,7 +71,7 @@ impl Collectives {
         self.inner.get("collectives")
     }
 
-    /// Has a thread wait for the calls from now on, instead of one that did so far.
+    /// Starts a thread that waits for subsequent calls, replacing any earlier one.
     pub(crate) fn watch(
         &self,
         py: Python<'_>,
@@ -97,14 +98,14 @@ impl Collectives {
         Ok(self.inner()?.path().name())
     }
 
-    /// Binds the collective named `kind`, such as "all_gather", to memory, for calls that are made again and again on the
-    /// same: ranks tell one another where it lies once, so that the copy engine can do large all-gathers and all-to-alls.
-    /// Every rank binds the same at the same time; blocks until all have. Targets and sources are those of the method of
-    /// that name, and are kept by the BoundCall. `op` and `factor` are for collectives that reduce, `root` for those that
-    /// have one.
+    /// Binds the collective named `kind`, such as "all_gather", to memory, for calls repeated on the same buffers:
+    /// ranks exchange addresses once, so that the copy engine can perform large all-gathers and all-to-alls. All ranks
+    /// bind the same call collectively; blocks until all have. Targets and sources are those of the method of that
+    /// name, and are kept alive by the BoundCall. `op` and `factor` are for collectives that reduce, `root` for those
+    /// with a root.
     ///
-    /// Raises MismatchError where ranks bind different calls, what the method of that name raises, and, where another rank
-    /// does not bind or has arguments that are refused, TimeoutError or PeerFailedError.
+    /// Raises MismatchError if ranks bind different calls, any error of the method of that name, and TimeoutError or
+    /// PeerFailedError if another rank does not bind or its arguments are rejected.
     #[pyo3(signature = (kind, target, source, *, op=None, factor=None, root=None))]
     #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn bind(
@@ -127,9 +128,10 @@ impl Collectives {
         Ok(BoundCall::new(bound.map_err(raise)?, &self.watched))
     }
 
-    /// Path of the collective named `kind`, such as "all_reduce", as in `path`; in a hybrid cube mesh, calls differ.
-    /// `count` is the elements of a part: what one rank passes to one other or to all. `op` is for collectives that reduce,
-    /// `root` for those that have one. Raises ParseError for a kind, a type or an operator that there is not.
+    /// Path of the collective named `kind`, such as "all_reduce", as in `path`; in a hybrid cube mesh, the path differs
+    /// between calls. `count` is the number of elements of a part: the data that one rank passes to one other or to
+    /// all. `op` is for collectives that reduce, `root` for those with a root. Raises ParseError for an unknown kind,
+    /// type or operator.
     #[pyo3(signature = (kind, count, dtype, op=None, root=None))]
     fn path_of(
         &self,
@@ -143,12 +145,13 @@ impl Collectives {
         Ok(self.inner()?.path_of(&call).name())
     }
 
-    /// How a call is done where `path_of` it is "direct": the algorithm, how many lanes (groups of threads of the kernel)
-    /// move data, the threads of each, and into how many chunks a lane cuts its data. Arguments are those of path_of.
+    /// How a call whose `path_of` is "direct" is performed: the algorithm, the number of lanes (groups of threads of
+    /// the kernel) that move data, the threads of each lane, and the number of chunks into which a lane splits its
+    /// data. Arguments are those of path_of.
     ///
-    /// Raises UnsupportedError where the algorithm that Communicator.collectives was given does not do the call, and where
-    /// the vendor's library does it; InvalidArgumentError for an operator or a root that the collective has not, or lacks;
-    /// ParseError as path_of does.
+    /// Raises UnsupportedError if the algorithm passed to Communicator.collectives does not implement the call, or the
+    /// vendor's library executes it; InvalidArgumentError if an operator or a root is missing or not supported by the
+    /// collective; ParseError as path_of does.
     #[pyo3(signature = (kind, count, dtype, op=None, root=None))]
     fn choice<'py>(
         &self,
@@ -164,14 +167,14 @@ impl Collectives {
         told(py, choice)
     }
 
-    /// Path of send_receive and all_to_all_v, as in `path`; None where they do not reach the other ranks.
+    /// Path of send_receive and all_to_all_v, as in `path`; None if they cannot reach the other ranks.
     #[getter]
     fn path_of_messages(&self) -> PyResult<Option<&'static str>> {
         Ok(self.inner()?.path_of_messages().map(CollectivePath::name))
     }
 
-    /// The address of the vendor library's communicator (`ncclComm_t` on GPUs) that does calls; None where the direct path
-    /// does all, and where a rank was lost. It is valid for as long as these collectives are and no rank is lost.
+    /// The address of the vendor library's communicator (`ncclComm_t` on GPUs) that executes calls; None if the direct
+    /// path executes all, or a rank was lost. It is valid as long as these collectives exist and no rank is lost.
     #[getter]
     fn communicator(&self) -> PyResult<Option<usize>> {
         let communicator = self.inner()?.communicator();
@@ -180,26 +183,26 @@ impl Collectives {
             .map(|communicator| communicator as usize))
     }
 
-    /// How many ranks there are.
+    /// The number of ranks.
     #[getter]
     fn size(&self) -> usize {
         self.world
     }
 
-    /// How many messages a send_receive takes at most.
+    /// The most messages of one send_receive.
     #[getter]
     fn max_messages(&self) -> usize {
         warplink::collective::MAX_MESSAGES
     }
 
-    /// Whether send_receive and all_to_all_v reach the other ranks. Where they do not, in a hybrid cube mesh on the direct
-    /// path alone or without the vendor's library, they raise UnsupportedError or the library's error.
+    /// Whether send_receive and all_to_all_v reach the other ranks. If not, in a hybrid cube mesh restricted to the
+    /// direct path or without the vendor's library, they raise UnsupportedError or the library's error.
     #[getter]
     fn serves_messages(&self) -> PyResult<bool> {
         Ok(self.inner()?.serves_messages())
     }
 
-    /// `target`, of `size` times the bytes of `source`, becomes every rank's source in rank order.
+    /// Sets `target`, of `size` times the bytes of `source`, to every rank's source in rank order.
     fn all_gather(
         &self,
         py: Python<'_>,
@@ -211,9 +214,9 @@ impl Collectives {
         self.enqueue(py, stream, kind, [target, source], None, None)
     }
 
-    /// `target` becomes the reduction of every rank's source. Where a factor is given, floats are multiplied by it before
-    /// they are summed. Raises InvalidArgumentError for a factor with another operator than "sum", and for arrays without an
-    /// element type; so for all reductions.
+    /// Sets `target` to the reduction of every rank's source. With a factor, floats are multiplied by it before they
+    /// are summed. Raises InvalidArgumentError for a factor with an operator other than "sum", and for arrays without
+    /// an element type, as do all reductions.
     #[pyo3(signature = (stream, target, source, op="sum", factor=None))]
     fn all_reduce(
         &self,
@@ -228,8 +231,7 @@ impl Collectives {
         self.enqueue(py, stream, kind, [target, source], Some((op, factor)), None)
     }
 
-    /// `target` becomes this rank's part of the reduction of every rank's source, which has `size` times
-    /// its bytes.
+    /// Sets `target` to this rank's part of the reduction of every rank's source, which has `size` times its bytes.
     #[pyo3(signature = (stream, target, source, op="sum", factor=None))]
     fn reduce_scatter(
         &self,
@@ -244,7 +246,7 @@ impl Collectives {
         self.enqueue(py, stream, kind, [target, source], Some((op, factor)), None)
     }
 
-    /// Part p of `target` becomes this rank's part of rank p's source.
+    /// Sets part p of `target` to this rank's part of rank p's source.
     fn all_to_all(
         &self,
         py: Python<'_>,
@@ -256,7 +258,7 @@ impl Collectives {
         self.enqueue(py, stream, kind, [target, source], None, None)
     }
 
-    /// `target` becomes the source of rank `root`; those of other ranks are not read.
+    /// Sets `target` to the source of rank `root`; the sources of other ranks are not read.
     fn broadcast(
         &self,
         py: Python<'_>,
@@ -269,7 +271,7 @@ impl Collectives {
         self.enqueue(py, stream, kind, [target, source], None, Some(root))
     }
 
-    /// On rank `root`, `target` becomes the reduction of every rank's source; those of other ranks are left alone.
+    /// On rank `root`, sets `target` to the reduction of every rank's source; the targets of other ranks are unchanged.
     #[pyo3(signature = (stream, target, source, root, op="sum", factor=None))]
     #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn reduce(
@@ -293,7 +295,7 @@ impl Collectives {
         )
     }
 
-    /// On rank `root`, `target` becomes every rank's source in rank order; those of other ranks are left alone.
+    /// On rank `root`, sets `target` to every rank's source in rank order; the targets of other ranks are unchanged.
     fn gather(
         &self,
         py: Python<'_>,
@@ -306,7 +308,7 @@ impl Collectives {
         self.enqueue(py, stream, kind, [target, source], None, Some(root))
     }
 
-    /// `target` becomes this rank's part of the source of rank `root`; those of other ranks are not read.
+    /// Sets `target` to this rank's part of the source of rank `root`; the sources of other ranks are not read.
     fn scatter(
         &self,
         py: Python<'_>,
@@ -319,10 +321,11 @@ impl Collectives {
         self.enqueue(py, stream, kind, [target, source], None, Some(root))
     }
 
-    /// The collective named `kind`, such as "all_reduce", between memory of the device at two addresses, as the methods
-    /// of these names do between arrays. `count` is the elements that one rank passes to one other or to all: of the
-    /// shorter of the two, where one is longer. The caller keeps the memory until the stream is past it. Raises ParseError
-    /// as path_of does, and InvalidArgumentError for an operator or a root that the collective has not, or lacks.
+    /// The collective named `kind`, such as "all_reduce", between device memory at two addresses, corresponding to the
+    /// method of that name. `count` is the number of elements that one rank passes to one other or to all: the length
+    /// of the shorter operand, if they differ. The caller keeps the memory allocated until the stream has passed the
+    /// call. Raises ParseError as path_of does, and InvalidArgumentError if an operator or a root is missing or not
+    /// supported by the collective.
     #[pyo3(signature = (kind, stream, target, source, count, dtype, op=None, root=None))]
     #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn call_at(
@@ -341,9 +344,9 @@ impl Collectives {
         self.enqueue_at(py, &call, stream, [target, source])
     }
 
-    /// `all_to_all_v` of bytes between memory of the device at two addresses: of rank p come the p-th of `target_nbytes`,
-    /// and to it go the p-th of `source_nbytes`, each part behind the one before. The caller keeps the memory until the
-    /// stream is past it. Raises what all_to_all_v raises.
+    /// `all_to_all_v` of bytes between device memory at two addresses: receives the p-th of `target_nbytes` bytes from
+    /// rank p and sends it the p-th of `source_nbytes` bytes, with contiguous parts. The caller keeps the memory
+    /// allocated until the stream has passed the call. Raises the errors of all_to_all_v.
     fn all_to_all_v_at(
         &self,
         py: Python<'_>,
@@ -357,8 +360,8 @@ impl Collectives {
         self.all_to_all_at(py, stream, [target, source], parts)
     }
 
-    /// Later work in the stream waits until every rank's stream has come to it. Raises the error that ended
-    /// the device's work, such as PeerLostError, if something did.
+    /// Later work in the stream waits until every rank's stream has reached the barrier. Raises the error that ended
+    /// the device's work, such as PeerLostError, if there is one.
     fn barrier(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
         py.detach(|| inner.barrier(live)).map_err(raise)?;
@@ -366,16 +369,16 @@ impl Collectives {
         Ok(())
     }
 
-    /// Sends and receives, `(peer, array)` each, all at the same time: none waits for another of the call.
+    /// Sends and receives, `(peer, array)` each, all concurrent: no message waits for another of the call.
     ///
-    /// Arrays have any element type and any length, also 0; what is received overlaps no other array of the call. The
-    /// n-th send to a rank is for the n-th receive there from this one, of as many bytes. Only the two ranks of a message
-    /// call, and may group their messages differently, as long as some order of them lets all go on; a message of a rank
-    /// to itself has both ends in one call. Does not block.
+    /// Arrays have any element type and any length, including 0; received data overlaps no other array of the call. The
+    /// n-th send to a rank matches the n-th receive there from this one, of the same number of bytes. Only the two
+    /// ranks of a message take part, and may group their messages differently, as long as some order lets all of them
+    /// progress; both ends of a message from a rank to itself belong in one call. Does not block.
     ///
-    /// Raises InvalidArgumentError for a rank out of range, arrays that overlap, more than 64 messages, and messages to
-    /// this rank that do not fit. Ends of other lengths raise MismatchError in Stream.synchronize on both ranks, with
-    /// the peer, where `path` is "direct".
+    /// Raises InvalidArgumentError for a rank out of range, arrays that overlap, more than 64 messages, and mismatched
+    /// messages to this rank itself. If the lengths of both ends differ, Stream.synchronize raises MismatchError, with
+    /// the peer, on both ranks if `path` is "direct".
     #[pyo3(signature = (stream, sends=Vec::new(), receives=Vec::new()))]
     fn send_receive(
         &self,
@@ -390,8 +393,8 @@ impl Collectives {
         self.messages(py, stream, &sends, &receives)
     }
 
-    /// `send_receive` of bytes between memory of the device: sends and receives are `(peer, (address, nbytes))` each. The
-    /// caller keeps the memory until the stream is past it. Raises what send_receive raises.
+    /// `send_receive` of bytes between device memory: sends and receives are `(peer, (address, nbytes))` each. The
+    /// caller keeps the memory allocated until the stream has passed the call. Raises the errors of send_receive.
     fn send_receive_at(
         &self,
         py: Python<'_>,
@@ -402,17 +405,18 @@ impl Collectives {
         self.messages_at(py, stream, &sends, &receives)
     }
 
-    /// Part p of `target` becomes this rank's part of rank p's `source`, for each rank, of a length of its own.
+    /// Sets part p of `target` to this rank's part of rank p's `source`, for each rank p, with a length for each pair
+    /// of ranks.
     ///
-    /// `target_counts` and `source_counts` say how many elements the part of each rank has, in rank order, and
-    /// `target_displacements` and `source_displacements` from which element on it lies; without these, parts lie one
-    /// after the other. Elements are those of the arrays, of any type, the same in both; of memory without a type they
-    /// are bytes. What this rank sends to another has as many elements as that one expects. Counts of 0 are allowed,
-    /// parts of the source may overlap, those of the target may not. Does not block.
+    /// `target_counts` and `source_counts` are the numbers of elements of each rank's part, in rank order, and
+    /// `target_displacements` and `source_displacements` the offsets of the parts in elements; without displacements,
+    /// parts are contiguous. Elements are those of the arrays, of any type, the same in both; for memory without a type
+    /// they are bytes. The count sent to a rank equals the count that it expects. Counts of 0 are allowed; parts of the
+    /// source may overlap, those of the target may not. Does not block.
     ///
-    /// Raises InvalidArgumentError for counts or displacements that are not one for each rank or reach beyond the
-    /// array, with the rank in `peer`. Ranks that expect other lengths raise MismatchError in Stream.synchronize on both
-    /// ranks, with the peer, where `path` is "direct".
+    /// Raises InvalidArgumentError if counts or displacements are not one per rank or reach beyond the array, with the
+    /// rank in `peer`. If ranks expect other lengths, Stream.synchronize raises MismatchError, with the peer, on both
+    /// ranks if `path` is "direct".
     #[pyo3(signature = (
         stream,
         target,
@@ -450,17 +454,18 @@ impl Collectives {
         Ok(())
     }
 
-    /// As all_to_all_v, where only memory of the device has the counts.
+    /// As all_to_all_v, with counts in device memory.
     ///
-    /// `source_counts` says how many elements go to each rank, and `target_counts` becomes how many came from each: both are
-    /// of `[size]`, in i64 or u64. `max_count` limits each count and is the same on all ranks; target and source have that
-    /// many elements for each rank, `[size, max_count]`, of which the first are used. What is beyond the count is neither
-    /// read nor written. Nothing that is written overlaps another array. No host waits for a count, and a graph serves all
-    /// counts up to the limit. Does not block.
+    /// `source_counts` holds the number of elements for each rank, and `target_counts` is set to the number received
+    /// from each: both have shape `[size]`, in i64 or u64. `max_count` limits each count and is the same on all ranks;
+    /// target and source have space for that many elements per rank, `[size, max_count]`, the first of which are used.
+    /// Elements beyond the count are neither read nor written. Memory that is written overlaps no other array. No host
+    /// waits for a count, and a captured graph is valid for all counts up to the limit. Does not block.
     ///
-    /// Raises InvalidArgumentError for arrays of other lengths or elements and for those that overlap, and UnsupportedError
-    /// where `path_of_messages` is not "direct". A count above `max_count` or below 0, and another `max_count` or element
-    /// size on another rank, raise MismatchError in Stream.synchronize on both ranks, with the peer.
+    /// Raises InvalidArgumentError for arrays of other lengths or elements and for those that overlap, and
+    /// UnsupportedError if `path_of_messages` is not "direct". If a count is above `max_count` or below 0, or
+    /// `max_count` or the element size differ on another rank, Stream.synchronize raises MismatchError, with the peer,
+    /// on both ranks.
     #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn all_to_all_v_on_device(
         &self,
@@ -476,26 +481,28 @@ impl Collectives {
         self.all_to_all_on_device(py, stream, arrays, max_count)
     }
 
-    /// A collective of rows with what follows it in a model, in one kernel: the sum of every rank's `input`, in single
-    /// precision and rank order, then the residual, a norm and a quantisation, of which any results are stored.
+    /// A collective of rows fused with the operations that follow it in a model, in one kernel: the sum of every rank's
+    /// `input`, in single precision and rank order, then the residual, a norm and a quantisation; any of the results
+    /// can be stored.
     ///
-    /// `input` is `[.., width]` of f32, f16 or bf16, as are all but what is quantised and its scales. h is the sum and
-    /// `residual`, rounded; n is h normalised by `norm`, "rms" or "layer", with `weight`, to which 1 is added with
-    /// `weight_bias`, and `bias`; q is n divided by a scale, as f8e4m3. Stored are, where they are given, the sum alone in `sum`, h in
-    /// `residual_out`, n in `output` and q in `quantized`. `quantization` is "static", where `scale` is f32[1] and read;
-    /// "per_token", where it is f32[rows] and written; "per_block" or "per_block_power_of_two", where each 128 elements
-    /// have one; "mxfp8", where each 32 have one, a u8 that is its exponent plus 127; or "nvfp4", where `quantized` are bytes
-    /// of two e2m1 each, the first in the low bits, and each 16 elements have a scale as f8e4m3, their largest magnitude / 6
-    /// times `global_scale`, an f32[1] that is read. One of `sum`, `residual_out` and `output` may be the memory of the input
-    /// or of the residual.
+    /// `input` is `[.., width]` of f32, f16 or bf16, as are all arrays but the quantised output and its scales. h is
+    /// the sum and `residual`, rounded; n is h normalised by `norm`, "rms" or "layer", with `weight`, to which 1 is
+    /// added with `weight_bias`, and `bias`; q is n divided by a scale, as f8e4m3. The arrays that are passed are
+    /// stored: the sum alone in `sum`, h in `residual_out`, n in `output` and q in `quantized`. `quantization` is
+    /// "static", where `scale` is f32[1] and read; "per_token", where it is f32[rows] and written; "per_block" or
+    /// "per_block_power_of_two", with one per 128 elements; "mxfp8", with one per 32 elements, a u8 that is its
+    /// exponent plus 127; or "nvfp4", where `quantized` are bytes of two e2m1 each, the first in the low bits, and each
+    /// 16 elements have a scale as f8e4m3, their largest magnitude / 6 times `global_scale`, an f32[1] that is read.
+    /// One of `sum`, `residual_out` and `output` may be the memory of the input or of the residual.
     ///
-    /// `kind` is "all_reduce", "all_reduce_sharded", where a rank has the residual, the sum and residual_out of its rows
-    /// alone, "reduce_scatter" or "all_gather". Ranks then own as many rows each, in rank order. With `wire` "fp8" rows travel
-    /// as floats of 8 bits with a scale for each 128 elements, for an error that docs/fused.md states. Does not block.
+    /// `kind` is "all_reduce", "all_reduce_sharded", where a rank has the residual, the sum and residual_out of only
+    /// its own rows, "reduce_scatter" or "all_gather". Ranks then own the same number of rows each, in rank order. With
+    /// `wire` "fp8" rows travel as floats of 8 bits with a scale for each 128 elements; docs/fused.md documents the
+    /// error. Does not block.
     ///
-    /// Raises InvalidArgumentError for memory that does not fit or overlaps, ParseError for names that there are not, and
-    /// UnsupportedError where `path` is "engine" or a row is too long for the workspace. Ranks that call something else
-    /// raise MismatchError in Stream.synchronize.
+    /// Raises InvalidArgumentError for memory of the wrong size or that overlaps, ParseError for unknown names, and
+    /// UnsupportedError if `path` is "engine" or a row is too long for the workspace. If ranks make different calls,
+    /// Stream.synchronize raises MismatchError.
     #[pyo3(signature = (
         stream,
         input,
@@ -546,15 +553,15 @@ impl Collectives {
 
     /// A layer of experts on these ranks, with memory for its calls.
     ///
-    /// `experts` is how many there are, a multiple of the ranks: rank r has those from `r * experts / size` on. A token
-    /// goes to `top_k` of them. `max_tokens` is the most tokens of a rank in one call, `elements` the length of a token's
-    /// row, and `dtype` its type: "f32", "f16" or "bf16". `max_rows` is the most rows that one rank sends to one other in
-    /// a call; None takes the most that there may be. All ranks pass the same. Asks no other rank; blocks while
-    /// kernels are compiled, the first time on a machine.
+    /// `experts` is the number of experts, a multiple of the number of ranks: rank r owns `experts / size` of them,
+    /// starting at `r * experts / size`. A token goes to `top_k` of them. `max_tokens` is the most tokens per rank in
+    /// one call, `elements` the length of a token's row, and `dtype` its type: "f32", "f16" or "bf16". `max_rows` is
+    /// the most rows that one rank sends to one other in a call; None selects the upper bound that follows from the
+    /// other options. All ranks pass the same options. Does not communicate; blocks while kernels are compiled, the
+    /// first time on a machine.
     ///
-    /// Raises InvalidArgumentError for options that do not fit together, ParseError for a type that there is not,
-    /// UnsupportedError where `path` is "engine" and for rows that are longer than a chunk of the workspace, and
-    /// OutOfMemoryError.
+    /// Raises InvalidArgumentError for inconsistent options, ParseError for an unknown type, UnsupportedError if `path`
+    /// is "engine" or rows are longer than a chunk of the workspace, and OutOfMemoryError.
     #[pyo3(signature = (*, experts, top_k, max_tokens, elements, dtype, max_rows=None))]
     #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn experts(

@@ -27,9 +27,9 @@ use warplink::{Deadline, Error};
 
 /// An ordered group of the ranks of a job, numbered from 0.
 ///
-/// Methods that involve other ranks say whether they block; they do so without the interpreter's lock.
-/// Waits end at the job's timeout with TimeoutError, and with PeerLostError, which names the rank, when
-/// one is lost. Objects may be used from several threads.
+/// Methods that involve other ranks document whether they block; they do so without the interpreter's lock. Waits end
+/// at the job's timeout with TimeoutError, and with PeerLostError, which contains the rank, when a rank is lost.
+/// Objects may be used from several threads.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Communicator {
@@ -71,7 +71,7 @@ impl Communicator {
         Ok(self.inner()?.rank())
     }
 
-    /// How many ranks the communicator has.
+    /// The number of ranks in the communicator.
     #[getter]
     fn size(&self) -> PyResult<usize> {
         Ok(self.inner()?.world())
@@ -89,22 +89,22 @@ impl Communicator {
         self.place.device.kind().to_string()
     }
 
-    /// The device's name for people.
+    /// The device's human-readable name.
     #[getter]
     fn device_name(&self) -> String {
         self.place.device.name()
     }
 
-    /// The communicator of `ranks` of this one, this rank among them, in their order. Ranks that are not
-    /// listed need not call anything. Does not block. Raises InvalidArgumentError where a rank is out of range or
-    /// listed twice, or this one is not listed.
+    /// The communicator of `ranks` of this one, this rank among them, in their order. Ranks that are not listed need
+    /// not call anything. Does not block. Raises InvalidArgumentError if a rank is out of range or listed twice, or
+    /// this one is not listed.
     fn subgroup(&self, ranks: Vec<usize>) -> PyResult<Self> {
         let made = self.inner()?.subgroup(&ranks).map_err(raise)?;
         Ok(self.another(made))
     }
 
-    /// The communicator of the ranks that give the same `color` (at least 0), ordered by `key`, then by
-    /// rank. Every rank calls it at the same time. Blocks until all have. Raises what `barrier` raises.
+    /// The communicator of the ranks that pass the same `color` (at least 0), ordered by `key`, then by rank.
+    /// Collective: blocks until every rank has called it. Raises the errors of `barrier`.
     #[pyo3(signature = (color, key=0))]
     fn split(
         &self,
@@ -117,9 +117,8 @@ impl Communicator {
         Ok(self.another(made))
     }
 
-    /// The communicator of the ranks that are still there, which all of them call at the same time after
-    /// a PeerLostError. Blocks until all have. Raises GivenUpError where the others go on without this rank, and
-    /// TimeoutError after the job's timeout.
+    /// The communicator of the remaining ranks, all of which call this after a PeerLostError. Blocks until all have.
+    /// Raises GivenUpError if the others continue without this rank, and TimeoutError after the job's timeout.
     fn survivors(&self, py: Python<'_>) -> PyResult<Self> {
         let inner = self.inner()?;
         let made = interruptible(py, move || inner.survivors())?;
@@ -127,14 +126,14 @@ impl Communicator {
     }
 
     /// Blocks until every rank has called it. It orders hosts, not streams. Raises PeerLostError or PeerLeftError,
-    /// which name the rank, when one is gone, and TimeoutError, which names one that did not call it.
+    /// which contain the rank, if one is gone, and TimeoutError, which contains one that did not call it.
     fn barrier(&self, py: Python<'_>) -> PyResult<()> {
         let inner = self.inner()?;
         interruptible(py, move || inner.barrier())
     }
 
-    /// Every rank's bytes, in rank order. Blocks until every rank has called it. For small data: it
-    /// goes through the store.
+    /// Every rank's bytes, in rank order. Blocks until every rank has called it. For small data: it is transferred
+    /// through the store.
     fn all_gather_bytes<'py>(
         &self,
         py: Python<'py>,
@@ -157,10 +156,10 @@ impl Communicator {
         Ok(Region::new(region, &self.place))
     }
 
-    /// Registers an array's memory for peers, without a copy; the array is kept as long as the region or
-    /// a peer's mapping. On a GPU, `stream` is made to wait for what the array's producer does with it.
-    /// Raises UnsupportedError where the memory cannot be shared: on the host device that is all but
-    /// the memory of `alloc` and views of it. Raises InvalidArgumentError for a read-only array.
+    /// Registers an array's memory for peers, without a copy; the array is kept alive as long as the region or a peer's
+    /// mapping. On a GPU, `stream` waits for the producer's pending work on the array. Raises UnsupportedError if the
+    /// memory cannot be shared: on the host device that is all memory except that of `alloc` and views of it. Raises
+    /// InvalidArgumentError for a read-only array.
     #[pyo3(signature = (array, stream=None))]
     fn register(
         &self,
@@ -174,8 +173,8 @@ impl Communicator {
         Ok(Region::new(region, &self.place))
     }
 
-    /// An array's memory in place, for local use: copies, inputs of programs, collectives. That of a read-only array is
-    /// never their target. On a GPU, blocks until an array of JAX's is computed where no `stream` is given.
+    /// An array's memory in place, for local use: copies, inputs of programs, collectives. Memory of a read-only array
+    /// is never their target. On a GPU without `stream`, blocks until a JAX array is computed.
     #[pyo3(signature = (array, stream=None))]
     fn borrow(&self, array: &Bound<'_, PyAny>, stream: Option<&Stream>) -> PyResult<Memory> {
         let array = Array::resolve(array, &self.place, stream.map(Stream::raw_handle))?;
@@ -186,9 +185,9 @@ impl Communicator {
         })
     }
 
-    /// Contiguous memory of the device at `address` as an array of `shape` and `dtype`, kept by the caller
-    /// as long as anything uses it: for what is called too often for an object that keeps it, such as the
-    /// tensors of a run. Raises InvalidArgumentError where it is not memory of the device.
+    /// Contiguous device memory at `address` as an array of `shape` and `dtype`, kept allocated by the caller as long
+    /// as it is used: for calls too frequent to create an owning object each time, such as for the tensors of a run.
+    /// Raises InvalidArgumentError if it is not memory of the device.
     fn view_at(
         &self,
         address: u64,
@@ -200,8 +199,8 @@ impl Communicator {
         View::new(&slice, &self.place, shape, &dtype)
     }
 
-    /// A handle of `region` for `peer` to `open_handle`, by whatever way it gets there. It is good for
-    /// one opening, and keeps the memory allocated until that is undone.
+    /// A handle of `region` for `peer` to pass to `open_handle`; the application transfers it by any means. It is valid
+    /// for one opening, and keeps the memory allocated until that mapping ends.
     fn export_handle<'py>(
         &self,
         py: Python<'py>,
@@ -215,8 +214,8 @@ impl Communicator {
         Ok(PyBytes::new(py, &handle))
     }
 
-    /// Maps the region that `peer` exported for this rank. Raises InvalidHandleError where the handle is
-    /// truncated, altered or not `peer`'s, or its region is gone.
+    /// Maps the region that `peer` exported for this rank. Raises InvalidHandleError if the handle is truncated,
+    /// altered or not `peer`'s, or its region is gone.
     fn open_handle(&self, py: Python<'_>, peer: usize, handle: &[u8]) -> PyResult<RemoteRegion> {
         let (inner, handle) = (self.inner()?, handle.to_vec());
         let region = py
@@ -228,9 +227,9 @@ impl Communicator {
         })
     }
 
-    /// Maps the region that every other rank shares by the same call: a list by rank, with None for this one. Blocks until
-    /// all ranks have called it. Raises an error on all ranks where one cannot share its region or map those of the others:
-    /// PeerFailedError on those that could.
+    /// Maps the region that every other rank shares by the same call: a list by rank, with None for this one. Blocks
+    /// until all ranks have called it. If a rank cannot share its region or map those of the others, it raises an error
+    /// on all ranks: PeerFailedError on those that succeeded.
     fn share(&self, py: Python<'_>, region: &Region) -> PyResult<Vec<Option<RemoteRegion>>> {
         let (inner, region) = (self.inner()?, region.registered()?);
         let shared = py.detach(|| inner.share(&region)).map_err(raise)?;
@@ -244,7 +243,7 @@ impl Communicator {
         Ok(shared.collect())
     }
 
-    /// Makes a stream; work of one with `high_priority` comes before other work of the device.
+    /// Creates a stream; work of a stream with `high_priority` precedes other work of the device.
     #[pyo3(signature = (high_priority=false))]
     fn create_stream(&self, py: Python<'_>, high_priority: bool) -> PyResult<Stream> {
         let inner = self.inner()?;
@@ -257,9 +256,9 @@ impl Communicator {
         Ok(Stream::new(stream, inner, &self.place))
     }
 
-    /// A stream that somebody else made, such as `torch.cuda.current_stream()`: `raw` is its handle
-    /// (`.cuda_stream`), a valid stream of the job's GPU as long as `owner` exists, which is held. Raises
-    /// UnsupportedError on the host device, whose streams have no raw form.
+    /// Wraps a stream created elsewhere, such as `torch.cuda.current_stream()`: `raw` is its handle (`.cuda_stream`), a
+    /// valid stream of the job's GPU as long as `owner` exists, which is held. Raises UnsupportedError on the host
+    /// device, whose streams have no raw form.
     #[pyo3(signature = (raw, owner=None))]
     fn borrow_stream(
         &self,
@@ -269,28 +268,28 @@ impl Communicator {
     ) -> PyResult<Stream> {
         let inner = self.inner()?;
         let owner = Arc::new(Owner::new(owner.unwrap_or_else(|| py.None())));
-        // SAFETY: the caller promises, as documented, that `raw` is a valid stream of this device as
-        // long as `owner` is held; a handle that the driver does not know is refused by the driver.
+        // SAFETY: the caller guarantees, as documented, that `raw` is a valid stream of this device as long as `owner`
+        // is held; the driver rejects unknown handles.
         let stream = unsafe { self.place.device.borrow_stream(raw, owner) };
         Ok(Stream::new(stream.map_err(raise)?, inner, &self.place))
     }
 
-    /// Connects with peers, for channels in kernels: `requests` are `Connect` objects, in any order. Blocks
-    /// until the peers have requested their ends. Raises MismatchError where transports differ.
+    /// Connects with peers, for channels in kernels: `requests` are `Connect` objects, in any order. Blocks until the
+    /// peers have requested their ends. Raises MismatchError if transports differ.
     fn connect(&self, py: Python<'_>, requests: Vec<Bound<'_, Connect>>) -> PyResult<Connections> {
         let (inner, requests) = (self.inner()?, channel::requests(&requests));
         let made = py.detach(|| inner.connect(&requests)).map_err(raise)?;
         Ok(Connections::new(made, &self.place))
     }
 
-    /// Loads code of the caller's: `cuda` is CUDA C++ with extern "C" kernels, which may include
-    /// `<warplink/device.cuh>`; `image` instead of that a cubin, a fat binary or PTX; `options` are the
-    /// compiler's. `host` are functions for the host device, by the kernel's name: each is called with a
-    /// `Block`, for every block of a launch, on a thread of the device. `name` is for messages.
+    /// Loads user code: `cuda` is CUDA C++ with extern "C" kernels, which may include `<warplink/device.cuh>`; `image`
+    /// is alternatively a cubin, a fat binary or PTX; `options` are compiler options. `host` are functions for the host
+    /// device, by the kernel's name: each is called with a `Block`, for every block of a launch, on a thread of the
+    /// device. `name` is for error messages.
     ///
-    /// Blocks, on a GPU perhaps until running kernels are done: load modules before anything waits for a peer.
-    /// Kernels must reach no memory but what their arguments name. Raises UnsupportedError where there is no
-    /// code for the device, InvalidArgumentError for an image that is cut off or none, DriverError with the compiler's messages.
+    /// Blocks, on a GPU possibly until running kernels finish: load modules before anything waits for a peer. Kernels
+    /// must only access memory that their arguments refer to. Raises UnsupportedError if there is no code for the
+    /// device, InvalidArgumentError for a malformed or truncated image, DriverError with the compiler's messages.
     #[pyo3(signature = (name, *, cuda=None, image=None, options=Vec::new(), host=None))]
     fn load_module(
         &self,
@@ -313,22 +312,21 @@ impl Communicator {
         Module::load(py, &self.place, source, host)
     }
 
-    /// Makes an event; only one with `timing` can measure time.
+    /// Creates an event; only an event with `timing` can measure time.
     #[pyo3(signature = (timing=false))]
     fn create_event(&self, timing: bool) -> PyResult<Event> {
         let event = self.place.device.create_event(timing).map_err(raise)?;
         Ok(Event::new(event))
     }
 
-    /// Turns for streams that use the same memory.
+    /// Creates turns, which order streams that use the same memory.
     fn turns(&self) -> Turns {
         Turns::new(&self.place)
     }
 
-    /// Matches transfers (`Send` and `Receive`) with their other ends, once; the results are posted and
-    /// waited for any number of times. Blocks until the peers have exchanged theirs, at most `timeout`
-    /// seconds (the job's if None). Raises MismatchError where the two ends have other lengths or
-    /// protocols.
+    /// Matches transfers (`Send` and `Receive`) with their other ends, once; the results can be posted and waited for
+    /// any number of times. Blocks until the peers have exchanged theirs, at most `timeout` seconds (the job's if
+    /// None). Raises MismatchError if lengths or protocols of the two ends differ.
     #[pyo3(signature = (requests, timeout=None))]
     fn exchange(
         &self,
@@ -348,9 +346,9 @@ impl Communicator {
         Ok(made.into_iter().map(Transfer::new).collect())
     }
 
-    /// Sends `region` once to `peer`: exchanges, posts and waits on `stream`. Blocks until the peer has
-    /// called `receive`, not until the bytes have moved. Raises MismatchError where the two ends have other lengths,
-    /// TimeoutError after the job's timeout, and PeerLostError when the peer is lost.
+    /// Sends `region` once to `peer`: exchanges, posts and waits on `stream`. Blocks until the peer has called
+    /// `receive`, not until the bytes have moved. Raises MismatchError if lengths of the two ends differ, TimeoutError
+    /// after the job's timeout, and PeerLostError if the peer is lost.
     #[pyo3(signature = (region, peer, stream, tag=0))]
     fn send(
         &self,
@@ -380,8 +378,7 @@ impl Communicator {
             .map_err(raise)
     }
 
-    /// Does every transfer (`Send` and `Receive`) once, as one group, in whatever order they are given;
-    /// see `send`. Raises the same.
+    /// Performs every transfer (`Send` and `Receive`) once, as one group, in any order; see `send`. Raises the same.
     fn once(
         &self,
         py: Python<'_>,
@@ -393,28 +390,28 @@ impl Communicator {
         py.detach(|| inner.once(&requests, stream)).map_err(raise)
     }
 
-    /// A barrier of streams, to be enqueued any number of times. Every rank makes one at the same time.
-    /// Blocks until all have. Raises TimeoutError after the job's timeout, and PeerLostError when a rank is lost.
+    /// A barrier of streams, which can be enqueued any number of times. Collective: blocks until every rank has called
+    /// it. Raises TimeoutError after the job's timeout, and PeerLostError if a rank is lost.
     fn stream_barrier(&self, py: Python<'_>) -> PyResult<StreamBarrier> {
         let inner = self.inner()?;
         let barrier = py.detach(|| inner.stream_barrier()).map_err(raise)?;
         Ok(StreamBarrier(barrier))
     }
 
-    /// Collectives. Every rank makes them at the same time, with the same options, and blocks until all have.
+    /// Creates collectives. Collective: all ranks call it with the same options, and it blocks until all have.
     ///
-    /// `path` is the only one that is allowed: "direct", kernels that access the peers' memory, or "engine", the
-    /// vendor's library; None takes the direct one where all ranks can map one another's memory and are not too
-    /// many. `algorithm`, such as "one-shot", is the only one that the direct path may use, and `workspace_bytes` the
-    /// memory that it has on each rank. A call takes `multiprocessors` at most, at least 2, else the fewest that are fast.
-    /// Without options, later calls give the same collectives again at once.
-    /// `communicator` is the address of a communicator of the vendor's library (`ncclComm_t` on GPUs) that the application
-    /// has, of the same ranks in the same order: calls that go to the library use it instead of one made here. It stays
-    /// the application's, which must not destroy it before nothing refers to these collectives and their streams are done;
-    /// when a rank is lost, it aborts it once a call has raised that, or what is in the library never ends. It is of the
-    /// library that is loaded here, its calls block, and no other thread uses it meanwhile; another number than such an
-    /// address crashes the process.
-    /// Raises MismatchError where the options of the ranks differ, or the communicator has other ranks.
+    /// `path` is the only path allowed: "direct", kernels that access the peers' memory, or "engine", the vendor's
+    /// library; None selects the direct one if all ranks can map one another's memory and are not too many.
+    /// `algorithm`, such as "one-shot", is the only one allowed on the direct path, and `workspace_bytes` the direct
+    /// path's memory on each rank. A call uses at most `multiprocessors`, at least 2, by default the smallest number
+    /// that reaches full speed. Without options, later calls return the same collectives again immediately.
+    /// `communicator` is the address of an existing communicator of the vendor's library (`ncclComm_t` on GPUs), of the
+    /// same ranks in the same order: calls routed to the library use it instead of one created here. The application
+    /// keeps ownership, and must not destroy it before nothing refers to these collectives and their streams are
+    /// synchronized; if a rank is lost, the application aborts it once a call has raised the loss, or calls in the
+    /// library never end. It must belong to the library that is loaded here, its calls must block, and no other thread
+    /// may use it meanwhile; any other number crashes the process. Raises MismatchError if the options of the ranks
+    /// differ, or the communicator has other ranks.
     #[pyo3(signature = (*, path=None, algorithm=None, workspace_bytes=None, communicator=None, multiprocessors=None))]
     fn collectives(
         &self,
@@ -444,11 +441,11 @@ impl Communicator {
         joined.map_err(raise)
     }
 
-    /// Has a thread wait for the calls that are made through this object `calls`, where no host waits for their
-    /// streams: collectives (those of experts are not waited for) or turns, of this communicator. A call that takes
-    /// longer than `timeout` seconds aborts this rank, so that what waits on the device is let go. With `grace`, the process
-    /// ends by the signal SIGABRT when a call has failed and no exception has told of a failure for that many seconds, unless
-    /// the watch was closed meanwhile. Asks no other rank.
+    /// Starts a thread that waits for the calls made through this object `calls`, for applications in which no host
+    /// thread waits for their streams: collectives (calls of experts are not waited for) or turns, of this
+    /// communicator. A call that takes longer than `timeout` seconds aborts this rank, so that waits on the device end.
+    /// With `grace`, the process is terminated by SIGABRT if no exception has reported a failure for that many seconds
+    /// after a call has failed, unless the watch was closed meanwhile. Does not communicate.
     #[pyo3(signature = (calls, timeout, grace=None))]
     fn watch(
         &self,
@@ -468,36 +465,35 @@ impl Communicator {
         }
     }
 
-    /// The vendor's library: NCCL on GPUs, a substitute on the host device. Every rank makes the first at the same
-    /// time, and blocks until all have. Raises LibraryMissingError without the library.
+    /// The vendor's library: NCCL on GPUs, a substitute on the host device. The first call is collective, and blocks
+    /// until all ranks have made it. Raises LibraryMissingError without the library.
     fn collective_engine(&self, py: Python<'_>) -> PyResult<CollectiveEngine> {
         let inner = self.inner()?;
         let engine = py.detach(|| inner.collective_engine()).map_err(raise)?;
         Ok(CollectiveEngine::new(engine, &self.place, inner.world()))
     }
 
-    /// An executor of programs and overlapped matmuls, with pools of its own. Keep it as long as its
-    /// plans are made anew.
+    /// An executor of programs and overlapped matmuls, with its own pools. Reuse it as long as plans are created.
     fn executor(&self) -> PyResult<Executor> {
         let inner = self.inner()?;
         Ok(Executor::new(inner.executor(), &self.place))
     }
 
-    /// How many allocations are registered here (or still mapped by a peer), and how many of peers' are
+    /// The number of allocations registered here (or still mapped by a peer), and the number of peers' allocations
     /// mapped here.
     fn registrations_and_mappings(&self) -> PyResult<(usize, usize)> {
         Ok(self.inner()?.registrations_and_mappings())
     }
 
-    /// Unmaps what no transfer uses, and tells its owners. Blocks until they were told.
+    /// Unmaps memory that no transfer uses, and notifies its owners. Blocks until they were notified.
     fn release_idle(&self, py: Python<'_>) -> PyResult<()> {
         let inner = self.inner()?;
         py.detach(|| inner.release_idle()).map_err(raise)
     }
 
-    /// Closes the communicator: blocks until every rank of it has. Closing that of all ranks is leaving
-    /// the job. Does nothing the second time. Raises TimeoutError where streams still wait for peers, or a rank does
-    /// not close, and PeerLostError when one is lost; it is closed all the same.
+    /// Closes the communicator: blocks until every rank of it has. Closing the communicator of all ranks leaves the
+    /// job. A second call does nothing. Raises TimeoutError if streams still wait for peers, or a rank does not close,
+    /// and PeerLostError if one is lost; it is closed in any case.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         match self.inner.take() {
             Some(inner) => py.detach(|| inner.close()).map_err(raise),
@@ -505,15 +501,15 @@ impl Communicator {
         }
     }
 
-    /// Leaves the job as a failure: the peers' waits end with PeerLostError, which says `reason`. Later calls of this
-    /// rank raise ClosedError.
+    /// Leaves the job with a failure: the peers' waits end with PeerLostError, which contains `reason`. Later calls of
+    /// this rank raise ClosedError.
     fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         let inner = self.inner()?;
         py.detach(|| inner.abort(reason));
         Ok(())
     }
 
-    /// Raises the error that ended the device's work, if one did.
+    /// Raises the error that ended the device's work, if there is one.
     fn check(&self) -> Result<(), PyErr> {
         let fault: Result<(), Error> = self.place.device.fault().check();
         fault.map_err(raise)

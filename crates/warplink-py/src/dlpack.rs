@@ -1,9 +1,9 @@
-//! DLPack: reading tensors of other libraries and handing out views, without copies.
+//! DLPack: reading tensors of other libraries and exporting views, without copies.
 //!
-//! A tensor is read from a capsule of DLPack 1, `DLManagedTensorVersioned` in one named
-//! `dltensor_versioned`, which tells read-only memory, or of DLPack 0.x, `DLManagedTensor` in one named
-//! `dltensor`, which every library produces when it is not asked for a version. A capsule that is read is
-//! not consumed: it is held as the owner of the memory, and its own destructor lets go of the tensor.
+//! A tensor is read from a capsule of DLPack 1, a `DLManagedTensorVersioned` named `dltensor_versioned`, which reports
+//! read-only memory, or of DLPack 0.x, a `DLManagedTensor` named `dltensor`, which every library produces if no version
+//! is requested. A capsule that is read is not consumed: it is held as the owner of the memory, and its own destructor
+//! releases the tensor.
 
 use crate::element::Element;
 use crate::errors::invalid;
@@ -21,10 +21,10 @@ pub(crate) const CUDA_HOST: i32 = 3;
 const NAME: &CStr = c"dltensor";
 const VERSIONED: &CStr = c"dltensor_versioned";
 
-/// The version that is asked for, and of which all minor ones can be read.
+/// The requested version; all of its minor versions can be read.
 pub(crate) const VERSION: (u32, u32) = (1, 0);
 
-/// Of a versioned tensor's flags, the one of memory that must not be written.
+/// Flag of a versioned tensor whose memory must not be written.
 const READ_ONLY: u64 = 1;
 
 #[repr(C)]
@@ -65,9 +65,9 @@ pub(crate) struct Described {
     pub(crate) element: Option<Element>,
     pub(crate) item_bytes: usize,
     pub(crate) shape: Vec<i64>,
-    /// In elements; none where it is contiguous.
+    /// In elements; `None` if contiguous.
     pub(crate) strides: Option<Vec<i64>>,
-    /// None where the capsule does not say: before DLPack 1, there is no sign of it.
+    /// `None` if unknown: capsules before DLPack 1 cannot express it.
     pub(crate) read_only: Option<bool>,
 }
 
@@ -76,7 +76,7 @@ trait Managed: Sized {
     /// The name of an unused capsule.
     const NAME: &'static CStr;
 
-    /// One without a context, which `deleter` frees.
+    /// A tensor without a context, which `deleter` frees.
     fn new(tensor: DLTensor, read_only: bool, deleter: unsafe extern "C" fn(*mut Self)) -> Self;
     fn tensor(&mut self) -> &mut DLTensor;
     fn context(&mut self) -> &mut *mut c_void;
@@ -134,7 +134,7 @@ impl Managed for DLManagedTensorVersioned {
     }
 }
 
-/// Memory to be handed out.
+/// Memory to be exported.
 pub(crate) struct Shared<'a> {
     pub(crate) address: u64,
     pub(crate) device: (i32, i32),
@@ -143,7 +143,7 @@ pub(crate) struct Shared<'a> {
     pub(crate) read_only: bool,
 }
 
-/// A tensor to be handed out: what the deleter frees.
+/// An exported tensor, which the deleter frees.
 struct Handed<M, K> {
     managed: M,
     shape: Vec<i64>,
@@ -155,9 +155,9 @@ struct Handed<M, K> {
 pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
     let (tensor, read_only) = match capsule.pointer_checked(Some(VERSIONED)) {
         Ok(pointer) => {
-            // SAFETY: by the protocol, an unused capsule of this name holds a valid DLManagedTensorVersioned, which
-            // lives as long as the capsule, and of which every version begins with these fields up to the flags; the
-            // interpreter is attached, so nobody consumes it meanwhile.
+            // SAFETY: by the protocol, an unused capsule of this name holds a valid DLManagedTensorVersioned that lives
+            // as long as the capsule, and every version begins with these fields up to the flags; the interpreter is
+            // attached, so that no other thread consumes it meanwhile.
             let managed = unsafe { pointer.cast::<DLManagedTensorVersioned>().as_ref() };
             if managed.major != VERSION.0 {
                 let text = format!(
@@ -175,7 +175,7 @@ pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
                      'dltensor'",
                 )
             })?;
-            // SAFETY: as above, of a DLManagedTensor.
+            // SAFETY: as above, for a DLManagedTensor.
             let managed = unsafe { pointer.cast::<DLManagedTensor>().as_ref() };
             (&managed.tensor, None)
         }
@@ -206,22 +206,22 @@ pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
     })
 }
 
-/// The `count` numbers at `pointer`; none where it is null.
+/// The `count` numbers at `pointer`; `None` if it is null.
 ///
-/// # Safety
-/// Unless it is null, `pointer` must have `count` numbers.
+/// # Safety Unless it is null, `pointer` must point to `count` numbers.
 unsafe fn read(pointer: *const i64, count: usize) -> Option<Vec<i64>> {
     if pointer.is_null() {
         return None;
     }
-    // SAFETY: the caller's promise; the numbers are copied at once.
+    // SAFETY: guaranteed by the caller; the numbers are copied immediately.
     Some(unsafe { std::slice::from_raw_parts(pointer, count) }.to_vec())
 }
 
-/// A capsule for contiguous memory; `keep` is held until its consumer is done, and is dropped on any thread. It is of
-/// DLPack 1 if the consumer knows that, as `max_version` says: what is of an older version, some take for read-only.
+/// A capsule for contiguous memory; `keep` is held until its consumer has finished, and is dropped on any thread. It is
+/// of DLPack 1 if `max_version` reports that the consumer supports it: some consumers treat older capsules as
+/// read-only.
 ///
-/// Raises BufferError for read-only memory where the consumer could not be told.
+/// Raises BufferError for read-only memory if the capsule cannot express that.
 pub(crate) fn hand_out<'py, K: Send + 'static>(
     py: Python<'py>,
     memory: &Shared<'_>,
@@ -273,8 +273,8 @@ fn hand_out_as<'py, M: Managed, K: Send + 'static>(
     handed.managed.tensor().shape = handed.shape.as_mut_ptr();
     handed.managed.tensor().strides = handed.strides.as_mut_ptr();
     let handed = Box::into_raw(handed);
-    // SAFETY: `handed` is valid and stays so until `delete`. It is stored in the tensor itself, so
-    // that `delete` has a pointer to the whole and not one to its first field only.
+    // SAFETY: `handed` is valid until `delete`. The pointer stored in the tensor is that of the whole box, so that
+    // `delete` frees all of it and not only its first field.
     let managed = unsafe {
         *(*handed).managed.context() = handed.cast();
         &raw mut (*handed).managed
@@ -282,33 +282,31 @@ fn hand_out_as<'py, M: Managed, K: Send + 'static>(
     let Some(pointer) = NonNull::new(managed.cast::<c_void>()) else {
         return Err(invalid("the DLPack tensor could not be allocated"));
     };
-    // SAFETY: the pointer is to an `M`, as consumers of a capsule of this name expect, and
-    // `destroy` frees it exactly where no consumer has taken it.
+    // SAFETY: the pointer is to an `M`, as consumers of a capsule of this name expect, and `destroy` frees it only if
+    // no consumer has taken it.
     let capsule = unsafe {
         PyCapsule::new_with_pointer_and_destructor(py, pointer, M::NAME, Some(destroy::<M>))
     };
     capsule.inspect_err(|_| {
-        // SAFETY: nobody else has seen the tensor.
+        // SAFETY: the tensor was not published.
         unsafe { delete::<M, K>(managed) }
     })
 }
 
-/// Frees a tensor that was handed out; its consumer calls it once.
+/// Frees an exported tensor; its consumer calls it once.
 ///
-/// # Safety
-/// `managed` must come from [`hand_out_as`] with the same types, and must not be used any more.
+/// # Safety `managed` must come from [`hand_out_as`] with the same types, and must not be used afterwards.
 unsafe extern "C" fn delete<M: Managed, K>(managed: *mut M) {
-    // SAFETY: the caller's promise: the context is the box that `hand_out_as` made.
+    // SAFETY: guaranteed by the caller: the context is the box created by `hand_out_as`.
     drop(unsafe { Box::from_raw((*(*managed).context()).cast::<Handed<M, K>>()) });
 }
 
-/// Frees the tensor of a capsule that nobody consumed.
+/// Frees the tensor of a capsule that was never consumed.
 ///
-/// # Safety
-/// Called by the interpreter, with a capsule that [`hand_out_as`] made of an `M`.
+/// # Safety Called by the interpreter, with a capsule that [`hand_out_as`] created for an `M`.
 unsafe extern "C" fn destroy<M: Managed>(capsule: *mut pyo3::ffi::PyObject) {
-    // SAFETY: the interpreter calls this attached, with a valid capsule. A consumer renames it, and
-    // then the tensor is the consumer's.
+    // SAFETY: the interpreter calls this attached, with a valid capsule. A consumer renames the capsule, and then owns
+    // the tensor.
     unsafe {
         if pyo3::ffi::PyCapsule_IsValid(capsule, M::NAME.as_ptr()) == 0 {
             return;

@@ -15,7 +15,7 @@ const BFLOAT: u8 = 4;
 const COMPLEX: u8 = 5;
 const BOOL: u8 = 6;
 
-/// An element type of arrays, some of which only move and are not computed with.
+/// An element type of arrays; some can only be moved and not computed with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Element {
     /// Warplink's name.
@@ -26,7 +26,7 @@ pub(crate) struct Element {
     pub(crate) bits: u8,
 }
 
-/// The types that are only moved, where the library does not compute with them.
+/// Types that can only be moved, since the library does not compute with them.
 const MOVED: [Element; 5] = [
     Element::new("u16", UINT, 16),
     Element::new("i16", INT, 16),
@@ -48,8 +48,8 @@ pub(crate) fn element_types() -> Vec<(&'static str, String, bool)> {
     all().map(row).collect()
 }
 
-/// The name of an element type, as `from_py_with` of an argument: Warplink's name where it has one. A type is named by
-/// text, or is NumPy's or PyTorch's own (`numpy.float32`, `numpy.dtype`, `torch.float32`).
+/// The name of an element type, as `from_py_with` of an argument: Warplink's name if it has one. A type is given by
+/// name, or as NumPy's or PyTorch's own object (`numpy.float32`, `numpy.dtype`, `torch.float32`).
 pub(crate) fn type_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
     let named = if object.is_instance_of::<PyString>() {
         object.clone()
@@ -78,7 +78,7 @@ impl Element {
         Self { name, code, bits }
     }
 
-    /// One that the library computes with.
+    /// A type that the library computes with.
     fn of(dtype: DType) -> Option<Self> {
         let code = match dtype.numbers() {
             Numbers::Float { .. } if dtype.size() == 1 => return None,
@@ -90,7 +90,7 @@ impl Element {
         Some(Self::new(dtype.name(), code, 8 * dtype.size() as u8))
     }
 
-    /// NumPy's type string; none where NumPy has no such type.
+    /// NumPy's type string; `None` if NumPy has no such type.
     pub(crate) fn typestr(self) -> Option<String> {
         let order = if self.bits == 8 { '|' } else { '<' };
         let kind = match self.code {

@@ -12,13 +12,13 @@ use std::sync::Arc;
 use warplink::Deadline;
 use warplink::device::{self, CallHeader, CollectiveRequest, DeviceSlice, RankCall, Reduction};
 
-/// A peer, and the address and bytes of what goes to it or comes from it.
+/// A peer, and the address and length of data sent to it or received from it.
 type Piece = (usize, u64, usize);
 
-/// The vendor's library of a communicator: NCCL on GPUs, a substitute over shared memory on the host device.
+/// The vendor's library for a communicator: NCCL on GPUs, a substitute over shared memory on the host device.
 ///
-/// Arrays are anything that Communicator.borrow takes; those that are received are written, those that are sent are
-/// read, and both are kept until the stream is past them.
+/// Arrays are anything that Communicator.borrow accepts; receives write them, sends read them, and both are kept alive
+/// until the stream has passed the call.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct CollectiveEngine {
@@ -49,14 +49,14 @@ impl CollectiveEngine {
         self.engine.name()
     }
 
-    /// How many ranks there are.
+    /// The number of ranks.
     #[getter]
     fn size(&self) -> usize {
         self.world
     }
 
-    /// Sends and receives, `(peer, array)` each, all at once: none waits for another of the same call.
-    /// Lengths may differ from pair to pair; a send and its receive have the same.
+    /// Sends and receives, `(peer, array)` each, all concurrent: no message waits for another of the same call. Lengths
+    /// may differ between pairs; a send and its receive have the same length.
     #[pyo3(signature = (stream, sends=Vec::new(), receives=Vec::new()))]
     fn exchange(
         &self,
@@ -75,10 +75,11 @@ impl CollectiveEngine {
             .map_err(raise)
     }
 
-    /// Tells each peer what is called, `(peer, told, expected)`, and then sends and receives, `(peer, address, bytes)`, on
-    /// this thread; with a reduction, `(operator, element type, own, target)`, what is received is combined, and `own` and
-    /// `target` are addresses. The caller holds all memory until this returns: None, or a peer that tells something else
-    /// than is expected, and what it tells. For warplink.torch.
+    /// Exchanges a description of the call with each peer, `(peer, sent description, expected description)`, and then
+    /// sends and receives, `(peer, address, bytes)`, on this thread; with a reduction, `(operator, element type, own,
+    /// target)`, received data is combined, and `own` and `target` are addresses. The caller keeps all memory allocated
+    /// until this returns: None, or a peer whose description differs from the expected one, and that description. For
+    /// warplink.torch.
     #[pyo3(signature = (said, sends, receives, timeout, reduction=None))]
     fn _call(
         &self,
@@ -121,7 +122,7 @@ impl CollectiveEngine {
         Ok(other.map(|(peer, said)| (peer, PyBytes::new(py, &said).unbind())))
     }
 
-    /// Ends what is under way: streams that do it fail, and later calls raise ClosedError.
+    /// Aborts operations in flight: streams that run them fail, and later calls raise ClosedError.
     fn abort(&self, py: Python<'_>) {
         py.detach(|| self.engine.abort());
     }

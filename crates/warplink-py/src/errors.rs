@@ -1,7 +1,7 @@
 //! Errors of the library as Python exceptions.
 //!
-//! The classes are Python's (`warplink/errors.py`), so that they can derive from built-in exceptions as
-//! well; this finds the class for a kind and fills in the attributes.
+//! The classes are defined in Python (`warplink/errors.py`), so that they can derive from built-in exceptions as well;
+//! this module finds the class for a kind and sets the attributes.
 
 use crate::untold;
 use pyo3::prelude::*;
@@ -14,7 +14,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
     raise_with(error, &[])
 }
 
-/// The exception for `error`, with what the verifier found.
+/// The exception for `error`, with the verifier's diagnostics.
 pub(crate) fn raise_with(error: Error, diagnostics: &[Diagnostic]) -> PyErr {
     untold::note(&error);
     Python::attach(|py| match build(py, &error, diagnostics) {
@@ -52,12 +52,12 @@ fn build<'py>(
     )
 }
 
-/// An exception for an argument that is wrong.
+/// An exception for an invalid argument.
 pub(crate) fn invalid(message: impl Into<String>) -> PyErr {
     raise(Error::invalid(message.into()))
 }
 
-/// An exception for an object that was closed.
+/// An exception for a closed object.
 pub(crate) fn closed(what: &'static str) -> PyErr {
     raise(Error::new(
         ErrorKind::Closed,
@@ -65,7 +65,7 @@ pub(crate) fn closed(what: &'static str) -> PyErr {
     ))
 }
 
-/// An exception for a plan that a graph took the place of.
+/// An exception for a plan that was replaced by its captured graph.
 pub(crate) fn captured() -> PyErr {
     let error = Error::new(ErrorKind::Closed, "the plan was captured");
     raise(error.with_help("launch the captured plan"))

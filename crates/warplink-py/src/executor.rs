@@ -1,4 +1,4 @@
-//! Running programs.
+//! Execution of programs.
 
 use crate::array::{self, Array};
 use crate::errors::{captured, raise};
@@ -31,18 +31,18 @@ pub(crate) struct Prepared {
     place: Place,
 }
 
-/// A program bound to memory, ready to run any number of times. It may be dropped at any time: what
-/// streams still need is kept.
+/// A program bound to memory, for any number of runs. It may be dropped at any time: resources that streams still use
+/// are kept.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Plan {
     inner: Detached<Arc<warplink::program::Plan>>,
-    /// The names of bound memory that nothing may be written to.
+    /// The names of read-only bound memory.
     read_only: BTreeSet<String>,
     place: Place,
 }
 
-/// A plan as one graph, launched in the place of its runs.
+/// A captured plan: one graph, launched instead of runs of the plan.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct CapturedPlan(Detached<Arc<warplink::program::CapturedPlan>>);
@@ -62,11 +62,10 @@ impl Executor {
 
 #[pymethods]
 impl Executor {
-    /// Verifies `program` for this world and unrolls it for this rank. `parameters`, `given` and
-    /// `streams` are those of `Program.verify`. Kernels that wait for other ranks occupy at most
-    /// `multiprocessors` at a time, the same on all ranks; without a limit by default. Involves no other rank.
-    /// Raises VerificationError, and InvalidArgumentError where the parameters are not what the program
-    /// requires or its kernels have more lanes than multiprocessors.
+    /// Verifies `program` for this world and unrolls it for this rank. `parameters`, `given` and `streams` are those of
+    /// `Program.verify`. Kernels that wait for other ranks occupy at most `multiprocessors` at a time, the same on all
+    /// ranks; without a limit by default. Does not communicate. Raises VerificationError, and InvalidArgumentError if
+    /// the parameters are not those that the program requires or its kernels have more lanes than multiprocessors.
     #[pyo3(signature = (program, parameters=None, *, given=Vec::new(), streams=2, verify=true, multiprocessors=None))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn prepare(
@@ -96,15 +95,15 @@ impl Executor {
 
     /// Plans `c[i] = all_gather(a) @ b[i] + bias[i]`, overlapped.
     ///
-    /// `a` is this rank's part, `[.., m / size, .., k]`, divided along dimension `dim` (any but the last);
-    /// each `b[i]` is `[k, n]` (`[n, k]` if `transposed_b`), whole on every rank; each `c[i]` is `[.., m, .., n]`; `bias`, if given,
-    /// has a vector of `n` for each; `gathered`, if given, becomes all of A. Element types are bf16, f16
-    /// or f32, the same for all; all are contiguous. On the host device, `a`, `c` and `gathered` are views
-    /// of regions if peers are to reach them in place.
+    /// `a` is this rank's part, `[.., m / size, .., k]`, divided along dimension `dim` (any but the last); each `b[i]`
+    /// is `[k, n]` (`[n, k]` if `transposed_b`), whole on every rank; each `c[i]` is `[.., m, .., n]`; `bias`, if
+    /// given, has a vector of `n` for each; `gathered`, if given, is set to all of A. Element types are bf16, f16 or
+    /// f32, the same for all; all are contiguous. On the host device, `a`, `c` and `gathered` must be views of regions
+    /// for peers to access them in place.
     ///
-    /// Every rank calls this at the same time with the same sizes. Blocks until the peers have exchanged
-    /// handles. `lowering` names the only one allowed; `trials` lets close ones be tried on the machine.
-    /// Raises InvalidArgumentError where sizes do not fit.
+    /// Collective: every rank calls this with the same sizes. Blocks until the peers have exchanged handles. `lowering`
+    /// is the only one allowed, by name; with `trials`, lowerings of similar predicted cost are timed on the machine.
+    /// Raises InvalidArgumentError if sizes do not match.
     #[pyo3(signature = (a, b, c, *, bias=None, gathered=None, dim=0, transposed_b=false, lowering=None, streams=2, trials=true))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn all_gather_matmul(
@@ -144,9 +143,9 @@ impl Executor {
 
     /// Plans `c = reduce_scatter(a @ b) + bias`, overlapped.
     ///
-    /// `a` is `[.., m, .., k / size]`, `b` is `[k / size, n]` (`[n, k / size]` if `transposed_b`), and `c`, this rank's part of the sum over
-    /// the ranks, is `[.., m / size, .., n]`, divided along dimension `dim` (any but the last). `bias`, a
-    /// vector of `n`, is the same on every rank and counts once. Otherwise as `all_gather_matmul`.
+    /// `a` is `[.., m, .., k / size]`, `b` is `[k / size, n]` (`[n, k / size]` if `transposed_b`), and `c`, this rank's
+    /// part of the sum over the ranks, is `[.., m / size, .., n]`, divided along dimension `dim` (any but the last).
+    /// `bias`, a vector of `n`, is the same on every rank and added once. Otherwise as `all_gather_matmul`.
     #[pyo3(signature = (a, b, c, *, bias=None, dim=0, transposed_b=false, lowering=None, streams=2, trials=true))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn matmul_reduce_scatter(
@@ -185,10 +184,10 @@ impl Executor {
 
 #[pymethods]
 impl Prepared {
-    /// Binds inputs and outputs (`{name: array}`) to memory and exchanges handles, so that runs only
-    /// enqueue. Outputs that are not bound are allocated. Every rank calls it at the same time. Blocks
-    /// until the peers have bound theirs. Raises InvalidArgumentError for a missing input, memory of
-    /// another length or a read-only output, PeerFailedError where that happens to a peer.
+    /// Binds inputs and outputs (`{name: array}`) to memory and exchanges handles, so that runs only enqueue. Outputs
+    /// that are not bound are allocated. Collective: blocks until the peers have bound theirs. Raises
+    /// InvalidArgumentError for a missing input, memory of another length or a read-only output, and PeerFailedError if
+    /// this happens on a peer.
     #[pyo3(signature = (bindings=None))]
     fn bind(&self, py: Python<'_>, bindings: Option<&Bound<'_, PyDict>>) -> PyResult<Plan> {
         let prepared = self.inner.get("prepared program")?;
@@ -219,7 +218,7 @@ impl Plan {
         Ok(self.plan()?.name().to_owned())
     }
 
-    /// How many operations one run enqueues.
+    /// The number of operations enqueued by one run.
     #[getter]
     fn operations(&self) -> PyResult<usize> {
         Ok(self.plan()?.operations())
@@ -241,18 +240,17 @@ impl Plan {
         }))
     }
 
-    /// Names of the inputs and outputs that `run` takes other memory for: those that no peer reaches and
-    /// no kernel of the program uses. It may differ from rank to rank.
+    /// Names of the inputs and outputs whose memory `run` can replace: those that no peer accesses and no kernel of the
+    /// program uses. The list may differ between ranks.
     #[getter]
     fn replaceable(&self) -> PyResult<Vec<String>> {
         let plan = self.plan()?;
         Ok(plan.replaceable().into_iter().map(str::to_owned).collect())
     }
 
-    /// Enqueues the program, starting from and joining back into `stream`. Does not block. `memory` takes
-    /// the place of that of some of the `replaceable` tensors, as for `OverlapPlan.run`. Raises
-    /// InvalidArgumentError for another name or length, and what ended the device's work, such as PeerLostError,
-    /// if something did.
+    /// Enqueues the program, starting from and joining back into `stream`. Does not block. `memory` replaces the memory
+    /// of some of the `replaceable` tensors, as for `OverlapPlan.run`. Raises InvalidArgumentError for another name or
+    /// length, and the error that ended the device's work, such as PeerLostError, if there is one.
     #[pyo3(signature = (stream, memory=None))]
     fn run(
         &self,
@@ -267,17 +265,17 @@ impl Plan {
             .map_err(raise)
     }
 
-    /// Turns the plan into one graph, which takes its place. Blocks while the graph is prepared. Raises
-    /// InvalidArgumentError where the program runs eagerly only.
+    /// Captures the plan into one graph, which replaces it. Blocks while the graph is prepared. Raises
+    /// InvalidArgumentError if the program can only run eagerly.
     fn capture(&self, py: Python<'_>) -> PyResult<CapturedPlan> {
         let plan = self.inner.take_unused(captured)?;
         let captured = py.detach(|| plan.capture()).map_err(raise)?;
         Ok(CapturedPlan(Detached::new(Arc::new(captured))))
     }
 
-    /// Runs once with a mark before and after every operation. On rank 0 the result is the times of all
-    /// ranks, as JSON text that Perfetto and Chrome's viewer open; None on other ranks. Every rank calls
-    /// it at the same time. Blocks until the run is done everywhere.
+    /// Runs once with a timestamp before and after every operation. On rank 0 the result contains the timings of all
+    /// ranks, as JSON text for Perfetto and Chrome's trace viewer; None on other ranks. Collective: blocks until the
+    /// run is complete on all ranks.
     fn trace(&self, py: Python<'_>, stream: &Stream) -> PyResult<Option<String>> {
         let (plan, stream) = (self.plan()?, stream.live()?);
         let trace = py.detach(|| plan.trace(stream)).map_err(raise)?;
@@ -293,8 +291,8 @@ impl Plan {
 
 #[pymethods]
 impl CapturedPlan {
-    /// Enqueues the whole on `stream`. Does not block.
-    /// Raises what ended the device's work, such as PeerLostError, if something did.
+    /// Enqueues the graph on `stream`. Does not block. Raises the error that ended the device's work, such as
+    /// PeerLostError, if there is one.
     fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (captured, stream) = (self.0.get("captured plan")?, stream.live()?);
         py.detach(|| captured.launch(stream)).map_err(raise)

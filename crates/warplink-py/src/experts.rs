@@ -1,4 +1,4 @@
-//! Layers of experts.
+//! Mixture-of-experts layers.
 
 use crate::array::{Array, Reader};
 use crate::errors::{invalid, raise};
@@ -13,18 +13,18 @@ use warplink::device::{AllocationKind, DeviceSlice};
 /// The three arrays of a `Dispatched`.
 type Arrays<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 
-/// A layer of experts: rows of tokens to the ranks of their experts, and back as weighted sums.
+/// A layer of experts: sends rows of tokens to the ranks of their experts, and returns weighted sums.
 ///
-/// Collectives.experts makes it. Which rows go where is only known in device memory: no rank waits for others than
-/// those that it exchanges rows with, and no host for any. Calls follow one another; for those that are under way at
-/// the same time, make several layers. Arrays are anything that Communicator.borrow takes, and are kept until the stream
-/// is past them. Memory without an element type has as many bytes.
+/// Created by Collectives.experts. The routing is known only in device memory: a rank waits only for ranks that it
+/// exchanges rows with, and no host waits at all. Calls of one layer execute one after another; for concurrent calls,
+/// create several layers. Arrays are anything that Communicator.borrow accepts, and are kept alive until the stream has
+/// passed the call. Memory without an element type must have the same number of bytes.
 ///
-/// Calls raise InvalidArgumentError for arrays of another shape or element type, that are not contiguous, that overlap where
-/// they are written or that are of another device, and for read-only targets; TypeError for what is no array; and what
-/// ended the device's work, such as PeerLostError, if something did.
+/// Calls raise InvalidArgumentError for arrays of another shape or element type, that are not contiguous, that overlap
+/// where they are written or that belong to another device, and for read-only targets; TypeError for objects that are
+/// no arrays; and the error that ended the device's work, such as PeerLostError, if there is one.
 ///
-/// Both calls may be recorded into a graph, which serves every routing.
+/// Both calls may be captured into a graph, which is valid for every routing.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Experts {
@@ -36,7 +36,7 @@ pub(crate) struct Experts {
     nothing: DeviceSlice,
 }
 
-/// Dispatched rows, read from a caller's arrays.
+/// Memory of dispatched rows, read from the caller's arrays.
 struct Rows {
     rows: Array,
     experts: Array,
@@ -104,13 +104,13 @@ impl Experts {
 
 #[pymethods]
 impl Experts {
-    /// The most rows that one rank sends to one other in a call.
+    /// The most rows that one rank sends to one other rank in a call.
     #[getter]
     fn max_rows(&self) -> usize {
         self.options.rows_per_peer(self.world)
     }
 
-    /// New memory of the device for what `dispatch` gives: a Dispatched with `rows`, of the layer's type and
+    /// Allocates device memory for the result of `dispatch`: a Dispatched with `rows`, of the layer's type and shape
     /// `[size, max_rows, elements]`; `experts`, i32 of `[size, max_rows]`; `counts`, i32 of `[size]`. The content is
     /// undefined. Raises OutOfMemoryError.
     fn allocate<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
@@ -132,16 +132,16 @@ impl Experts {
             .call1(views)
     }
 
-    /// Sends each row of `tokens` to the ranks of its experts, once for each expert.
+    /// Sends each row of `tokens` to the ranks of its experts, once per expert.
     ///
-    /// `tokens` is of the layer's type and `[n, elements]`, `experts` is i32 of `[n, top_k]`; n is at most `max_tokens`,
-    /// may be 0, and may differ from rank to rank. A number that is no expert's, such as -1, is a slot without one.
-    /// `target` is a Dispatched, or a tuple of its three arrays. Of `rows[p]`, the first `counts[p]` become the rows from
-    /// rank p, in the order of its tokens, and `experts[p]` says for which of this rank's experts each is, from 0 on.
-    /// Every rank calls it. Does not block.
+    /// `tokens` is of the layer's type and `[n, elements]`, `experts` is i32 of `[n, top_k]`; n is at most
+    /// `max_tokens`, may be 0, and may differ between ranks. A number that is no expert, such as -1, marks an unused
+    /// slot. `target` is a Dispatched, or a tuple of its three arrays. The first `counts[p]` rows of `rows[p]` are set
+    /// to the rows from rank p, in the order of its tokens, and `experts[p]` to the index of the expert of each among
+    /// this rank's experts, from 0. Collective. Does not block.
     ///
-    /// Raises InvalidArgumentError for more tokens than `max_tokens`. More rows for a rank than `max_rows`, and ranks with
-    /// other options, raise MismatchError in Stream.synchronize on both ranks, and none of these rows arrive.
+    /// Raises InvalidArgumentError for more tokens than `max_tokens`. If a rank gets more rows than `max_rows`, or
+    /// options differ, Stream.synchronize raises MismatchError on both ranks, and none of these rows is delivered.
     fn dispatch(
         &self,
         py: Python<'_>,
@@ -161,14 +161,14 @@ impl Experts {
             .map_err(raise)
     }
 
-    /// `target` becomes for each token of the last dispatch the sum of its rows, each times its weight.
+    /// Sets `target`, for each token of the last dispatch, to the sum of its rows, each multiplied by its weight.
     ///
     /// `target` is of the layer's type and `[n, elements]`, for the n tokens of that dispatch, and `weights` is f32 of
-    /// `[n, top_k]`. `source` is what `dispatch` gave, with the experts' results in the place of the rows. Sums are made
-    /// in f32, in the order of the slots, and rounded once: they are the same from run to run. A token without an
-    /// expert gets zeros. Every rank calls it. Does not block.
+    /// `[n, top_k]`. `source` is the target of `dispatch`, with its rows replaced by the experts' results. Sums are
+    /// computed in f32, in slot order, and rounded once: they are identical from run to run. A token without an expert
+    /// gets zeros. Collective. Does not block.
     ///
-    /// Raises InvalidArgumentError for another number of tokens than the last dispatch had, and where there was none.
+    /// Raises InvalidArgumentError if there was no dispatch, or its number of tokens differs.
     fn combine(
         &self,
         py: Python<'_>,
@@ -202,7 +202,7 @@ impl Experts {
     }
 }
 
-/// Rows of a layer's tokens, as many as the caller has.
+/// Reads rows of the layer's tokens, as many as the array has.
 fn read_tokens(
     reader: &Reader<'_>,
     object: &Bound<'_, PyAny>,
@@ -212,7 +212,7 @@ fn read_tokens(
     let array = reader.read(object, name)?;
     let count = match array.element {
         Some(_) => array.shape.first().copied().unwrap_or(0),
-        // The library says what of the bytes does not fit.
+        // Without an element type, the library checks the number of bytes.
         None => return Ok(array),
     };
     check(
@@ -237,7 +237,7 @@ fn typed(
     Ok(array)
 }
 
-/// Fails where an array has an element type and it or the shape is another.
+/// Fails if an array has an element type and its type or shape differs.
 fn check(array: &Array, name: &str, dtype: &str, shape: &[usize]) -> PyResult<()> {
     let Some(element) = array.element else {
         return Ok(());

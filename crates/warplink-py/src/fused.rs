@@ -1,4 +1,4 @@
-//! Collectives of rows with what follows them.
+//! Collectives of rows fused with the operations that follow them.
 
 use crate::array::Array;
 use crate::collectives::Collectives;
@@ -8,10 +8,10 @@ use pyo3::prelude::*;
 use warplink::collective::{Epilogue, Fused, FusedKind, FusedMemory, Quantization, Wire};
 use warplink::device::DeviceSlice;
 
-/// An array that a caller may leave out.
+/// An optional array argument.
 type Maybe<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
 
-/// A description, of Python's names.
+/// The description of a fused call, from Python's names.
 pub(crate) fn described(
     kind: &str,
     norm: Option<&str>,
@@ -30,7 +30,7 @@ pub(crate) fn described(
 }
 
 impl Collectives {
-    /// Implementation of `fused`: of the input, residual, weight, bias and global scale, the sum, `residual_out`, the
+    /// Implementation of `fused`, for the input, residual, weight, bias and global scale, the sum, `residual_out`, the
     /// output, the quantised output and its scale.
     pub(crate) fn enqueue_fused(
         &self,

@@ -1,4 +1,4 @@
-//! Joining a job, and the id that its ranks meet by.
+//! Joining a job, and the id of its rendezvous.
 
 use crate::communicator::{Communicator, joined};
 use crate::errors::raise;
@@ -12,15 +12,15 @@ use std::sync::{Mutex, PoisonError};
 use warplink::bootstrap::{HeldPort, JoinConfig, Rendezvous};
 use warplink::{Config, DeviceKind, Error, ErrorKind};
 
-/// Rendezvous of the ranks of a job: the address of the store and the secret that admits to it.
+/// Rendezvous of the ranks of a job: the address of the store and the secret that authenticates ranks.
 ///
-/// A process that holds it can join: treat it as a password. `str(id)` is its 256 hexadecimal digits, to be
-/// given to `Job.join` on every rank; `repr(id)` leaves the secret out.
+/// A process that holds it can join: treat it as a password. `str(id)` is its 256 hexadecimal digits, to be passed to
+/// `Job.join` on every rank; `repr(id)` omits the secret.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct UniqueId {
     id: warplink::bootstrap::UniqueId,
-    /// The port, once it was released.
+    /// The reserved port, once it was released.
     held: Mutex<Option<HeldPort>>,
 }
 
@@ -33,9 +33,9 @@ impl From<warplink::bootstrap::UniqueId> for UniqueId {
 
 #[pymethods]
 impl UniqueId {
-    /// An id with a fresh secret, for a store at `ip` and `port`, which rank 0 serves. With port 0 the system
-    /// picks a free port, which this process holds until one of its ranks joins; that rank then serves the
-    /// store. A process none of whose ranks will join calls `release`.
+    /// An id with a fresh secret, for a store at `ip` and `port`, served by rank 0. With port 0 the system picks a free
+    /// port, which this process reserves until one of its ranks joins; that rank then serves the store. If no rank of
+    /// this process will join, call `release`.
     #[staticmethod]
     #[pyo3(signature = (ip="127.0.0.1", port=0))]
     fn create(ip: &str, port: u16) -> PyResult<Self> {
@@ -61,15 +61,15 @@ impl UniqueId {
         PyBytes::new(py, &self.id.to_bytes())
     }
 
-    /// Stops to listen on the port that `create` holds in this process, so that a rank 0 in another process
-    /// can listen there. The system gives it to nobody else as long as this object lives.
+    /// Stops listening on the port that `create` reserved in this process, so that rank 0 in another process can listen
+    /// on it. The system does not assign the port to others as long as this object exists.
     fn release(&self) {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        // A second call finds nothing to release.
+        // A second call has nothing to release.
         held.get_or_insert_with(|| self.id.release());
     }
 
-    /// Where the store is served at first, as `ip:port`.
+    /// The initial address of the store, as `ip:port`.
     #[getter]
     fn address(&self) -> String {
         self.id.address().to_string()
@@ -86,8 +86,8 @@ impl UniqueId {
 
 /// This process's membership in a job: one connection to the store, one device, one memory service.
 ///
-/// Leave with `close()`, or use it in a `with` statement, which closes it, or aborts it with the
-/// exception's text. A job that is dropped without being closed counts as lost to its peers.
+/// Leave with `close()`, or use it in a `with` statement, which closes it, or aborts it with the exception's text.
+/// Peers treat a job that is dropped without being closed as lost.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Job {
@@ -114,19 +114,17 @@ impl Job {
 impl Job {
     /// Joins as `rank` of `world`. Blocks until all ranks have joined, without the interpreter's lock.
     ///
-    /// `rendezvous` is a unique id (its text or the object) or `ip:port`; with the latter, `secret` is
-    /// the text that admits, which only a loopback address may do without; if it is None, what WARPLINK_SECRET
-    /// says. `device` is "host" or "cuda"; if it is None, what WARPLINK_DEVICE says, else a GPU where there is
-    /// one. `ordinal` is the GPU among those that the process sees; that of the local rank if it is None.
-    /// `local_rank` is `rank` if it is None. `timeout` limits joining and every wait on the host, in seconds; if
-    /// it is None, what WARPLINK_TIMEOUT says, else 60. `protocol` is "get" or "put"; if it is None, what
-    /// WARPLINK_PROTOCOL says, else "put". `path` is that of transfers which choose none: "multiprocessors",
-    /// "one-block", "copy-engine", which needs no multiprocessor, or "fastest", which says that multiprocessors
-    /// are free; if it is None, sends and receives use the copy engine.
+    /// `rendezvous` is a unique id (its text or the object) or `ip:port`; with the latter, `secret` authenticates ranks
+    /// and is optional only for a loopback address; None selects WARPLINK_SECRET. `device` is "host" or "cuda"; None
+    /// selects WARPLINK_DEVICE if set, else a GPU if there is one. `ordinal` is the index of the GPU among those
+    /// visible to the process; None selects that of the local rank. `local_rank` defaults to `rank`. `timeout` limits
+    /// joining and every wait on the host, in seconds; None selects WARPLINK_TIMEOUT if set, else 60. `protocol` is
+    /// "get" or "put"; None selects WARPLINK_PROTOCOL if set, else "put". `path` is the default of transfers without
+    /// one: "multiprocessors", "one-block", "copy-engine", which needs no multiprocessor, or "fastest", which assumes
+    /// that multiprocessors are free; None selects the copy engine for sends and receives.
     ///
-    /// Raises TimeoutError when not all ranks join, AuthenticationError for another secret,
-    /// MismatchError where ranks disagree on the world or the device, LibraryMissingError without a
-    /// driver.
+    /// Raises TimeoutError if not all ranks join, AuthenticationError if secrets differ, MismatchError if ranks
+    /// disagree on the world or the device, LibraryMissingError without a driver.
     #[staticmethod]
     #[pyo3(signature = (rank, world, rendezvous, *, device=None, ordinal=None, local_rank=None, timeout=None, secret=None, protocol=None, path=None))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
@@ -149,10 +147,10 @@ impl Job {
         let given = |name: &str| match name {
             "WARPLINK_RANK" => Some(rank.to_string().into()),
             "WARPLINK_WORLD" => Some(world.to_string().into()),
-            // The GPU is that of the local rank, unless one is named.
+            // The GPU defaults to that of the local rank.
             "WARPLINK_LOCAL_RANK" => Some(ordinal.unwrap_or(local_rank).to_string().into()),
             "WARPLINK_ADDRESS" => Some(meeting.address().to_string().into()),
-            // It would come before the address.
+            // WARPLINK_ID would take precedence over the address passed as an argument.
             "WARPLINK_ID" => None,
             "WARPLINK_SECRET" if secret.is_some() => secret.clone().map(Into::into),
             _ => std::env::var_os(name),
@@ -160,7 +158,7 @@ impl Job {
         let mut join = JoinConfig::from_variables(given).map_err(raise)?;
         join.rendezvous = meeting.clone();
         if let Some(device) = &device {
-            // Told as the argument that it is, not as a variable.
+            // Parsed here so that an error refers to the argument instead of the variable.
             device.parse::<DeviceKind>().map_err(raise)?;
         }
         let variables = |name: &str| match (name, &device) {
@@ -185,16 +183,16 @@ impl Job {
         Self::start(py, &config)
     }
 
-    /// Joins as the launcher's variables say (warplink launch, torchrun, Open MPI, Slurm) and
-    /// WARPLINK_DEVICE, WARPLINK_PROTOCOL, WARPLINK_TIMEOUT. Blocks until all ranks have joined. Raises
-    /// InvalidArgumentError that lists what was looked for where a variable is missing.
+    /// Joins as configured by the launcher's variables (warplink launch, torchrun, Open MPI, Slurm) and
+    /// WARPLINK_DEVICE, WARPLINK_PROTOCOL, WARPLINK_TIMEOUT. Blocks until all ranks have joined. If a variable is
+    /// missing, raises InvalidArgumentError, which lists the variables that were checked.
     #[staticmethod]
     fn from_env(py: Python<'_>) -> PyResult<Self> {
         let config = Config::from_env().map_err(raise)?;
         Self::start(py, &config)
     }
 
-    /// The communicator of all ranks, the same one at every call.
+    /// The communicator of all ranks, the same one on every call.
     fn world(&self) -> PyResult<Communicator> {
         Ok(joined(self.inner()?.world(), self.ordinal))
     }
@@ -205,7 +203,7 @@ impl Job {
         Ok(self.inner()?.rank())
     }
 
-    /// How many ranks there are.
+    /// The number of ranks.
     #[getter]
     fn size(&self) -> PyResult<usize> {
         Ok(self.inner()?.world().world())
@@ -217,9 +215,9 @@ impl Job {
         Ok(self.inner()?.device().kind().to_string())
     }
 
-    /// Leaves in order. Blocks until every rank has, or for `limit` seconds: False where it goes on after that, on a
-    /// thread of its own. Does nothing the second time. Raises TimeoutError where streams still wait for peers,
-    /// PeerLostError where a peer does not close.
+    /// Leaves in an orderly manner. Blocks until every rank has, or for `limit` seconds: returns False if leaving
+    /// continues in the background after that. A second call does nothing. Raises TimeoutError if streams still wait
+    /// for peers, PeerLostError if a peer does not close.
     #[pyo3(signature = (limit=None))]
     fn close(&self, py: Python<'_>, limit: Option<f64>) -> PyResult<bool> {
         let limit = limit.map(seconds).transpose()?;
@@ -230,8 +228,8 @@ impl Job {
         }
     }
 
-    /// Leaves as a failure: the peers' waits end with PeerLostError, which says `reason`. Blocks for
-    /// about two seconds at most. Does nothing after `close`.
+    /// Leaves with a failure: the peers' waits end with PeerLostError, which contains `reason`. Blocks for about two
+    /// seconds at most. Does nothing after `close`.
     fn abort(&self, py: Python<'_>, reason: &str) {
         if let Some(job) = self.job.take() {
             py.detach(|| {

@@ -1,4 +1,4 @@
-//! Modules of the caller's code, kernels of them, and launches.
+//! User modules, their kernels, and launches.
 
 use crate::array::Array;
 use crate::block;
@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyFloat, PyInt};
 use warplink::device::{self, Argument, Launch, ModuleSource};
 
-/// Code that was loaded into the device; `Communicator.load_module` makes one.
+/// Code loaded into the device, created by `Communicator.load_module`.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Module {
@@ -47,8 +47,8 @@ impl Module {
             let run = move |block: &device::Block<'_>| block::run(block, &body, &place);
             source = source.with_host_kernel(name.extract::<String>()?, run);
         }
-        // SAFETY: the caller promises, as documented in Python, that kernels reach no memory but what their
-        // arguments name; host kernels only have the calls of `block`.
+        // SAFETY: the caller guarantees, as documented in Python, that kernels access only memory that their arguments
+        // refer to; host kernels only have the calls of `block`.
         let module = py.detach(|| unsafe { place.device.load_module(&source) });
         Ok(Self {
             module: OfProcess::new(module.map_err(raise)?),
@@ -59,7 +59,7 @@ impl Module {
 
 #[pymethods]
 impl Module {
-    /// The kernel `name`, ready to launch. Raises InvalidArgumentError where the module has none.
+    /// The kernel `name`, ready to launch. Raises InvalidArgumentError if the module has none.
     fn kernel(&self, name: &str) -> PyResult<Kernel> {
         let kernel = self.module.get()?.kernel(name).map_err(raise)?;
         Ok(Kernel {
@@ -83,13 +83,13 @@ impl Kernel {
     /// | an `int`, a `float` | `unsigned long long`, `double` |
     /// | a number of `ctypes` or NumPy | of 32 or 64 bits, as it says |
     ///
-    /// `shared_nbytes` is dynamic shared memory of each block; with `together`, all blocks must be on the
-    /// device at the same time, so that they may wait for one another. On the host device the Python function
-    /// runs for each block, on threads of their own.
+    /// `shared_nbytes` is the dynamic shared memory of each block; with `together`, all blocks must be resident on the
+    /// device at the same time, so that they may wait for one another. On the host device the Python function runs for
+    /// each block, on separate threads.
     ///
-    /// The caller keeps memory among the arguments until the kernel is done. A read-only array is taken, since the
-    /// kernel may only read it. Raises InvalidArgumentError
-    /// where arguments are not those of the parameters. When a peer of a channel is lost, the stream fails.
+    /// The caller keeps memory among the arguments allocated until the kernel is done. Read-only arrays are accepted,
+    /// since the kernel may only read them. Raises InvalidArgumentError if the arguments do not match the parameters.
+    /// If a peer of a channel is lost, the stream fails.
     #[pyo3(signature = (stream, arguments, *, blocks=1, threads=1, shared_nbytes=0, together=false))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn launch(
@@ -142,7 +142,7 @@ impl Kernel {
     }
 }
 
-/// A number of `ctypes` or NumPy; nothing if it is something else.
+/// A number of `ctypes` or NumPy; `None` for other objects.
 fn number(object: &Bound<'_, PyAny>) -> PyResult<Option<Argument>> {
     let kind = object.get_type();
     let module = kind.module()?.to_string();

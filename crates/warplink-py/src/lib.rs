@@ -1,11 +1,11 @@
 //! The extension module `warplink._warplink` of the Python package `warplink`.
 //!
-//! It wraps the library's types one by one; what is convenient in Python only is written in Python,
-//! in `python/warplink/`. Three rules hold throughout:
+//! It wraps the library's types one by one; conveniences specific to Python are written in Python, in
+//! `python/warplink/`. Three rules hold throughout:
 //!
-//! - Whatever may block runs without the interpreter's lock.
-//! - No thread of the library takes that lock, but for Python functions that are kernels of the host device
-//!   (`block`): Python objects that keep borrowed memory alive are let go of on a thread of their own (`owner`).
+//! - Calls that may block run without the interpreter's lock.
+//! - No thread of the library takes that lock, except for Python functions that are kernels of the host device
+//!   (`block`): Python objects that keep borrowed memory alive are released on a dedicated thread (`owner`).
 //! - Every error of the library becomes an exception with its kind, peer and rank (`errors`).
 
 mod array;
@@ -95,10 +95,11 @@ mod _warplink {
     }
 }
 
-/// Fails in a second interpreter of the process: types and threads of the module are those of the first.
+/// Fails in a second interpreter of the process: types and threads of the module belong to the first.
 fn check_interpreter(py: Python<'_>) -> PyResult<()> {
     static FIRST: OnceLock<usize> = OnceLock::new();
-    // Every interpreter has a module of this name of its own, which lives as long as it.
+    // Every interpreter has its own `sys` module, which lives as long as the interpreter, so that its address
+    // identifies it.
     let own = py.import("sys")?.as_ptr() as usize;
     if *FIRST.get_or_init(|| own) == own {
         return Ok(());

@@ -11,22 +11,22 @@ use pyo3::types::{PyByteArray, PyBytes, PyCapsule, PyDict, PyMemoryView};
 use warplink::DeviceKind;
 use warplink::device::DeviceSlice;
 
-/// A range of device memory, kept allocated as long as this object, a slice or a view of it.
+/// A range of device memory, kept allocated as long as this object, a slice or a view of it exists.
 ///
-/// Peers cannot reach it unless it is part of a `Region`.
+/// Peers cannot access it unless it is part of a `Region`.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Memory {
     pub(crate) slice: DeviceSlice,
     pub(crate) place: Place,
-    /// Whether it is that of a read-only array.
+    /// Whether it is the memory of a read-only array.
     pub(crate) read_only: bool,
 }
 
 /// Device memory with a shape and an element type, row-major and contiguous.
 ///
-/// NumPy (`numpy.asarray`), PyTorch (`torch.from_dlpack`) and everything else that knows DLPack or
-/// NumPy's array interface use it in place, without a copy.
+/// NumPy (`numpy.asarray`), PyTorch (`torch.from_dlpack`) and every library that supports DLPack or NumPy's array
+/// interface use it in place, without a copy.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct View {
@@ -34,12 +34,12 @@ pub(crate) struct View {
     pub(crate) place: Place,
     pub(crate) element: Element,
     pub(crate) shape: Vec<usize>,
-    /// Whether it is that of a read-only array.
+    /// Whether it is the memory of a read-only array.
     pub(crate) read_only: bool,
 }
 
 impl Memory {
-    /// Memory that may be written.
+    /// Writable memory.
     pub(crate) fn new(slice: DeviceSlice, place: &Place) -> Self {
         Self {
             slice,
@@ -63,9 +63,10 @@ impl Memory {
         self.slice.address()
     }
 
-    /// Copies `data` (bytes, bytearray) of the same length in. Blocks until that is done; ordered after
-    /// nothing in a stream. Raises InvalidArgumentError for another length, and for memory of a read-only array; TypeError
-    /// for what is not bytes; and what ended the device's work, such as PeerLostError, if something did.
+    /// Copies `data` (bytes, bytearray) of the same length into the memory. Blocks until the copy is complete; not
+    /// ordered after work in any stream. Raises InvalidArgumentError for another length, and for memory of a read-only
+    /// array; TypeError for an object that is not bytes; and the error that ended the device's work, such as
+    /// PeerLostError, if there is one.
     fn upload(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<()> {
         if self.read_only {
             return Err(invalid(
@@ -75,8 +76,8 @@ impl Memory {
         upload(py, &self.place, &self.slice, data)
     }
 
-    /// All bytes. Blocks until they are copied; ordered after nothing in a stream. Raises what ended the device's work, such
-    /// as PeerLostError, if something did.
+    /// All bytes. Blocks until they are copied; not ordered after work in any stream. Raises the error that ended the
+    /// device's work, such as PeerLostError, if there is one.
     fn download<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         download(py, &self.place, &self.slice)
     }
@@ -94,8 +95,8 @@ impl Memory {
         })
     }
 
-    /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …, or as NumPy and PyTorch name it),
-    /// which takes all of its bytes. Raises InvalidArgumentError where the lengths differ, and for a type that there is not.
+    /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …, or a name or type of NumPy or PyTorch),
+    /// which must cover all of its bytes. Raises InvalidArgumentError if the lengths differ, and for an unknown type.
     fn view(
         &self,
         #[pyo3(from_py_with = whole)] shape: Vec<usize>,
@@ -175,7 +176,7 @@ impl View {
         self.slice.address()
     }
 
-    /// NumPy's array interface; only of the host device, and of types that NumPy has.
+    /// NumPy's array interface; only for the host device, and for types that NumPy has.
     #[getter]
     fn __array_interface__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyDict>> {
         let view = slf.get();
@@ -204,9 +205,9 @@ impl View {
         self.place.dlpack()
     }
 
-    /// A DLPack capsule of this memory. The memory is ordered after nothing: what streams of Warplink
-    /// write to it is there once the consumer's stream waits for them. Raises BufferError for memory of a read-only
-    /// array where the consumer asks for DLPack without a version, which does not tell of that.
+    /// A DLPack capsule of this memory. There is no synchronization with streams: writes by Warplink's streams are
+    /// visible once the consumer's stream waits for them. Raises BufferError for memory of a read-only array if the
+    /// consumer requests DLPack without a version, which cannot express that it is read-only.
     #[pyo3(signature = (*, stream=None, max_version=None, dl_device=None, copy=None))]
     fn __dlpack__<'py>(
         &self,
@@ -250,7 +251,7 @@ pub(crate) fn upload(
     } else if let Ok(array) = data.cast::<PyByteArray>() {
         array.to_vec()
     } else {
-        // Whatever else has the buffer protocol, which the limited API has no other access to.
+        // Other objects with the buffer protocol; the limited API has no other access to it.
         let bytes = PyMemoryView::from(data)?.call_method0("tobytes")?;
         bytes.cast::<PyBytes>()?.as_bytes().to_vec()
     };

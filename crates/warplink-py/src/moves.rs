@@ -1,4 +1,4 @@
-//! Calls of collectives on arrays, on memory at addresses, and on counts that the device has.
+//! Calls of collectives on arrays, on memory at addresses, and with counts in device memory.
 
 use crate::collective_options::call_on;
 use crate::collectives::Collectives;

@@ -4,8 +4,8 @@ use crate::errors::invalid;
 use pyo3::exceptions::PyOverflowError;
 use pyo3::prelude::*;
 
-/// A whole number that is not negative, or several of them, as `from_py_with` of an argument: what is out of range is
-/// an argument that is wrong, and not an OverflowError.
+/// A non-negative integer, or several of them, as `from_py_with` of an argument: a value out of range raises
+/// InvalidArgumentError instead of OverflowError.
 pub(crate) fn whole<'py, T>(object: &Bound<'py, PyAny>) -> PyResult<T>
 where
     T: for<'a> FromPyObject<'a, 'py>,

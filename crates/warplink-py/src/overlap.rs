@@ -16,8 +16,8 @@ use warplink::overlap::{
 use warplink::program::Executor;
 use warplink::{DType, Error, ErrorKind};
 
-/// An overlapped matmul on given memory, ready to run any number of times. Every rank makes the same
-/// plans in the same order. Drop it when the streams that it ran on are done.
+/// An overlapped matmul on given memory, for any number of runs. Every rank creates the same plans in the same order.
+/// Drop it when the streams that it ran on are done.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct OverlapPlan {
@@ -28,21 +28,21 @@ pub(crate) struct OverlapPlan {
     text: String,
 }
 
-/// An overlapped matmul as one graph, launched in the place of its runs.
+/// A captured overlapped matmul: one graph, launched instead of runs of the plan.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct CapturedOverlap(Detached<Arc<overlap::CapturedOverlap>>);
 
-/// Runs of a plan on tensors that others allocate: a call gets their addresses, takes a turn, and copies what peers reach
-/// into and out of the plan's memory.
+/// Runs of a plan on tensors allocated by others: a call gets their addresses, takes a turn, and copies tensors that
+/// peers access into and out of the plan's memory.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct OverlapLauncher {
     plan: Detached<Arc<overlap::OverlapPlan>>,
     place: Place,
-    /// By the order of the addresses.
+    /// In the order of the addresses.
     tensors: Vec<Launched>,
-    /// The tensors in the plan's order of those that it gets: their places in `tensors`.
+    /// Indices into `tensors` of the tensors passed to the plan, in the plan's order.
     order: Vec<usize>,
 }
 
@@ -51,23 +51,23 @@ pub(crate) struct OverlapLauncher {
 struct Launched {
     name: String,
     bytes: usize,
-    /// The plan's memory, for a tensor that peers reach.
+    /// The plan's memory, for a tensor that peers access.
     own: Option<DeviceSlice>,
     written: bool,
 }
 
-/// How a plan is made.
+/// Options of a plan.
 #[derive(Clone, Copy)]
 pub(crate) struct Choices<'a> {
     /// The dimension that is divided.
     pub(crate) dim: usize,
     /// Whether right operands are `[n, k]`.
     pub(crate) transposed_b: bool,
-    /// The only lowering that is allowed, by name.
+    /// The only lowering allowed, by name.
     pub(crate) lowering: Option<&'a str>,
-    /// How many streams the matmuls take turns on.
+    /// The number of streams that the matmuls are distributed over.
     pub(crate) streams: usize,
-    /// Whether close lowerings are tried on the machine.
+    /// Whether lowerings of similar predicted cost are timed on the machine.
     pub(crate) trials: bool,
 }
 
@@ -95,7 +95,7 @@ impl OverlapPlan {
         &self.lowering
     }
 
-    /// Why that lowering: a line for the decision and one for each that was considered.
+    /// The reason for the lowering: a line for the decision and one for each candidate.
     #[getter]
     fn explanation(&self) -> &str {
         &self.explanation
@@ -107,8 +107,8 @@ impl OverlapPlan {
         &self.text
     }
 
-    /// Names of the tensors ("A", "B[0]", "C[0]", … as in the text of the program) that `run` takes other
-    /// memory for: those that no peer reaches. It may differ from rank to rank.
+    /// Names of the tensors ("A", "B[0]", "C[0]", … as in the text of the program) whose memory `run` can replace:
+    /// those that no peer accesses. The list may differ between ranks.
     #[getter]
     fn replaceable(&self) -> PyResult<Vec<String>> {
         let plan = self.inner()?;
@@ -117,11 +117,10 @@ impl OverlapPlan {
 
     /// Enqueues one run, starting from and joining back into `stream`. Does not block.
     ///
-    /// `memory` takes the place of that of some of the `replaceable` tensors, for this run alone:
-    /// `{name: array}`, each of the length, the element type and the layout that it had when the plan was
-    /// made. The caller keeps it until `stream` is past the run. Peers are not told, so ranks may
-    /// differ. Raises InvalidArgumentError for another name or length, and what ended the device's work, such as
-    /// PeerLostError, if something did.
+    /// `memory` replaces the memory of some of the `replaceable` tensors, for this run only: `{name: array}`, each with
+    /// the length, element type and layout that it had when the plan was created. The caller keeps it allocated until
+    /// `stream` has passed the run. Peers are not notified, so ranks may differ. Raises InvalidArgumentError for
+    /// another name or length, and the error that ended the device's work, such as PeerLostError, if there is one.
     #[pyo3(signature = (stream, memory=None))]
     fn run(
         &self,
@@ -136,8 +135,8 @@ impl OverlapPlan {
             .map_err(raise)
     }
 
-    /// Launcher of the plan on the tensors `names`, of these `nbytes`, of which `own` has the plan's memory where peers
-    /// reach them. All others are `replaceable`. Every rank uses it, or none.
+    /// Launcher of the plan on the tensors `names`, with lengths `nbytes`; `own` has the plan's memory of tensors that
+    /// peers access. All others are `replaceable`. Every rank uses it, or none.
     fn launcher(
         &self,
         names: Vec<String>,
@@ -177,7 +176,7 @@ impl OverlapPlan {
         })
     }
 
-    /// Turns the plan into one graph, which takes its place. Blocks while the graph is prepared.
+    /// Captures the plan into one graph, which replaces it. Blocks while the graph is prepared.
     fn capture(&self, py: Python<'_>) -> PyResult<CapturedOverlap> {
         let plan = self.plan.take_unused(captured)?;
         let captured = py.detach(|| plan.capture()).map_err(raise)?;
@@ -191,10 +190,10 @@ impl OverlapPlan {
 
 #[pymethods]
 impl OverlapLauncher {
-    /// Enqueues one run on `stream`, in its turn among `turns`, on tensors at `addresses`: contiguous, in the order of the
-    /// launcher's names. The caller keeps them until `stream` is past the run. Does not block, but records a graph at
-    /// the second run on the same addresses. Raises InvalidArgumentError for another number of addresses, and what ended
-    /// the device's work, such as PeerLostError, if something did.
+    /// Enqueues one run on `stream`, in its turn among `turns`, on tensors at `addresses`: contiguous, in the order of
+    /// the launcher's names. The caller keeps them allocated until `stream` has passed the run. Does not block, but
+    /// captures a graph at the second run on the same addresses. Raises InvalidArgumentError for another number of
+    /// addresses, and the error that ended the device's work, such as PeerLostError, if there is one.
     fn launch(
         &self,
         py: Python<'_>,
@@ -246,8 +245,8 @@ impl OverlapLauncher {
 
 #[pymethods]
 impl CapturedOverlap {
-    /// Enqueues the whole on `stream`. Does not block.
-    /// Raises what ended the device's work, such as PeerLostError, if something did.
+    /// Enqueues the graph on `stream`. Does not block. Raises the error that ended the device's work, such as
+    /// PeerLostError, if there is one.
     fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (captured, stream) = (self.0.get("captured plan")?, stream.live()?);
         py.detach(|| captured.launch(stream)).map_err(raise)
@@ -376,7 +375,7 @@ fn slices(arrays: Vec<Array>) -> Vec<DeviceSlice> {
     arrays.into_iter().map(|array| array.slice).collect()
 }
 
-/// The one element type of all of `arrays`.
+/// The common element type of `arrays`.
 fn common_type<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> PyResult<DType> {
     let mut common = None;
     for array in arrays {
@@ -391,7 +390,7 @@ fn common_type<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> PyResult<DTyp
     common.ok_or_else(|| invalid("there is no operand"))
 }
 
-/// The columns of a right operand with `rows` rows, which is transposed in memory or not.
+/// The number of columns of a right operand with `rows` rows, which may be transposed in memory.
 fn columns_of(name: &str, array: &Array, rows: usize, transposed: bool) -> PyResult<usize> {
     match (&array.shape[..], transposed) {
         (&[own, columns], false) | (&[columns, own], true) if own == rows => Ok(columns),

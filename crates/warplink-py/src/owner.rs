@@ -1,8 +1,8 @@
-//! Python objects that keep borrowed memory alive, and letting go of them.
+//! Python objects that keep borrowed memory alive, and their release.
 //!
-//! The library drops an owner on any of its threads, some of which answer peers or hold a lock. Dropping
-//! a Python object needs the interpreter's lock and may run any code. So owners are handed to a thread
-//! that does nothing else and may wait.
+//! The library drops an owner on any of its threads, some of which answer peers or hold a lock. Dropping a Python
+//! object needs the interpreter's lock and may run arbitrary code. Owners are therefore released on a dedicated thread,
+//! which may block.
 
 use crate::errors::{closed, raise};
 use pyo3::prelude::*;
@@ -12,7 +12,7 @@ use warplink::{Error, ErrorKind};
 
 static RELEASER: Mutex<Option<Sender<Py<PyAny>>>> = Mutex::new(None);
 
-/// A Python object that is held, and let go of on the releasing thread.
+/// A Python object that is held, and released on the releasing thread.
 #[derive(Debug)]
 pub(crate) struct Owner(Option<Py<PyAny>>);
 
@@ -22,7 +22,7 @@ impl Owner {
         Self(Some(object))
     }
 
-    /// The object; None once it was let go of.
+    /// The object; None once it was released.
     pub(crate) fn object<'py>(&self, py: Python<'py>) -> Bound<'py, PyAny> {
         match &self.0 {
             Some(object) => object.bind(py).clone(),
@@ -45,7 +45,7 @@ impl Drop for Owner {
             None => Some(object),
         };
         drop(sender);
-        // Without the thread, PyO3 lets go of it when the interpreter is entered next.
+        // If the thread is gone, PyO3 releases the object the next time the interpreter is entered.
         drop(unsent);
     }
 }
@@ -55,7 +55,7 @@ fn start() -> Option<Sender<Py<PyAny>>> {
     let thread = std::thread::Builder::new().name("warplink-py-release".to_owned());
     let body = move || {
         for object in queue {
-            // While the interpreter ends, nothing can be let go of any more.
+            // While the interpreter is finalizing, objects cannot be released any more.
             if Python::try_attach(|py| object.drop_ref(py)).is_none() {
                 return;
             }
@@ -64,16 +64,16 @@ fn start() -> Option<Sender<Py<PyAny>>> {
     thread.spawn(body).ok().map(|_| sender)
 }
 
-/// A value whose end may take time, such as a job that is not closed: it is dropped without the
-/// interpreter's lock, and never in a forked process.
+/// A value whose drop may take long, such as a job that is not closed: it is dropped without the interpreter's lock,
+/// and never in a forked process.
 #[derive(Debug)]
 pub(crate) struct Detached<T: Send> {
     value: Mutex<Option<T>>,
     process: u32,
 }
 
-/// A value that is usable in the process that made it, and dropped there only: a forked process has its
-/// memory, but not the threads that serve it, and shares its connections.
+/// A value that is usable only in the process that created it, and dropped only there: a forked process has its memory,
+/// but not the threads that serve it, and shares its connections.
 #[derive(Debug)]
 pub(crate) struct OfProcess<T> {
     value: Option<T>,
@@ -89,7 +89,7 @@ impl<T: Send> Detached<T> {
         }
     }
 
-    /// Takes the value out; nothing if it was taken before, or belongs to another process.
+    /// Takes the value out; `None` if it was taken before or belongs to another process.
     pub(crate) fn take(&self) -> Option<T> {
         if is_of_another_process(self.process) {
             return None;
@@ -105,7 +105,7 @@ impl<T: Send> Detached<T> {
         self.lock().as_ref().map(read)
     }
 
-    /// The value, which is a `what`, unless it was taken. Fails in a forked process.
+    /// The value, described as `what` in errors, unless it was taken. Fails in a forked process.
     pub(crate) fn get(&self, what: &'static str) -> PyResult<T>
     where
         T: Clone,
@@ -113,7 +113,7 @@ impl<T: Send> Detached<T> {
         self.get_or(|| closed(what))
     }
 
-    /// As [`get`](Self::get), with the error where it was taken.
+    /// As [`get`](Self::get), with an error for a value that was taken.
     pub(crate) fn get_or(&self, taken: impl FnOnce() -> PyErr) -> PyResult<T>
     where
         T: Clone,
@@ -128,8 +128,8 @@ impl<T: Send> Detached<T> {
 }
 
 impl<T: Send + Sync> Detached<Arc<T>> {
-    /// Takes a plan out for the caller alone. Fails where it was taken, and where another thread uses it, which
-    /// leaves it where it is.
+    /// Takes a plan out for exclusive use. Fails if it was taken, or if another thread uses it; in the latter case it
+    /// stays in place.
     pub(crate) fn take_unused(&self, taken: impl FnOnce() -> PyErr) -> PyResult<T> {
         check_process(self.process)?;
         let unused = {
@@ -140,7 +140,7 @@ impl<T: Send + Sync> Detached<Arc<T>> {
                 })
             })
         };
-        // Not under the lock: to make an error, the interpreter may let other threads go on, which may want the value.
+        // Not under the lock: creating an exception may switch to other threads, which may need the value.
         match unused {
             Some(Ok(value)) => Ok(value),
             Some(Err(())) => Err(raise(Error::invalid(

@@ -1,4 +1,4 @@
-//! Arrays that are cut into a part for each rank.
+//! Arrays partitioned into one part per rank.
 
 use crate::array::Array;
 use crate::errors::invalid;
@@ -6,14 +6,15 @@ use pyo3::prelude::*;
 use warplink::DType;
 use warplink::collective::Parts;
 
-/// How an array is cut into a part for each rank.
+/// Partition of an array into one part per rank.
 pub(crate) struct Cut {
     counts: Vec<usize>,
     displacements: Vec<usize>,
 }
 
 impl Cut {
-    /// Of counts and displacements in elements of `each` units. What overflows is beyond any memory.
+    /// For counts and displacements in elements of `each` units. Values that overflow exceed any memory, and are
+    /// rejected by the length check.
     pub(crate) fn new(counts: Vec<usize>, displacements: Option<Vec<usize>>, each: usize) -> Self {
         let in_units = |elements: &usize| elements.saturating_mul(each);
         let counts: Vec<usize> = counts.iter().map(in_units).collect();
@@ -42,7 +43,7 @@ impl Cut {
     }
 }
 
-/// Fails for counts in memory of the device that are not numbers of 64 bits; memory without a type is taken for some.
+/// Fails if counts in device memory are not 64-bit integers; memory without a type is accepted.
 pub(crate) fn check_counts(counts: &Array, whose: &str) -> PyResult<()> {
     let is_wide = match (counts.element, counts.item_bytes) {
         (Some(element), _) => matches!(element.name, "i64" | "u64"),
@@ -57,7 +58,7 @@ pub(crate) fn check_counts(counts: &Array, whose: &str) -> PyResult<()> {
     )))
 }
 
-/// The largest type of which elements of both arrays consist, and of how many.
+/// The largest type that elements of both arrays consist of, and the number of its units per element.
 pub(crate) fn unit(target: &Array, source: &Array) -> PyResult<(DType, usize)> {
     let differ = match (target.element, source.element) {
         (Some(target), Some(source)) => target != source,

@@ -1,4 +1,4 @@
-//! Where a job's memory is.
+//! The device of a job's memory.
 
 use crate::dlpack;
 use crate::errors::raise;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 use warplink::device::{Device, DeviceSlice};
 use warplink::{DeviceKind, Error};
 
-/// The device of a job, and the number that DLPack knows it by.
+/// The device of a job, and its DLPack number.
 #[derive(Clone, Debug)]
 pub(crate) struct Place {
     pub(crate) device: Arc<dyn Device>,
@@ -15,15 +15,15 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// The `bytes` at `address`, which the caller keeps.
+    /// Borrows `bytes` bytes at `address`, which the caller keeps allocated.
     pub(crate) fn borrow_unowned(&self, address: u64, bytes: usize) -> PyResult<DeviceSlice> {
         self.borrow_given(address, bytes).map_err(raise)
     }
 
-    /// The same, with the library's error.
+    /// As [`borrow_unowned`](Self::borrow_unowned), with the library's error.
     pub(crate) fn borrow_given(&self, address: u64, bytes: usize) -> Result<DeviceSlice, Error> {
-        // SAFETY: the caller promises, as documented in Python, that the memory is there and of this device
-        // whenever it is used. It is accessed by copies and kernels only, never by a Rust reference.
+        // SAFETY: the caller guarantees, as documented in Python, that the memory is allocated and belongs to this
+        // device whenever it is used. It is accessed by copies and kernels only, never through a Rust reference.
         unsafe { self.device.borrow(address, bytes, Arc::new(())) }
     }
 
@@ -35,7 +35,7 @@ impl Place {
         }
     }
 
-    /// Fails unless memory of DLPack's `device` is this device's; it is of the array `array`.
+    /// Fails unless DLPack's `device` is this device; `array` is the array's name.
     pub(crate) fn check(&self, device: (i32, i32), array: &str) -> PyResult<()> {
         let fits = match self.device.kind() {
             DeviceKind::Host => matches!(device.0, dlpack::CPU | dlpack::CUDA_HOST),

@@ -1,4 +1,4 @@
-//! Host programs: their text, and what the verifier says of them.
+//! Host programs: their text, and the verifier's results.
 
 use crate::errors::{invalid, raise, raise_with};
 use pyo3::prelude::*;
@@ -8,9 +8,9 @@ use warplink::DType;
 use warplink::device::ReduceOp;
 use warplink::program::{Parameters, Value, refused, verify};
 
-/// A host program: what every rank enqueues, described once for all ranks (docs/language.md).
+/// A host program: the operations that every rank enqueues, described once for all ranks (docs/language.md).
 ///
-/// `Program(text)` raises ParseError, with line and column, where the text is no program.
+/// `Program(text)` raises ParseError, with line and column, if the text is not a valid program.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Program(pub(crate) Arc<warplink::program::Program>);
@@ -21,21 +21,21 @@ pub(crate) struct Program(pub(crate) Arc<warplink::program::Program>);
 pub(crate) struct Report {
     /// The ranks.
     world: usize,
-    /// Operations that are enqueued.
+    /// Enqueued operations.
     operations: usize,
-    /// Streams in use, the callers' among them.
+    /// Streams in use, including the callers'.
     streams: usize,
-    /// Transfers that are shared, each counted once.
+    /// Transfers, each shared by two ranks and counted once.
     transfers: usize,
     /// Exchanges of handles.
     exchanges: usize,
-    /// Bytes that move between ranks.
+    /// Bytes transferred between ranks.
     nbytes: u128,
     /// Why the program cannot run as a graph, or None.
     eager_only: Option<String>,
     /// Whether any rank uses the collectives of the device.
     uses_collectives: bool,
-    /// All of it in words; also `str()` of it.
+    /// The summary as text; also `str()` of it.
     text: String,
 }
 
@@ -53,7 +53,7 @@ impl Program {
         &self.0.name
     }
 
-    /// Parameters of the program: `{name: what values it takes}`.
+    /// Parameters of the program: `{name: description of its values}`.
     #[getter]
     fn parameters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let parameters = PyDict::new(py);
@@ -63,10 +63,9 @@ impl Program {
         Ok(parameters)
     }
 
-    /// Verifies the program for `world` ranks with `streams` streams in each one's pool. `parameters`
-    /// are integers, lists of integers, and element types by name; `given` names the optional tensors
-    /// that will be bound. Involves no other rank. Raises VerificationError, whose `diagnostics` are
-    /// what was found.
+    /// Verifies the program for `world` ranks with `streams` streams in each rank's pool. `parameters` are integers,
+    /// lists of integers, and element types by name; `given` names the optional tensors that will be bound. Does not
+    /// communicate. Raises VerificationError, whose `diagnostics` are the findings.
     #[pyo3(signature = (world, parameters=None, *, given=Vec::new(), streams=2))]
     fn verify(
         &self,
@@ -116,7 +115,7 @@ impl Report {
     }
 }
 
-/// Parameters as Python gives them.
+/// Converts parameters from Python.
 pub(crate) fn read_parameters(
     values: Option<&Bound<'_, PyDict>>,
     given: Vec<String>,

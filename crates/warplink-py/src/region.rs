@@ -1,4 +1,4 @@
-//! Memory that peers may reach.
+//! Memory that peers may access.
 
 use crate::element::type_name;
 use crate::errors::raise;
@@ -12,10 +12,10 @@ use std::time::Duration;
 use warplink::Deadline;
 use warplink::device::DeviceSlice;
 
-/// Local memory registered for peers; `Communicator.alloc` and `Communicator.register` make one.
+/// Local memory registered for peers, created by `Communicator.alloc` and `Communicator.register`.
 ///
-/// The registration ends with the last object that holds it: this one, its slices, and the transfers
-/// and plans that use it. The memory is freed when no peer maps it any more.
+/// The registration ends with the last object that holds it: this one, its slices, and the transfers and plans that use
+/// it. The memory is freed when no peer maps it any more.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Region {
@@ -33,7 +33,7 @@ impl Region {
         }
     }
 
-    /// Its memory, also after it was closed.
+    /// The memory, available even after the region was closed.
     pub(crate) fn slice(&self) -> &DeviceSlice {
         &self.slice
     }
@@ -58,33 +58,34 @@ impl Region {
         self.slice.address()
     }
 
-    /// Its memory, without the registration.
+    /// The memory, without the registration.
     #[getter]
     fn memory(&self) -> Memory {
         Memory::new(self.slice.clone(), &self.place)
     }
 
-    /// Number of the registration; another one after the memory was registered anew. Raises ClosedError once it was closed.
+    /// Number of the registration; it changes if the memory is registered again. Raises ClosedError after the region
+    /// was closed.
     #[getter]
     fn generation(&self) -> PyResult<u64> {
         Ok(self.registered()?.generation())
     }
 
-    /// Copies `data` (bytes, bytearray) of the same length in. Blocks until that is done; ordered after
-    /// nothing in a stream. Raises InvalidArgumentError for another length, TypeError for what is not bytes, and
-    /// what ended the device's work, such as PeerLostError, if something did.
+    /// Copies `data` (bytes, bytearray) of the same length into the memory. Blocks until the copy is complete; not
+    /// ordered after work in any stream. Raises InvalidArgumentError for another length, TypeError for an object that
+    /// is not bytes, and the error that ended the device's work, such as PeerLostError, if there is one.
     fn upload(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<()> {
         upload(py, &self.place, &self.slice, data)
     }
 
-    /// All bytes. Blocks until they are copied; ordered after nothing in a stream. Raises what ended the device's work, such
-    /// as PeerLostError, if something did.
+    /// All bytes. Blocks until they are copied; not ordered after work in any stream. Raises the error that ended the
+    /// device's work, such as PeerLostError, if there is one.
     fn download<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         download(py, &self.place, &self.slice)
     }
 
     /// The bytes from `start` to `stop` as a region of the same registration, without a copy. Raises
-    /// InvalidArgumentError out of bounds, and ClosedError once it was closed.
+    /// InvalidArgumentError out of bounds, and ClosedError after the region was closed.
     #[pyo3(name = "slice")]
     fn part(
         &self,
@@ -95,8 +96,8 @@ impl Region {
         Ok(Self::new(part, &self.place))
     }
 
-    /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …, or as NumPy and PyTorch name it),
-    /// which takes all of its bytes. Raises InvalidArgumentError where the lengths differ, and for a type that there is not.
+    /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …, or a name or type of NumPy or PyTorch),
+    /// which must cover all of its bytes. Raises InvalidArgumentError if the lengths differ, and for an unknown type.
     fn view(
         &self,
         #[pyo3(from_py_with = whole)] shape: Vec<usize>,
@@ -105,9 +106,9 @@ impl Region {
         View::new(&self.slice, &self.place, shape, &dtype)
     }
 
-    /// Ends the registration and waits up to `timeout` seconds until no peer maps the memory. Nothing
-    /// else may hold the registration. Does nothing the second time. Raises InvalidArgumentError where something holds it,
-    /// and for a timeout that is not a valid number of seconds; TimeoutError, with the peer, where one still uses the memory.
+    /// Ends the registration and waits up to `timeout` seconds until no peer maps the memory. Nothing else may hold the
+    /// registration. A second call does nothing. Raises InvalidArgumentError if another object holds it, and for a
+    /// timeout that is not a valid number of seconds; TimeoutError, with the peer, if one still uses the memory.
     #[pyo3(signature = (timeout=60.0))]
     fn close(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let limit = seconds(timeout)?;
@@ -123,9 +124,9 @@ impl Region {
     }
 }
 
-/// A peer's region, mapped here as long as this object, a slice or a view of it.
+/// A peer's region, mapped here as long as this object, a slice or a view of it exists.
 ///
-/// Nothing orders what is done with it with what the peer does; transfers and barriers of streams do.
+/// Accesses are not ordered with operations of the peer; use transfers or barriers of streams for that.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct RemoteRegion {
@@ -135,7 +136,7 @@ pub(crate) struct RemoteRegion {
 
 #[pymethods]
 impl RemoteRegion {
-    /// The rank in the job whose memory it is.
+    /// The owner's rank in the job.
     #[getter]
     fn owner(&self) -> usize {
         self.region.owner()
@@ -147,7 +148,7 @@ impl RemoteRegion {
         self.region.memory().bytes()
     }
 
-    /// Its memory, at an address of this process.
+    /// The mapped memory, at an address of this process.
     #[getter]
     fn memory(&self) -> Memory {
         Memory::new(self.region.memory().clone(), &self.place)

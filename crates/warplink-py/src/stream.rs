@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 use std::sync::Arc;
 use warplink::{Deadline, ErrorKind};
 
-/// An ordered queue of device work. Methods only enqueue unless they say otherwise.
+/// An ordered queue of device work. Methods only enqueue unless documented otherwise.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Stream {
@@ -21,19 +21,19 @@ pub(crate) struct Stream {
     place: Place,
 }
 
-/// A mark in a stream.
+/// A marker in a stream.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Event(OfProcess<warplink::device::Event>);
 
-/// Work recorded once and launched any number of times. What was captured must be kept by the caller.
+/// Work captured once and launched any number of times. The caller keeps captured resources alive.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Graph(OfProcess<warplink::device::Graph>);
 
-/// Orders work that several streams are given, for what they share: `begin(stream)`, the work, `end(stream)`. What is
-/// given to one stream is done before what another one is given later; work that is captured is ordered among itself.
-/// The caller sees to it that one thread at a time is between the two.
+/// Orders work of several streams on shared resources: `begin(stream)`, the work, `end(stream)`. Work enqueued on one
+/// stream in a turn completes before work of a later turn on another stream; captured work is ordered among itself. The
+/// caller ensures that only one thread at a time is between the two calls.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Turns {
@@ -52,7 +52,8 @@ impl Turns {
         }
     }
 
-    /// Calls `enqueue`, which gives `stream` work, in a turn. The caller sees to it that one thread at a time does.
+    /// Calls `enqueue`, which enqueues work on `stream`, in a turn. The caller ensures that only one thread at a time
+    /// does this.
     pub(crate) fn take(
         &self,
         py: Python<'_>,
@@ -65,7 +66,7 @@ impl Turns {
         taken.map_err(raise)
     }
 
-    /// Has a thread wait for the turns from now on, instead of one that did so far.
+    /// Starts a thread that waits for subsequent turns, replacing any earlier one.
     pub(crate) fn watch(
         &self,
         py: Python<'_>,
@@ -81,12 +82,12 @@ impl Turns {
 
 #[pymethods]
 impl Turns {
-    /// Has `stream` wait for the last work of another stream. Does not block.
+    /// Makes `stream` wait for the last turn of another stream. Does not block.
     fn begin(&self, stream: &Stream) -> PyResult<()> {
         self.inner.get()?.begin(stream.live()?).map_err(raise)
     }
 
-    /// Notes that what `stream` was given so far was the last, also where some of it failed. Does not block.
+    /// Records the work enqueued on `stream` so far as the last turn, even if some of it failed. Does not block.
     fn end(&self, stream: &Stream) -> PyResult<()> {
         let ended = self.inner.get()?.end(stream.live()?);
         self.watched.made();
@@ -114,7 +115,7 @@ impl Stream {
         }
     }
 
-    /// The handle that other libraries know it by.
+    /// The handle of the stream in other libraries.
     pub(crate) fn raw_handle(&self) -> u64 {
         self.raw
     }
@@ -127,14 +128,14 @@ impl Stream {
 
 #[pymethods]
 impl Stream {
-    /// Number that tells streams of one device apart; on a GPU the driver's handle (cudaStream_t).
+    /// Number that is unique among streams of one device; on a GPU the driver's handle (cudaStream_t).
     #[getter]
     fn raw(&self) -> u64 {
         self.raw
     }
 
-    /// Copies `source` to `target`, arrays, regions or memory of the same length in bytes. Both are kept
-    /// until the copy is done. Raises InvalidArgumentError for other lengths, and for a target that is read-only.
+    /// Copies `source` to `target`: arrays, regions or memory of the same length in bytes. Both are kept alive until
+    /// the copy is done. Raises InvalidArgumentError for different lengths, and for a target that is read-only.
     fn copy(&self, target: &Bound<'_, PyAny>, source: &Bound<'_, PyAny>) -> PyResult<()> {
         let into = Array::resolve_target(target, &self.place, Some(self.raw_handle()))?;
         let from = Array::resolve(source, &self.place, Some(self.raw_handle()))?;
@@ -153,21 +154,21 @@ impl Stream {
         filled.map_err(raise)
     }
 
-    /// Marks this point of the stream in `event`; an earlier mark is forgotten.
+    /// Records `event` at this point of the stream, replacing an earlier record.
     fn record(&self, py: Python<'_>, event: &Event) -> PyResult<()> {
         let (stream, event) = (self.live()?, event.0.get()?);
         py.detach(|| stream.record(event)).map_err(raise)
     }
 
-    /// Holds the stream until the point that `event` marked when this was called.
+    /// Makes the stream wait for the point last recorded in `event` at the time of this call.
     fn wait_event(&self, py: Python<'_>, event: &Event) -> PyResult<()> {
         let (stream, event) = (self.live()?, event.0.get()?);
         py.detach(|| stream.wait_event(event)).map_err(raise)
     }
 
-    /// Blocks until everything enqueued so far is done, at most `timeout` seconds (the job's if None).
-    /// Raises PeerLostError, which names the rank, when one is lost, and TimeoutError, which names a peer
-    /// and tag that are waited for.
+    /// Blocks until all work enqueued so far is complete, at most `timeout` seconds (the job's if None). Raises
+    /// PeerLostError, which contains the rank, if one is lost, and TimeoutError, which contains the peer and tag of a
+    /// pending wait.
     #[pyo3(signature = (timeout=None))]
     fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = timeout.map(seconds).transpose()?;
@@ -179,7 +180,7 @@ impl Stream {
             (None, Some(communicator)) => communicator.deadline(),
             (None, None) => return Ok(()),
         };
-        // Most waits are short, and need no thread.
+        // Most waits are short: probe first, to avoid starting a thread.
         let probe = Deadline::after(SIGNAL_INTERVAL.min(limit.remaining()));
         let takes_long = py
             .detach(|| stream.synchronize(probe))
@@ -196,17 +197,17 @@ impl Stream {
         }
     }
 
-    /// Whether everything enqueued so far is done. Does not block.
+    /// Whether all work enqueued so far is complete. Does not block.
     fn is_idle(&self) -> PyResult<bool> {
         self.live()?.is_idle().map_err(raise)
     }
 
-    /// Starts recording what is enqueued into a graph instead of doing it.
+    /// Starts capturing enqueued work into a graph instead of executing it.
     fn begin_capture(&self) -> PyResult<()> {
         self.live()?.begin_capture().map_err(raise)
     }
 
-    /// Ends recording and makes the graph ready to launch. Blocks while it is prepared.
+    /// Ends the capture and makes the graph ready to launch. Blocks while it is prepared.
     fn end_capture(&self, py: Python<'_>) -> PyResult<Graph> {
         let stream = self.live()?;
         let graph = py.detach(|| stream.end_capture()).map_err(raise)?;
@@ -220,13 +221,13 @@ impl Stream {
 
 #[pymethods]
 impl Event {
-    /// Whether the mark has been reached.
+    /// Whether the recorded point has been reached.
     fn is_reached(&self) -> PyResult<bool> {
         self.0.get()?.is_reached().map_err(raise)
     }
 
-    /// Milliseconds from `earlier` to this one, both made with timing, recorded and reached. Raises
-    /// InvalidArgumentError where one was not recorded, or without timing, and DriverError where one is not reached.
+    /// Milliseconds from `earlier` to this event, both created with timing, recorded and reached. Raises
+    /// InvalidArgumentError if one was not recorded, or created without timing, and DriverError if one is not reached.
     fn elapsed_since(&self, earlier: &Self) -> PyResult<f32> {
         self.0.get()?.elapsed_since(earlier.0.get()?).map_err(raise)
     }
@@ -234,13 +235,13 @@ impl Event {
 
 #[pymethods]
 impl Graph {
-    /// Enqueues the whole graph on `stream`.
+    /// Enqueues the graph on `stream`.
     fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (graph, stream) = (self.0.get()?, stream.live()?);
         py.detach(|| graph.launch(stream)).map_err(raise)
     }
 
-    /// How many operations it holds.
+    /// The number of operations in the graph.
     #[getter]
     fn operations(&self) -> PyResult<usize> {
         Ok(self.0.get()?.operations())

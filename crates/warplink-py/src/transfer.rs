@@ -9,25 +9,25 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use warplink::p2p::{Batch, Direction, TransferRequest};
 
-/// A send, to be exchanged: all of `region` to `peer`, a rank of the communicator. `tag` tells
-/// transfers between the same two ranks apart. `protocol` is "get" or "put", the same on both ranks;
-/// the job's if None; and so is `path`: "copy-engine", "multiprocessors", "fastest" or "one-block".
+/// Request for a send: all of `region` to `peer`, a rank of the communicator. `tag` distinguishes transfers between the
+/// same two ranks. `protocol` is "get" or "put", the same on both ranks, and `path` is "copy-engine",
+/// "multiprocessors", "fastest" or "one-block"; None selects the job's default for either.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Send(TransferRequest);
 
-/// A receive, to be exchanged: into all of `region` from `peer`; see `Send`.
+/// Request for a receive: into all of `region` from `peer`; see `Send`.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Receive(TransferRequest);
 
-/// One rank's end of a transfer. It may be dropped at any time: what streams still need is kept.
+/// One rank's end of a transfer. It may be dropped at any time: resources that streams still use are kept.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Transfer(Detached<std::sync::Arc<warplink::p2p::Transfer>>);
 
-/// A barrier of streams: what is enqueued behind it on any rank comes after what every rank has
-/// enqueued before it.
+/// A barrier of streams: work enqueued after it on any rank is ordered after work that every rank has enqueued before
+/// it.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct StreamBarrier(pub(crate) warplink::p2p::StreamBarrier);
@@ -90,15 +90,15 @@ impl Transfer {
 
 #[pymethods]
 impl Transfer {
-    /// Enqueues this end's part on `stream`. Does not block. Raises InvalidArgumentError for one that is captured
-    /// twice without a wait between, and what ended the device's work, such as PeerLostError, if something did.
+    /// Enqueues this end's part on `stream`. Does not block. Raises InvalidArgumentError if captured twice without a
+    /// wait in between, and the error that ended the device's work, such as PeerLostError, if there is one.
     fn post(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (transfer, stream) = (self.inner()?, stream.live()?);
         py.detach(|| transfer.post(stream)).map_err(raise)
     }
 
-    /// Enqueues the wait for every post so far on `stream`. Does not block.
-    /// Raises what ended the device's work, such as PeerLostError, if something did.
+    /// Enqueues the wait for every post so far on `stream`. Does not block. Raises the error that ended the device's
+    /// work, such as PeerLostError, if there is one.
     fn wait(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (transfer, stream) = (self.inner()?, stream.live()?);
         py.detach(|| transfer.wait(stream)).map_err(raise)
@@ -110,7 +110,7 @@ impl Transfer {
         Ok(self.inner()?.peer())
     }
 
-    /// The tag that it was exchanged with.
+    /// The tag of the transfer.
     #[getter]
     fn tag(&self) -> PyResult<u64> {
         Ok(self.inner()?.tag())
@@ -145,16 +145,16 @@ impl Transfer {
 
 #[pymethods]
 impl StreamBarrier {
-    /// Enqueues the barrier on `stream`. Does not block.
-    /// Raises what ended the device's work, such as PeerLostError, if something did.
+    /// Enqueues the barrier on `stream`. Does not block. Raises the error that ended the device's work, such as
+    /// PeerLostError, if there is one.
     fn enqueue(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let stream = stream.live()?;
         py.detach(|| self.0.enqueue(stream)).map_err(raise)
     }
 }
 
-/// Posts `transfers` on `stream` as one group, which completes in any order of its members. Does not
-/// block. Raises what `Transfer.post` raises.
+/// Posts `transfers` on `stream` as one group, whose members complete in any order. Does not block. Raises the errors
+/// of `Transfer.post`.
 #[pyfunction]
 pub(crate) fn post_all(
     py: Python<'_>,
@@ -169,7 +169,7 @@ pub(crate) fn post_all(
     .map_err(raise)
 }
 
-/// Waits on `stream` for every post so far of `transfers`. Does not block. Raises what `Transfer.wait` raises.
+/// Waits on `stream` for every post so far of `transfers`. Does not block. Raises the errors of `Transfer.wait`.
 #[pyfunction]
 pub(crate) fn wait_all(
     py: Python<'_>,
@@ -191,7 +191,7 @@ fn all(
     each.collect()
 }
 
-/// The requests that `objects` stand for.
+/// Converts `objects` to requests.
 pub(crate) fn requests(objects: &[Bound<'_, PyAny>]) -> PyResult<Vec<TransferRequest>> {
     let each = objects.iter().map(|object| {
         if let Ok(send) = object.cast::<Send>() {

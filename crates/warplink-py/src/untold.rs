@@ -1,17 +1,18 @@
-//! Ending a process that goes on after a failure which nobody told it of.
+//! Termination of a process that continues after an unreported failure.
 //!
-//! Work after a failed call on a GPU's stream uses invalid data. An application learns that by an
-//! exception, of whatever call comes next. One that makes no call, or waits for something that does not come, would go on
-//! for as long as it likes.
+//! Work after a failed call on a GPU's stream uses invalid data. An application learns of the failure by an exception
+//! from its next call. An application that makes no call, or that is blocked in a wait that never ends, would continue
+//! indefinitely.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 use warplink::{Error, ErrorKind};
 
-/// When an exception told of a failure last.
+/// The time of the last exception that reported a failure.
 static TOLD: Mutex<Option<Instant>> = Mutex::new(None);
 
-/// Notes that an exception tells of `error`, unless that is about a call alone and not about what calls did before.
+/// Records that an exception reports `error`, unless the error concerns only the failing call itself and not earlier
+/// work.
 pub(crate) fn note(error: &Error) {
     if !matches!(
         error.kind(),
@@ -24,14 +25,14 @@ pub(crate) fn note(error: &Error) {
     }
 }
 
-/// Whether an exception told of a failure less than `grace` before `found`, or at any time after it: of several that one
-/// loss caused, an application that is told of one knows.
+/// Whether an exception reported a failure less than `grace` before `found`, or at any time after it: one loss may
+/// cause several failures, and reporting one of them is enough.
 fn is_told(found: Instant, grace: Duration) -> bool {
     told().is_some_and(|at| at + grace >= found)
 }
 
-/// Ends the process with the signal `SIGABRT`, unless an exception has told of a failure. `error` was found at `found`,
-/// which is `grace` ago.
+/// Terminates the process with `SIGABRT`, unless an exception has reported a failure. `error` was found at `found`,
+/// `grace` ago.
 pub(crate) fn end_process(error: &Error, found: Instant, grace: Duration) {
     if is_told(found, grace) {
         return;

@@ -1,7 +1,7 @@
-//! Waits that Ctrl-C ends.
+//! Waits that can be interrupted by Ctrl-C.
 //!
-//! Python runs handlers of signals on its main thread alone, between instructions. A wait of the library there would
-//! hold them back until it ends, so it goes on in a thread of its own, which is left behind where a handler raises.
+//! Python runs signal handlers only on its main thread, between instructions. A wait in the library would delay them,
+//! so it runs on a separate thread, which is abandoned if a handler raises.
 
 use crate::errors::raise;
 use pyo3::prelude::*;
@@ -9,10 +9,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
 use warplink::{Error, ErrorKind, Result};
 
-/// How often the main thread lets Python handle signals.
+/// Interval at which the main thread lets Python handle signals.
 pub(crate) const SIGNAL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Result of `wait`, called without the interpreter's lock. Raises exceptions of signal handlers meanwhile.
+/// Result of `wait`, called without the interpreter's lock. Raises exceptions of signal handlers that run meanwhile.
 pub(crate) fn interruptible<T: Send + 'static>(
     py: Python<'_>,
     wait: impl FnOnce() -> Result<T> + Send + 'static,
@@ -31,7 +31,7 @@ pub(crate) fn interruptible<T: Send + 'static>(
     }
 }
 
-/// As [`interruptible`], for `limit` at most; nothing where it takes longer, which leaves it behind.
+/// As [`interruptible`], for at most `limit`; `None` if it takes longer, in which case the wait is abandoned.
 pub(crate) fn within<T: Send + 'static>(
     py: Python<'_>,
     limit: Duration,
@@ -45,13 +45,13 @@ pub(crate) fn within<T: Send + 'static>(
     }
 }
 
-/// Has a thread wait. The library starts it, since Python starts none while it ends.
+/// Starts a thread that waits. It is a thread of the library, since Python starts none while it is finalizing.
 fn begin<T: Send + 'static>(
     wait: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> PyResult<Receiver<Result<T>>> {
     let (sender, ended) = channel();
     let body = move || {
-        // Nobody listens any more where a signal ended the wait.
+        // The receiver is gone if a signal interrupted the wait.
         let _ = sender.send(wait());
     };
     let thread = std::thread::Builder::new().name("warplink-py-wait".to_owned());

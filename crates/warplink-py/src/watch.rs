@@ -1,4 +1,4 @@
-//! Learning what goes wrong with calls on streams for which no host waits.
+//! Detection of failed calls on streams that no host thread waits for.
 
 use crate::errors::raise;
 use crate::owner::OfProcess;
@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 use warplink::device::{Priority, Stream};
 use warplink::{Communicator, Deadline, Error, ErrorKind, Result};
 
-/// How long calls gather before the thread waits for them, so that not every one of many wakes it.
+/// Batching delay before the thread waits for new calls, so that a burst of calls wakes it once.
 const GATHERING: Duration = Duration::from_millis(5);
 
-/// A thread that waits for calls, since the application may never do so by Warplink.
+/// A thread that waits for calls, since the application may never wait through Warplink.
 ///
-/// `Communicator.watch` makes it. It asks only a stream of its own, and events, which a graph that others record
-/// meanwhile does not mind. It ends with the first error.
+/// Created by `Communicator.watch`. It queries only its own stream and events, which does not interfere with a
+/// concurrent graph capture. It exits at the first error.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Watch {
@@ -25,19 +25,19 @@ pub(crate) struct Watch {
     place: Place,
 }
 
-/// Has a stream wait for all calls so far.
+/// Makes a stream wait for all calls so far.
 type Precede = Box<dyn Fn(&Stream) -> Result<()> + Send>;
 
-/// The calls that are watched, and what is known of them.
+/// State shared with the watching thread.
 #[derive(Debug)]
 pub(crate) struct Calls {
     state: Mutex<State>,
     changed: Condvar,
-    /// After how long a failure that the application was not told of ends the process; not at all without it.
+    /// Delay after which an unreported failure terminates the process; `None` never does.
     grace: Option<Duration>,
 }
 
-/// How long calls may take, and how long the application may go on after one that failed.
+/// The time limit of calls, and how long the application may continue after a failed one.
 #[derive(Clone, Copy)]
 pub(crate) struct Limits {
     pub(crate) timeout: Duration,
@@ -46,11 +46,11 @@ pub(crate) struct Limits {
 
 #[derive(Debug)]
 struct State {
-    /// Calls that nobody has waited for yet.
+    /// Whether there are calls that the thread has not waited for yet.
     new: bool,
-    /// Whether the thread waits for new ones.
+    /// Whether the thread is asleep until the next call.
     sleeps: bool,
-    /// Whether the thread is to end, and whether it has.
+    /// Whether the thread is to exit, and whether it has.
     closed: bool,
     ended: bool,
     timeout: Duration,
@@ -58,7 +58,7 @@ struct State {
 }
 
 impl Calls {
-    /// Another call was made.
+    /// Notifies the thread of another call.
     pub(crate) fn made(&self) {
         let mut state = self.state();
         state.new = true;
@@ -77,7 +77,8 @@ impl Calls {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Ends the process once the grace after `failure` is over, unless this was closed or the application told by then.
+    /// Terminates the process once the grace period after `failure` is over, unless the watch was closed or the failure
+    /// was reported by then.
     fn end_process(&self, failure: &Error) {
         let Some(grace) = self.grace else { return };
         let found = Instant::now();
@@ -93,7 +94,7 @@ impl Calls {
         }
     }
 
-    /// Waits for calls as they are made, until closed or one fails, and gives how.
+    /// Waits for calls as they are enqueued, until closed or one fails, and returns the failure.
     fn follow(
         &self,
         communicator: &Communicator,
@@ -128,7 +129,7 @@ impl Calls {
                 );
                 self.state().failure.get_or_insert(error.clone());
                 if timed_out {
-                    // Kernels would wait for ever, and the host for them.
+                    // Kernels would wait indefinitely, and the host for them.
                     communicator.abort(&reason);
                 }
                 return Some(error);
@@ -137,7 +138,7 @@ impl Calls {
     }
 }
 
-/// Starts watching calls, of which the result's second part is to be told.
+/// Starts watching calls, which must be reported to the second part of the result.
 fn start(
     communicator: Communicator,
     precede: Precede,
@@ -165,7 +166,7 @@ fn start(
     let followed = calls.clone();
     let body = move || {
         let failure = followed.follow(&communicator, &precede, &stream);
-        // Nothing of the job is held by who finds this set.
+        // Dropped before `ended` is set: whoever sees it set knows that the thread holds no reference to the job.
         drop((communicator, precede, stream));
         followed.state().ended = true;
         followed.changed.notify_all();
@@ -185,7 +186,7 @@ fn start(
 
 #[pymethods]
 impl Watch {
-    /// Seconds that a call may take, with what its stream was given before it.
+    /// The time limit of a call in seconds, including earlier work of its stream.
     #[getter]
     fn timeout(&self) -> PyResult<f64> {
         Ok(self.calls.get()?.state().timeout.as_secs_f64())
@@ -197,16 +198,16 @@ impl Watch {
         Ok(())
     }
 
-    /// Whether calls are, or may be, waited for: also until the thread has started. Does not block.
+    /// Whether calls are watched, or will be once the thread has started. Does not block.
     #[getter]
     fn waits(&self) -> PyResult<bool> {
         let state = self.calls.get()?.state();
         Ok(!state.ended && (state.new || !state.sleeps))
     }
 
-    /// Raises what went wrong so far, with the calls or with the communicator.
+    /// Raises the first failure of the calls or of the communicator, if there is one.
     fn check(&self) -> PyResult<()> {
-        // Making an exception may let another thread have the interpreter, which must not find the state locked.
+        // Creating an exception may switch to another thread of the interpreter, which must not find the state locked.
         let failure = self.calls.get()?.state().failure.clone();
         if let Some(failure) = failure {
             return Err(raise(failure));
@@ -214,7 +215,7 @@ impl Watch {
         self.place.device.fault().check().map_err(raise)
     }
 
-    /// Ends the thread when the calls are done, and waits for that for `limit` seconds at most.
+    /// Makes the thread exit when the calls are done, and waits at most `limit` seconds for that.
     #[pyo3(signature = (limit=1.0))]
     fn close(&self, py: Python<'_>, limit: f64) -> PyResult<()> {
         let calls = self.calls.get()?.clone();
@@ -236,12 +237,12 @@ impl Watch {
     }
 }
 
-/// Who tells the calls of something to who watches them, if somebody does.
+/// Notifies the watch, if there is one, of calls made through an object.
 #[derive(Debug, Default)]
 pub(crate) struct Watched(Mutex<Option<Arc<Calls>>>);
 
 impl Watched {
-    /// Has a thread wait for the calls from now on, instead of one that did so far.
+    /// Starts a thread that waits for subsequent calls, replacing any earlier one.
     pub(crate) fn watch(
         &self,
         py: Python<'_>,
@@ -255,7 +256,7 @@ impl Watched {
         Ok(watch)
     }
 
-    /// Tells that a call was made.
+    /// Notifies the watch of a call.
     pub(crate) fn made(&self) {
         if let Some(calls) = &*self.lock() {
             calls.made();
@@ -269,7 +270,7 @@ impl Watched {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        // In a forked process there is no thread to end.
+        // A forked process has no thread to stop.
         if let Ok(calls) = self.calls.get() {
             calls.state().closed = true;
             calls.changed.notify_all();

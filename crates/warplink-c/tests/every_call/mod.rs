@@ -235,7 +235,7 @@ pub(crate) fn calls(header: &str) -> (String, usize) {
                     &mut freed,
                     with("freed"),
                     closed,
-                    &format!("the {what} was given back"),
+                    &format!("the {what} was freed"),
                 );
             }
         }

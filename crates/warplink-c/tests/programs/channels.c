@@ -128,7 +128,7 @@ static int32_t wrong(void *user) {
     FAILS(warplink_block_channel(UINT32_MAX, 0, &number), invalid, "asks for argument");
     FAILS(warplink_block_channels(2, &number), invalid, "expected channels");
     HOLDS(number == 77);
-    FAILS(warplink_block_wait(0), invalid, "take a channel of it with warplink_block_channel");
+    FAILS(warplink_block_wait(0), invalid, "get one of its channels with warplink_block_channel");
     FAILS(warplink_block_signal(2), invalid, "expected a channel");
     FAILS(warplink_block_signal(3), invalid, "asks for argument 3");
     FAILS(warplink_block_peer(UINT32_MAX, &peer), invalid, "asks for argument");

@@ -168,7 +168,7 @@ static void bound(warplink_collectives open, warplink_stream stream, warplink_re
     }
     FAILS(warplink_bind_collective(copying, &made, NULL, input, &call_of[0]), WARPLINK_STATUS_INVALID_ARGUMENT, "output is null");
     for (int i = 0; i < 2; i++) OK(warplink_bound_call_free(call_of[i]));
-    FAILS(warplink_bound_call_enqueue(call_of[0], stream), WARPLINK_STATUS_CLOSED, "the bound call was given back");
+    FAILS(warplink_bound_call_enqueue(call_of[0], stream), WARPLINK_STATUS_CLOSED, "the bound call was freed");
     OK(warplink_collectives_free(copying));
     free(words);
 }
@@ -301,7 +301,7 @@ int main(int argc, char **argv) {
     {
         const warplink_collective_call made = call(WARPLINK_COLLECTIVE_KIND_BARRIER, WARPLINK_REDUCE_OP_NONE, -1, 0);
         FAILS(warplink_collective(collectives, &made, NULL, NULL, stream), WARPLINK_STATUS_CLOSED,
-            "the group of collectives was given back");
+            "the group of collectives was freed");
     }
     by_the_library(stream, region);
     OK(warplink_destroy(comm));

@@ -153,7 +153,7 @@ static void handles_in_arguments(void) {
     FAILS(launch(nothing), invalid, "unknown kind");
     FAILS(launch(warplink_argument_region(none.region, 0)), invalid, "the region is zero");
     FAILS(launch(warplink_argument_region(made_up.region, 0)), invalid, "is not a region");
-    FAILS(launch(warplink_argument_region(freed.region, 0)), WARPLINK_STATUS_CLOSED, "the region was given back");
+    FAILS(launch(warplink_argument_region(freed.region, 0)), WARPLINK_STATUS_CLOSED, "the region was freed");
     FAILS(launch(warplink_argument_region(live.region, UINT64_MAX)), invalid, "");
     FAILS(launch(warplink_argument_channel(none.comm, peer, 0)), invalid, "the communicator is zero");
     FAILS(launch(warplink_argument_channel(made_up.comm, peer, 0)), invalid, "is not a communicator");

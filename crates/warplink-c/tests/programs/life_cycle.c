@@ -127,7 +127,7 @@ static void borrowed_streams(warplink_stream stream, warplink_region region) {
     OK(warplink_stream_synchronize(borrowed));
     all_are(region, BYTES, 123);
     OK(warplink_stream_destroy(borrowed));
-    FAILS(warplink_stream_synchronize(borrowed), WARPLINK_STATUS_CLOSED, "the stream was given back");
+    FAILS(warplink_stream_synchronize(borrowed), WARPLINK_STATUS_CLOSED, "the stream was freed");
     OK(warplink_stream_synchronize(stream));
 }
 

@@ -248,7 +248,7 @@ static void layers(warplink_collectives collectives, const warplink_expert_optio
         compare("combine", turn);
     }
     OK(warplink_experts_free(layer));
-    FAILS(warplink_experts_max_rows(layer, &rows), WARPLINK_STATUS_CLOSED, "the layer of experts was given back");
+    FAILS(warplink_experts_max_rows(layer, &rows), WARPLINK_STATUS_CLOSED, "the layer of experts was freed");
 }
 
 static void misuse(warplink_collectives collectives, warplink_expert_options options) {
@@ -365,7 +365,7 @@ int main(int argc, char **argv) {
     HOLDS(path != NULL && strcmp(path, "direct") == 0);
     OK(warplink_collectives_free(collectives));
     FAILS(warplink_send_receive(collectives, NULL, 0, stream), WARPLINK_STATUS_CLOSED,
-        "the group of collectives was given back");
+        "the group of collectives was freed");
 
     /* By the library, which knows no experts, and serves no ranks that share a GPU. */
     ways.path = "engine";

@@ -87,7 +87,7 @@ static void before_setup(warplink_region region, warplink_stream stream) {
     argument = warplink_argument_channel(comm, peer, 0);
     FAILS(warplink_launch(kernel, stream, shape, &argument, 1), USAGE, "declared but not set up");
     OK(warplink_kernel_free(kernel));
-    FAILS(warplink_kernel_free(kernel), CLOSED, "the kernel was given back");
+    FAILS(warplink_kernel_free(kernel), CLOSED, "the kernel was freed");
 }
 
 /* Machine code that is none, is cut off, is for another machine, or for none of the kernels of this device. */
@@ -200,7 +200,7 @@ static void wrong_orders(warplink_region region, warplink_stream stream) {
     FAILS(warplink_buffer_number(buffer, -1, 5, &number), INVALID, "not on a connection");
     HOLDS(number == 77);
     OK(warplink_buffer_free(buffer));
-    FAILS(warplink_buffer_free(buffer), CLOSED, "the buffer was given back");
+    FAILS(warplink_buffer_free(buffer), CLOSED, "the buffer was freed");
     /* A proxied channel without the proxy: the launch, or the kernel, fails. */
     OK(warplink_stream_create(comm, &broken));
     OK(warplink_barrier(comm));
@@ -211,11 +211,11 @@ static void wrong_orders(warplink_region region, warplink_stream stream) {
         HOLDS(strcmp(test_options().device, "host") != 0 || warplink_stream_synchronize(broken) != WARPLINK_STATUS_SUCCESS);
     HOLDS(strstr(warplink_last_error(), "proxy") != NULL || strcmp(test_options().device, "host") != 0);
     OK(warplink_stream_destroy(broken));
-    FAILS(warplink_launch(kernel, broken, shape, arguments, 2), CLOSED, "the stream was given back");
+    FAILS(warplink_launch(kernel, broken, shape, arguments, 2), CLOSED, "the stream was freed");
     /* The others go on. */
     OK(warplink_stream_synchronize(stream));
     OK(warplink_kernel_free(kernel));
-    FAILS(warplink_launch(kernel, stream, shape, arguments, 2), CLOSED, "the kernel was given back");
+    FAILS(warplink_launch(kernel, stream, shape, arguments, 2), CLOSED, "the kernel was freed");
     /* What is declared and never set up is no obstacle to leaving. */
     OK(warplink_connect(comm, peer, 6, region, WARPLINK_TRANSPORT_DIRECT, NULL));
 }
@@ -236,8 +236,8 @@ int main(int argc, char **argv) {
     OK(warplink_alloc(comm, 64, &region));
     OK(warplink_alloc(comm, 64, &freed));
     OK(warplink_region_free(freed));
-    FAILS(warplink_region_free(freed), CLOSED, "the region was given back");
-    FAILS(warplink_connect(comm, peer, 0, freed, WARPLINK_TRANSPORT_DIRECT, NULL), CLOSED, "the region was given back");
+    FAILS(warplink_region_free(freed), CLOSED, "the region was freed");
+    FAILS(warplink_connect(comm, peer, 0, freed, WARPLINK_TRANSPORT_DIRECT, NULL), CLOSED, "the region was freed");
     OK(warplink_stream_create(comm, &stream));
     before_setup(region, stream);
     OK(warplink_setup(comm));

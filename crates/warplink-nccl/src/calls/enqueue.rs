@@ -13,7 +13,7 @@ use warplink::collective::{MAX_MESSAGES, Message};
 use warplink::device::{DeviceSlice, Stream};
 use warplink::p2p::Direction;
 
-/// Enqueues the calls of a group. Does not wait for other ranks, but for kernels that are compiled.
+/// Enqueues the calls of a group. Does not wait for other ranks, but may wait for the compilation of kernels.
 pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
     let mut comms: Vec<&Arc<Comm>> = Vec::new();
     for (comm, _) in all {
@@ -27,7 +27,8 @@ pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
         parts.push(CallPart::new(comm, calls.map(|(_, call)| call).collect())?);
     }
     if parts.len() > 1 {
-        // Kernels of one device may wait for those of another, so all are loaded before.
+        // Loading a module may wait for running kernels, and kernels of one device may wait for those of another: load
+        // all modules first.
         for part in &parts {
             part.prepare()?;
         }
@@ -61,11 +62,11 @@ struct CallPart<'c> {
     joined: Arc<Joined>,
     rank: usize,
     calls: Vec<&'c Call>,
-    /// The collectives that Warplink does, each with its output and its input.
+    /// The collectives that Warplink executes, each with its output and input.
     placed: Vec<(&'c Collective, CallMemory)>,
 }
 
-/// An output and an input; where the rank uses only one of them, that stands for both.
+/// An output and an input; if the rank uses only one of them, both are that one.
 type CallMemory = (DeviceSlice, DeviceSlice);
 
 impl<'c> CallPart<'c> {
@@ -87,7 +88,7 @@ impl<'c> CallPart<'c> {
         })
     }
 
-    /// Has kernels compiled and loaded.
+    /// Compiles and loads the kernels.
     fn prepare(&self) -> Outcome {
         let Some(served) = self.joined.served() else {
             return Ok(());
@@ -95,7 +96,7 @@ impl<'c> CallPart<'c> {
         for (call, (output, input)) in &self.placed {
             let of = call.call();
             match call.op.and_then(Operator::scalar) {
-                // The input is multiplied into memory that is not there yet.
+                // The memory for the multiplied input is not allocated yet.
                 Some(_) => served.collectives.prepare(&of)?,
                 None => served.collectives.prepare_for(&of, output, input)?,
             }
@@ -140,8 +141,8 @@ impl<'c> CallPart<'c> {
     }
 }
 
-/// Enqueues sends and receives. Where one launch does not do so many, the n-th ones to and from all ranks go together,
-/// so that both ends of each are in the launch of the same number.
+/// Enqueues sends and receives. If they exceed the limit of one launch, the n-th messages to and from all ranks are
+/// grouped, so that both ends of each message are in the launch of the same number.
 fn exchange(joined: &Joined, served: &Served, messages: &[&Sent], stream: &Stream) -> Outcome {
     let ranks = joined.communicator.world();
     let mut counts = vec![0; 2 * ranks];
@@ -219,7 +220,7 @@ impl Collective {
             .as_ref()
             .map_or(input, |multiplied| &multiplied.memory);
         let output = match self.kind {
-            // Where nothing is written, the same stands for both.
+            // For an unused output, the input is the placeholder.
             _ if !writes => input,
             _ => output,
         };
@@ -234,12 +235,12 @@ impl Collective {
 }
 
 impl Joined {
-    /// `bytes` bytes at an address of the device.
+    /// Borrows `bytes` bytes at a device address.
     fn memory(&self, served: &Served, address: u64, bytes: usize) -> Outcome<DeviceSlice> {
         if bytes == 0 {
             return Ok(served.nothing.clone());
         }
-        // SAFETY: the caller keeps the memory of a call until its stream is done.
+        // SAFETY: the caller keeps the memory of a call allocated until its stream has finished with it.
         Ok(unsafe { self.device().borrow(address, bytes, Arc::new(())) }?)
     }
 }

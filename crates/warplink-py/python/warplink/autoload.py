@@ -11,7 +11,7 @@ from typing import Any
 
 
 def name_backend() -> None:
-    """Makes the name known; the rest of Warplink is imported when a group is made. What is known is left as it is."""
+    """Registers the name; the rest of Warplink is imported when a group is created. An existing entry is kept."""
     import torch.distributed as dist
 
     # Some builds of PyTorch have no process groups.

@@ -7,7 +7,7 @@ import pathlib
 import sys
 
 _MISSING = (
-    "warplink: the program is not installed beside this Python package; expected it in WARPLINK_COMMAND, PATH or "
+    "warplink: the program is not installed next to this Python package; expected it in WARPLINK_COMMAND, PATH or "
     "~/.cargo/bin; help: cargo install --locked --path crates/warplink-cli, in a clone of Warplink"
 )
 

@@ -1,6 +1,6 @@
 """The exceptions of Warplink: one class for each kind of failure.
 
-Every one derives from :class:`WarplinkError`; some also derive from the built-in exception that says
+Every one derives from :class:`WarplinkError`; some also derive from the built-in exception that means
 the same, so that ``except TimeoutError`` works.
 """
 
@@ -14,9 +14,9 @@ from typing import NamedTuple
 class Diagnostic(NamedTuple):
     """A finding of the verifier in a program."""
 
-    #: What kind, such as ``race`` or ``deadlock``.
+    #: The kind, such as ``race`` or ``deadlock``.
     kind: str
-    #: What happens, in a sentence.
+    #: Description, in a sentence.
     message: str
     #: The lines of the program that take part, from 1; the one where it shows first.
     lines: list[int]
@@ -25,7 +25,7 @@ class Diagnostic(NamedTuple):
 
 
 class WarplinkError(RuntimeError):
-    """A failure: what happened, to whom, what was expected, what to do. ``str`` says all of it."""
+    """A failure: what happened, to whom, what was expected, what to do. ``str`` contains all of it."""
 
     #: The kind, such as ``"peer_lost"``; the name of the class in small letters.
     kind: str = "error"
@@ -35,13 +35,13 @@ class WarplinkError(RuntimeError):
     job_peer: int | None = None
     #: The rank on which it happened, or None.
     rank: int | None = None
-    #: What was being done, or None.
+    #: The operation that failed, or None.
     operation: str | None = None
     #: The store key, signal or connection that it concerns, or None.
     key: str | None = None
     #: The code that a driver, a library or the system returned, or None.
     code: int | None = None
-    #: What to do about it, or None.
+    #: Suggested remedy, or None.
     help: str | None = None
     #: A finding of the verifier in a program.
     diagnostics: tuple[Diagnostic, ...] = ()
@@ -92,7 +92,7 @@ class AddressInUseError(WarplinkError, OSError):
 
 
 class ClosedError(WarplinkError):
-    """The object was closed, or what it stands for was freed."""
+    """The object was closed, or the resource behind it was freed."""
 
 
 class DriverError(WarplinkError):
@@ -116,7 +116,7 @@ class ParseError(WarplinkError, ValueError):
 
 
 class VerificationError(WarplinkError):
-    """A program failed verification; ``diagnostics`` says why."""
+    """A program failed verification; ``diagnostics`` lists the reasons."""
 
 
 class IoError(WarplinkError, OSError):

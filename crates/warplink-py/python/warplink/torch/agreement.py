@@ -23,10 +23,10 @@ from warplink.torch import joining
 #: Another member is gone, or this one to the others.
 LOSSES = (PeerLostError, PeerLeftError, GivenUpError)
 
-#: Seconds for which a member that lost another one waits for its word: a member that only failed says so at once.
+#: Seconds to wait for the report of a member that seems lost: a member that only failed reports it at once.
 LOST_SECONDS = 10.0
 
-#: What a member says that has not failed.
+#: Report of a member that has not failed.
 _DONE = "done"
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Call(NamedTuple):
     #: Rows and columns of a rank's part, and of the right operands where they count.
     sizes: tuple[Any, ...]
     dtype: torch.dtype
-    #: What else there is, by name.
+    #: Other known calls, by name.
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ def made_without_communicator(
     """The same where there is no communicator yet, over ``store``; once for each ``what``. ``make`` takes ``limit``
     seconds at most.
 
-    Raises ClosedError, the loss of a member that says nothing more, and TimeoutError, which names a member that does
+    Raises ClosedError, the loss of a member that reports nothing more, and TimeoutError, which names a member that does
     not come."""
     made, failure = _tried(make, (ClosedError,))
     # Members come to this after as long as what they make may take.
@@ -122,7 +122,7 @@ def _word(failure: WarplinkError | None) -> str:
 
 
 def _all_done(told: list[str], what: str, failure: WarplinkError | None) -> bool:
-    """Whether no member failed; tells the log why, if one did."""
+    """Whether no member failed; logs the reason if one did."""
     failed = [(rank, word) for rank, word in enumerate(told) if word != _DONE]
     if failure is not None:
         _log.warning("%s failed, so its members go on without: %s", what, failure)

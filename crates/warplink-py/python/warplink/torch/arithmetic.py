@@ -48,7 +48,7 @@ def reduction_name(op: Any, tensors: Iterable[torch.Tensor]) -> str:
     if (name := plain_name(op)) is not None:
         for dtype in {tensor.dtype for tensor in tensors}:
             if not _is_reduced(name, dtype):
-                raise UnsupportedError(f"{name} of {dtype}; expected a type of which PyTorch has the {name} on CPU")
+                raise UnsupportedError(f"{name} of {dtype}; expected a type for which PyTorch implements {name} on CPU")
         return name
     raise UnsupportedError(
         f"{op} is not reduced on CPU tensors; expected one of {', '.join(_NAMES.values())}, {_SCALED}"

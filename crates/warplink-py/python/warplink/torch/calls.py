@@ -26,11 +26,11 @@ class GroupCalls:
 
     _rank: int
     _size: int
-    #: What serves CPU tensors on the host device; a call gets here only if it does.
+    #: Executes calls on CPU tensors on the host device; only such calls get here.
     _host: Any
     _messages: Any
     _gloo: Any
-    #: What makes the works of CPU tensors.
+    #: Creates the works of CPU tensors.
     _host_works: Works
     #: Where those of direct calls are noted.
     _direct_works: Noted

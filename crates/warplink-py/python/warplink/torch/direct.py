@@ -22,7 +22,7 @@ from warplink.torch.shapes import check_plain
 from warplink.torch.works import GpuWork, HostWork, Worker, Works
 from warplink.torch.workspace import Workspace, is_recording
 
-#: What enqueues something on a stream, given contiguous sources and targets.
+#: Enqueues an operation on a stream, for contiguous sources and targets.
 Call = Callable[[warplink.Stream, list[torch.Tensor], list[torch.Tensor]], None]
 
 #: The groups of this process that go directly on a GPU, by the GPU's number.
@@ -121,7 +121,7 @@ class GpuMessages:
 
     They are enqueued on the caller's current stream, or on one of the group's behind it where the caller goes on
     meanwhile. Those of all groups of the process are done one after another, in the order of the calls: kernels of two
-    groups that wait for one another's multiprocessors would never end. What goes wrong shows in a later call or wait;
+    groups that wait for one another's multiprocessors would never end. Failures are raised by a later call or wait;
     what takes longer than ``timeout`` is ended, and nothing goes direct any more.
     """
 
@@ -193,7 +193,7 @@ class GpuMessages:
     def all_to_all_single_now(
         self, output: torch.Tensor, input: torch.Tensor, received: list[int], sent: list[int]
     ) -> bool:
-        """The same on the current stream without a work, as ``_now`` says."""
+        """As above, on the current stream without a work; see ``_now``."""
         call = self._collectives.all_to_all_v_at
         return self._now("all_to_all", output, input, call, (), (received, sent))
 
@@ -293,7 +293,7 @@ class GpuMessages:
         return stream, borrowed, several
 
     def _end(self, stream: torch.cuda.Stream, several: bool) -> None:
-        """Notes that ``stream`` was given a call, as ``_begin`` said."""
+        """Records that the call announced by ``_begin`` was enqueued on ``stream``."""
         self._stream = stream
         if several:
             self._done = self._done or torch.cuda.Event()

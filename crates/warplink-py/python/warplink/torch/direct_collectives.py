@@ -123,8 +123,8 @@ class GpuCollectives(GpuMessages):
         how: tuple[str, str] | None = None,
         root: int | None = None,
     ) -> bool:
-        """The collective ``kind`` from ``input`` to ``output``, of which ``part`` is the shorter, on the
-        current stream without a work, as ``_now`` says. False also where there are no elements."""
+        """The collective ``kind`` from ``input`` to ``output``, where ``part`` is the shorter one, on the
+        current stream without a work; see ``_now``. False also where there are no elements."""
         operator, element = (None, "u8") if how is None else how
         count = part.nbytes if how is None else part.numel()
         behind = (count, element, operator, root)
@@ -140,7 +140,7 @@ class GpuCollectives(GpuMessages):
         how: tuple[str, str] | None = None,
         root: int | None = None,
     ) -> GpuWork:
-        """Enqueues the collective ``kind`` from ``input`` to ``output``, of which ``part`` is the shorter."""
+        """Enqueues the collective ``kind`` from ``input`` to ``output``, where ``part`` is the shorter one."""
 
         def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
             self._call(kind, stream, targets[0], sources[0], part, how, root)
@@ -157,7 +157,7 @@ class GpuCollectives(GpuMessages):
         how: tuple[str, str] | None = None,
         root: int | None = None,
     ) -> None:
-        """The same of contiguous tensors, on a stream. What nothing reduces goes as bytes."""
+        """As above for contiguous tensors, on a stream. Calls without a reduction move bytes."""
         operator, element = (None, "u8") if how is None else how
         count = part.nbytes if how is None else part.numel()
         # PyTorch keeps their memory until the stream is past it.

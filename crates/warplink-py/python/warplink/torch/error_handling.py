@@ -1,4 +1,4 @@
-"""The variables by which PyTorch's NCCL backend is told what to do when a collective fails, for calls that go without NCCL.
+"""The variables that configure PyTorch's NCCL backend for failed collectives, for calls that go without NCCL.
 
 ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` is 0, 1, 2 or 3, the default: with 1 and 3, a failure ends the process, since what
 follows on the GPU works with data that is not right. ``torchrun`` sets 1. With ``TORCH_NCCL_BLOCKING_WAIT``, ``wait()``
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-#: Seconds in which an application is to be told of a failure by an exception before the process ends.
+#: Seconds in which an exception must report a failure to the application before the process is terminated.
 GRACE_SECONDS = 10.0
 
 #: Values of ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` with which a failure does not end the process.
@@ -29,7 +29,7 @@ def waits_block() -> bool:
 
 
 def grace() -> float | None:
-    """Seconds after which a failure that the application was not told of ends the process; None for never."""
+    """Seconds after which an unreported failure terminates the process; None for never."""
     value = _value("ASYNC_ERROR_HANDLING", "3")
     if value not in (*_KEEPING, *_ENDING):
         raise ValueError(f"TORCH_NCCL_ASYNC_ERROR_HANDLING is {value!r}; expected 0, 1, 2 or 3")

@@ -170,7 +170,7 @@ def recorder() -> Recorder | None:
 
 def dump_flight_recorder(only_active: bool = False) -> bytes:
     """The last calls of this process with CPU tensors, in the format of PyTorch's dumps, which ``pickle`` and ``torchfrtrace``
-    read. There are none unless TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE says how many are kept."""
+    read. There are none unless TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE sets how many are kept."""
     return (recorder() or Recorder(0)).dump(only_active)
 
 

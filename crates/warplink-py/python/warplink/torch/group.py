@@ -71,7 +71,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         self._options = options or Options()
         self._devices = devices or {"cpu": "warplink", "cuda": "warplink"}
         self._process = os.getpid()
-        # Held again by what is made under it.
+        # Held again by objects created below.
         self._lock = threading.RLock()
         self._closed = False
         self._monitored = self._barriers = 0
@@ -171,7 +171,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         store = dist.PrefixStore("nccl", self._store)
         self._nccl = c10d.ProcessGroupNCCL(store, self._rank, self._size, options)
         self._nccl._set_sequence_number_for_group()
-        # PyTorch's C++ asks a group for what serves a device.
+        # PyTorch's C++ asks a group for the backend of a device.
         alone = self._host is None and self._gloo is None
         register = self._register_default if alone else self._register_backend
         register(_CUDA, dist.ProcessGroup.BackendType.NCCL, self._nccl)
@@ -315,7 +315,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """A barrier of the callers in which rank 0 says who did not come; see ``monitored``."""
+        """A barrier of the callers in which rank 0 reports missing ranks; see ``monitored``."""
         self._check()
         self._monitored += 1
         limit = (self._timeout if timeout is None else timeout).total_seconds()
@@ -348,7 +348,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         ``storage_offset`` is in elements. A group has as many buffers as numbers of a ``buffer`` are used, each of
         ``get_buffer_size`` bytes. Without ``device``, it is memory of the current GPU where the
         group has NCCL, else the host device's. Every member makes its first call for a buffer at the same time,
-        which blocks until all have. What is read is ordered by ``intra_node_barrier``. Raises
+        which blocks until all have. Reads are ordered by ``intra_node_barrier``. Raises
         InvalidArgumentError where the tensor does not fit into ``get_buffer_size``.
         """
         return self.workspace(device).tensor(buffer, rank, list(shape), dtype, storage_offset)
@@ -501,8 +501,8 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         return made
 
     def shutdown(self) -> None:
-        """Ends the group. Blocks until the other members do so too, for some seconds at most. Raises what went wrong
-        with a direct call of which nobody has heard yet, once the group is ended."""
+        """Ends the group. Blocks until the other members do so too, for some seconds at most. Raises the failure
+        of a direct call that was not reported yet, once the group is ended."""
         if not self._begin_end():
             return
         failure = self._end_parts()
@@ -536,7 +536,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
             return True
 
     def _end_parts(self) -> WarplinkError | None:
-        """Ends the parts on the host. What went wrong with a call of which nobody has heard."""
+        """Ends the parts on the host. Returns the unreported failure of a call, if any."""
         failure = None
         direct_parts = (self._batches, self._on_gpu)
         for part in (self._host, self._messages, *direct_parts, *self._workspaces.values()):

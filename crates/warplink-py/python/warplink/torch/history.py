@@ -29,7 +29,7 @@ ANSWER_SECONDS = 1.0
 
 
 class History:
-    """The last calls of a member on one device. All members make the same ones in the same order, or one is told."""
+    """The last calls of a member on one device. A member whose calls or order differ from the others' gets an error."""
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store

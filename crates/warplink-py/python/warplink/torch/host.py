@@ -3,7 +3,7 @@
 Bytes move in shared memory, by the communicator's engine on this thread. Sums and products of common types are
 computed as they arrive; all else is computed by PyTorch, so that every type and reduction is there. Every collective
 begins with a header to and from each peer (what it is, its number, and how many bytes either side sends), in front of
-the data. Ranks that call something else get an error that says so, instead of one another's data.
+the data. Ranks that make different calls get an error that names the calls, instead of wrong data.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ HEADER = struct.Struct("<QqQQ56s24s")
 #: Up to this many bytes, every rank sends all of a tensor to all others to reduce it.
 ONE_SHOT_BYTES = 128 << 10
 
-#: What the engine reduces with the same bits as PyTorch: types, and names of reductions.
+#: Reductions of the engine that are bit-identical to PyTorch's: types, and names of reductions.
 SAME_BITS = (
     torch.float32,
     torch.float64,
@@ -66,7 +66,7 @@ class HostCollectives:
         self._stream = communicator.create_stream()
         self._worker = Worker("warplink-collectives")
         self._number = 0
-        #: What moves the data of all-to-alls; None where the engine does.
+        #: Moves the data of all-to-alls; None where the engine does.
         self.direct: warplink.Collectives | None = None
         self._failure: BaseException | None = None
         self._works = works
@@ -367,7 +367,7 @@ class HostCollectives:
             others = [peer for peer in range(self.size) if peer != self.rank]
             sends = [(peer, pieces[peer]) for peer in others]
             receives = [(peer, written[peer]) for peer in others]
-            # Ends of other lengths have been told of by now, with the names of what the ranks call.
+            # Different lengths were reported before this, with the names of the ranks' calls.
             self._exchange("all_to_all", pieces[0].dtype, sends, receives, limit, direct=self.direct)
             own = pieces[self.rank]
             outputs[self.rank].detach().copy_(own.view(outputs[self.rank].shape))
@@ -433,7 +433,7 @@ class HostCollectives:
 
 
 def _place(data: torch.Tensor) -> tuple[int, int]:
-    """Where a contiguous tensor lies, and its bytes."""
+    """Address and length in bytes of a contiguous tensor."""
     return data.data_ptr(), data.numel() * data.element_size()
 
 

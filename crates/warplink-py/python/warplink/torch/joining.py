@@ -16,7 +16,7 @@ from warplink.errors import from_kind
 #: Seconds that leaving waits for the other ranks.
 LEAVE_SECONDS = 10.0
 
-#: What members do that join.
+#: Operation of joining members, for messages.
 _MAKE = "make a process group"
 
 
@@ -37,7 +37,7 @@ def store_of_this_time(store: dist.Store, rank: int) -> dist.Store:
 
 
 def on_one_machine(store: dist.Store, rank: int, size: int, options: str, limit: float) -> bool:
-    """Whether all ``size`` members run on this machine. Blocks until all have said where they run.
+    """Whether all ``size`` members run on this machine. Blocks until all have reported their machine.
 
     Raises MismatchError, which names the peer, where ``options`` differ, and TimeoutError, which names one that has not
     said it after ``limit`` seconds."""

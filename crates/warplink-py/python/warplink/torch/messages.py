@@ -68,7 +68,7 @@ class Messages:
         self.rank, self.size = communicator.rank, communicator.size
         self.timeout = timeout
         self._communicator = communicator
-        # Lines of their own, beside those of the group's collectives.
+        # A separate engine, so that messages run concurrently with the group's collectives.
         own = communicator.subgroup(list(range(communicator.size)))
         self._engine = own.collective_engine()
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""A barrier that says which ranks did not come, by PyTorch's store."""
+"""A barrier that reports missing ranks, through PyTorch's store."""
 
 from __future__ import annotations
 

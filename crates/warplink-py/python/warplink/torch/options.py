@@ -6,7 +6,7 @@ import copy
 import os
 from typing import Any
 
-#: Bytes of each rank's buffer that the other ranks reach, unless told otherwise.
+#: Bytes of each rank's buffer that the other ranks access, by default.
 DEFAULT_BUFFER_SIZE = 64 << 20
 
 
@@ -63,7 +63,7 @@ class Options:
 
     @staticmethod
     def read(given: Any) -> Options:
-        """The options that ``pg_options`` stands for. Raises TypeError for something else."""
+        """The options in ``pg_options``. Raises TypeError for something else."""
         if given is None:
             return Options()
         if isinstance(given, Options):
@@ -80,5 +80,5 @@ class Options:
 
 
 def _from_environment(name: str, given: bool | None) -> bool | None:
-    """``given``, or what the environment's ``name`` says, if it says something."""
+    """``given``, or the environment variable ``name`` if it is set."""
     return {"0": False, "1": True}.get(os.environ.get(name, "")) if given is None else given

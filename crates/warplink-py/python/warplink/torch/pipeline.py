@@ -2,7 +2,7 @@
 
 Both pipelines have memory of their own, which is exchanged when they are made, by all ranks at the same
 time; tensors are copied into it. A run enqueues work on the caller's current stream and on a stream of the
-workspace for what is sent, without waiting on the host. On the host device, where PyTorch computes at
+workspace for sent data, without waiting on the host. On the host device, where PyTorch computes at
 once, it waits for each part. A run that an exception ends in the middle ends the communicator too: transfers
 that were posted on one side alone would have the next run wait for its timeout.
 """

@@ -1,6 +1,6 @@
 """Plans of fused operations, which run where the tensors lie.
 
-A plan names its memory when it is made. What peers reach (what they read, what they put into) stays there, and is copied in
+A plan names its memory when it is made. Memory that peers access (by reads or puts) stays there, and is copied in
 and out. Everything else, weights and results above all, is named anew in each run, which is the launch of a graph where
 the same addresses come back.
 """
@@ -63,7 +63,7 @@ def copied_back(flat: torch.Tensor, leading: list[int], dim: int) -> torch.Tenso
     """The same of a contiguous ``flat``, in the order of memory that a new tensor has."""
     whole = _in_rows(flat, leading)
     moved = whole.movedim(0, dim).contiguous() if dim else whole
-    # Where a dimension has one element, strides may be others, by which PyTorch's compiler tells tensors apart.
+    # Where a dimension has one element, strides may be others, by which PyTorch's compiler distinguishes tensors.
     return moved.flatten().view(moved.shape) if 1 in moved.shape else moved
 
 
@@ -96,7 +96,7 @@ class FusedPlan:
                 # Lowerings are tried on it, and zeros would be multiplied faster.
                 torch.from_dlpack(views[name]).copy_(tensor)
                 continue
-            # A run tells tensors apart by where they were.
+            # A run distinguishes tensors by their addresses.
             if any(tensor.data_ptr() == other.data_ptr() for other in taken):
                 tensor = tensor.clone()
             taken.append(tensor)

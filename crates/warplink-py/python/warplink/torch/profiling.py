@@ -1,7 +1,7 @@
 """Events of calls in PyTorch's profilers, as its own backends have them.
 
 A call that goes on after it returns is an event with the shapes of its tensors, from when it was made to its end, such as
-``warplink:all_reduce``; within it, an operator of the same name says what NCCL's ``record_param_comms`` does: the
+``warplink:all_reduce``; within it, an operator of the same name records what NCCL's ``record_param_comms`` does: the
 collective, the group and the sizes. PyTorch adds that event for C++ alone, and 2.15 crashes when Python does. With
 ``torch.autograd.profiler.emit_nvtx``, the events are ranges of NVTX.
 
@@ -26,7 +26,7 @@ _begin: Any = torch._C._autograd._record_function_with_args_enter
 class Source:
     """Whose calls are recorded."""
 
-    #: What names of events begin with.
+    #: Prefix of event names.
     backend: str
     rank: int
     size: int

@@ -46,7 +46,7 @@ def of_scales(sizes: Sequence[int], quantization: str) -> tuple[list[int], torch
 def quantize(
     row: torch.Tensor, quantization: str, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What ``row`` becomes, and its scales where they are computed."""
+    """The quantised ``row``, and its scales where they are computed."""
     if quantization == "nvfp4" and scale is not None:
         return _nvfp4(row, scale)
     block = QUANTIZATIONS[quantization]
@@ -100,7 +100,7 @@ def pack_exponents(scales: torch.Tensor, scale_out: torch.Tensor) -> None:
     shifts = torch.arange(0, 32, 8, device=scales.device, dtype=torch.int32)
     packed = (padded.view(rows, -1, 4) << shifts).sum(-1, dtype=torch.int32)
     if scale_out.stride(0) == 1 and scale_out.dim() == 2:
-        # What lies between the columns is read by kernels that load whole tiles.
+        # The padding between columns is read by kernels that load whole tiles.
         elements = rows + (scale_out.shape[1] - 1) * scale_out.stride(1)
         scale_out.as_strided([elements], [1]).zero_()
     scale_out.copy_(packed)

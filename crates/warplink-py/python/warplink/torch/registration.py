@@ -62,7 +62,7 @@ def create(options: Any, backend_options: Any) -> ProcessGroupWarplink:
         name=options.group_id,
         split_from=split_from,
     )
-    # Groups that are bound are split by what serves the device, which on the CPU is the group itself.
+    # Groups that are bound are split by the backend of the device, which on the CPU is the group itself.
     if bound is not None and bound.type != "cpu":
         group.bound_device_id = bound
     _groups.add(group)
@@ -95,7 +95,7 @@ def _configuration() -> tuple[dict[str, str], Any, Any, Any]:
         frame = frame.f_back
     _log.warning(
         "PyTorch %s does not say which backend was asked for on each device, so the group serves CPU and CUDA tensors; "
-        "expected the call of _new_process_group_helper; help: name no other backend beside 'warplink'",
+        "expected the call of _new_process_group_helper; help: name no other backend than 'warplink'",
         torch.__version__,
     )
     return {"cpu": "warplink", "cuda": "warplink"}, None, None, None

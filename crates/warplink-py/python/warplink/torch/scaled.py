@@ -249,7 +249,7 @@ def scaled_matmul_reduce_scatter(
     product of A and B.
 
     The product has ``output_shape``, or the sizes of A with B's columns in the place of its own.
-    ``scatter_dim_after_maybe_reshape`` tells where the dimension is in A, which does not matter here.
+    ``scatter_dim_after_maybe_reshape`` is the dimension's index in A, which does not matter here.
     ``A_scale`` is one scale, or one for each row of A. The result is contiguous. Raises ValueError where
     sizes or devices do not fit.
     """

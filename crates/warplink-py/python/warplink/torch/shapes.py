@@ -84,7 +84,7 @@ def bytes_of_parts(
 ) -> list[int]:
     """How many bytes each rank's part has."""
     if not sizes and tensor.dim() and tensor.shape[0] % size == 0:
-        # Most often; what is wrong is told below.
+        # The common case; errors are raised below.
         return [tensor.nbytes // size] * size
     parts = rows_of_parts(size, tensor, sizes, what)
     row = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
@@ -110,7 +110,7 @@ def check_plain(inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor])
 
 
 def check_alike(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Fails unless ``one`` and ``other``, of which one becomes the other, have the same type and as many elements."""
+    """Fails unless ``one`` and ``other``, one of which is copied to the other, have the same type and length."""
     if one.dtype != other.dtype or one.numel() != other.numel():
         raise InvalidArgumentError(
             f"the output is {one.numel()} elements of {one.dtype}; expected the input's {other.numel()} of {other.dtype}"

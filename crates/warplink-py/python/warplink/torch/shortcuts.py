@@ -1,6 +1,7 @@
 """Short ways of calls on CUDA tensors: to NCCL where that does them, and past it where they go direct.
 
-What ``GroupCalls`` asks before each call is known for these: one tensor or two, on a GPU, with options of PyTorch's own.
+The checks that ``GroupCalls`` makes before each call have known results for these: one tensor or two, on a GPU, with
+options of PyTorch's own.
 Everything else takes the long way; of calls that go direct, also those that need a work, as they are asynchronous or
 coalesced. An entry in a group's ``__dict__`` comes before the method of its class, so a short way costs a call nothing
 but what is written here.
@@ -31,7 +32,7 @@ _OF_PAIRS = {
     "alltoall_base": "all_to_all_single",
 }
 
-#: What goes direct where messages do; everything else does where collectives do.
+#: Calls that follow the path of messages; all others follow the path of collectives.
 _MESSAGES = ("alltoall_base",)
 
 Way = Callable[..., Any]

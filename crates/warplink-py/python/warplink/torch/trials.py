@@ -100,7 +100,7 @@ def _alone(space: Workspace, way: Callable[[], Any]) -> float:
 
 
 def _on_device(space: Workspace, way: Callable[[], Any]) -> float:
-    """Seconds of a call's work, all of which its stream has before it begins."""
+    """Seconds of a call's work, all of it enqueued before the measurement begins."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(_HELD_CYCLES)
     space.barrier()

@@ -16,7 +16,7 @@ from warplink.errors import WarplinkError, from_kind
 from warplink.torch import flight_recorder, profiling
 from warplink.torch.workspace import Workspace, current_handle, is_recording
 
-#: What an operation gives: the tensors that its future holds.
+#: Result of an operation: the tensors that its future holds.
 Result = Any
 
 #: Seconds for which a thread of a completer waits for more.
@@ -101,7 +101,7 @@ class HostWork(dist.Work):
         if future is None:
             self._done.set()
         else:
-            # Callbacks may wait for what this thread does next.
+            # Callbacks may wait for later work of this thread.
             self._completer.submit(lambda: self._tell(future))
 
     def _mode(self) -> contextlib.AbstractContextManager[Any]:
@@ -118,7 +118,7 @@ class HostWork(dist.Work):
         """Blocks until it is done, its future too. Raises its error, and TimeoutError after ``timeout`` if that is
         not 0."""
         limit = timeout.total_seconds() if timeout else 0.0
-        # An operation ends by itself at the group's timeout; the rest is for what it waits behind.
+        # An operation ends by itself at the group's timeout; the rest is for operations queued before it.
         if not self._done.wait(limit if limit > 0 else None):
             message = f"rank {self._rank}: {self._name}: timed out after {limit} s waiting for its end"
             raise from_kind("timeout", message, rank=self._rank, operation=self._name)

@@ -29,7 +29,7 @@ _PROBE_BYTES = 64
 
 
 
-#: What ends the waits for other members.
+#: Aborts waits for other members.
 _ENDS = (TimeoutError, *LOSSES)
 
 
@@ -74,14 +74,14 @@ class Workspace:
         #: The device as PyTorch names it.
         self.device = device
         self.executor = communicator.executor()
-        #: Plans of fused operations by what they are for, the one that was used last at the end.
+        #: Plans of fused operations by cache key, the most recently used last.
         self.plans: dict[Any, Any] = {}
-        #: What is known of calls by what their checks depend on.
+        #: Results of checks of calls, by cache key.
         self.known: dict[Any, Any] = {}
-        #: Whether calls are fused, by what tells them apart, and whether members try what is faster.
+        #: Whether calls are fused, by cache key, and whether members time the alternatives.
         self.decisions: dict[Any, Any] = {}
         self.tries = device.type == "cuda"
-        #: What the members have found that all of them call, of what needs no plan.
+        #: Calls without a plan that all members were found to make alike.
         self._compared: dict[Any, None] = {}
         self._history = None if store is None else History(store, communicator.rank, communicator.size)
         self._lock = threading.Lock()
@@ -187,7 +187,7 @@ class Workspace:
     @contextlib.contextmanager
     def whole(self, *common: type[BaseException]) -> Iterator[None]:
         """For what members do together. Where an exception ends it in the middle on this one, the communicator ends on
-        all of them, and the others are told why: they would wait for this one. Not where it is one that all members
+        all of them, and the others get the reason: they would wait for this one. Not where it is one that all members
         get: what ends the communicator anyway, or one of ``common``."""
         try:
             yield
@@ -199,7 +199,7 @@ class Workspace:
 
     def plan(self, key: Any, make: Callable[[], Any]) -> Any:
         """The plan for ``key``, made by all ranks at the same time if there is none. Ranks use the same
-        keys in the same order, and so let go of the same ones. One that a graph has recorded stays: the graph may be
+        keys in the same order, and so drop the same ones. One that a graph has recorded stays: the graph may be
         launched as long as the group is there.
 
         Raises MismatchError where ranks that make a plan make others, and InvalidArgumentError where there is none and
@@ -269,7 +269,7 @@ class Workspace:
         made = made_by_all(self.communicator, "taking memory for a fused operation", make_with_room)
         if made is None:
             raise OutOfMemoryError(
-                f"a member has no room for {sum(nbytes)} bytes that a fused operation shares; help: see the log of "
+                f"a member lacks memory for {sum(nbytes)} bytes that a fused operation shares; help: see the log of "
                 "the members, and leave more memory to Warplink"
             )
         return made
@@ -331,7 +331,7 @@ class Workspace:
             return made
 
     def reaches_all(self) -> bool:
-        """Whether every member maps memory of every other one, the same on all of them; tells the log why not. All
+        """Whether every member maps memory of every other one, the same on all of them; logs the reason if not. All
         members call this at the same time, and it blocks until they have."""
         what = "reaching the memory of the group's members"
         own = made_by_all(self.communicator, what, lambda: self.communicator.alloc(_PROBE_BYTES))

@@ -119,7 +119,7 @@ class GroupWorkspaces:
     def _make_workspace(self, device: torch.device) -> Workspace:
         size, on_gpu = self._options.buffer_size, device.type == "cuda"
         limit = self._timeout.total_seconds()
-        # Members tell what they called beside other attempts, and devices.
+        # Members report their calls separately from other attempts and devices.
         store = dist.PrefixStore(f"workspace/{self._workspaces_begun}", self._store)
         if not on_gpu and self._communicator is not None:
             everyone = list(range(self._size))

@@ -1,4 +1,4 @@
-"""The compile pass: collectives beside matmuls and norms become the fused operations of ``torch.ops.warplink``.
+"""The compile pass: collectives next to matmuls and norms become the fused operations of ``torch.ops.warplink``.
 
 Switched on by :func:`enable_fusion`, or by ``WARPLINK_TORCH_FUSION=1`` in the environment when
 ``warplink.torch`` is imported. It runs in ``torch.compile``'s Inductor after the other passes over a
@@ -27,7 +27,7 @@ __all__ = ["Fusion", "disable_fusion", "enable_fusion", "fusion_report"]
 
 
 def enable_fusion() -> None:
-    """Switches the pass on for what is compiled from now on. A second call changes nothing."""
+    """Enables the pass for later compilations. A second call changes nothing."""
     # Inductor takes long to import, and is not needed before.
     from torch._inductor import config
 
@@ -45,7 +45,7 @@ def enable_fusion() -> None:
 
 
 def disable_fusion() -> None:
-    """Switches the pass off for what is compiled from now on, and restores the passes that were there."""
+    """Disables the pass for later compilations, and restores the previous passes."""
     from torch._inductor import config
 
     from warplink.torch.fusion.graph_pass import FusionPass, passes_of

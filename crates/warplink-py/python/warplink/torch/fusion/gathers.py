@@ -53,7 +53,7 @@ class Gather:
     group: str
     #: The group's ranks.
     size: int
-    #: What each rank brings.
+    #: The input of each rank.
     shard: Node
     #: The first node that is the gathered tensor.
     result: Node

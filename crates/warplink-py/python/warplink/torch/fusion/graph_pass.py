@@ -40,7 +40,7 @@ def _left(node: torch.fx.Node) -> Fusion:
 
 
 class FusionPass(CustomGraphPass):
-    """Replaces collectives beside matmuls and norms. ``before`` is a pass that runs first, on the same graph; ``restored`` is
+    """Fuses collectives with matmuls and norms. ``before`` is a pass that runs first, on the same graph; ``restored`` is
     what is to be in the configuration when this is taken out."""
 
     def __init__(self, before: Any | None = None, restored: Any | None = None) -> None:

@@ -20,7 +20,7 @@ RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 SPLITS = (aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default)
 
-#: Marks a scaled matmul whose scale of the result stands for a multiplication, which the operation itself does not do
+#: Marks a scaled matmul whose scale of the result denotes a multiplication, which the operation itself does not do
 #: for every type (``FOLDED_SCALED_MM_OUTPUT_SCALE`` of Inductor).
 FOLDED_SCALE = "inductor_folded_scaled_mm_output_scale"
 
@@ -81,7 +81,7 @@ class Split:
 
     source: Node
     dim: int
-    #: What makes the parts, and what nothing but them uses: users before what they use.
+    #: The nodes that compute the parts, and those used only by them: users before their inputs.
     nodes: list[Node]
 
 
@@ -190,7 +190,7 @@ class Matmul:
     b: Node
     #: Added to every row, or an element to every element.
     bias: Node | None = None
-    #: The arguments of an fp8 matmul beside its matrices; None for an ordinary one.
+    #: The arguments of an fp8 matmul other than its matrices; None for an ordinary one.
     scaled: dict[str, Any] | None = None
 
     @property

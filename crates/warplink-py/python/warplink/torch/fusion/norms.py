@@ -44,13 +44,13 @@ class Norm:
     #: The sum, as it is added to and normalised.
     total: Node
     residual: Node | None
-    #: What is normalised.
+    #: The input of the norm.
     added: Node
     eps: float
     weight: Node
     weight_bias: bool
     output: Node
-    #: What is divided by, and the result.
+    #: The divisor, and the result.
     scale: Node | None = None
     quantized: Node | None = None
     #: All that the fused operation computes.

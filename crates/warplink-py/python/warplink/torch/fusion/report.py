@@ -63,5 +63,5 @@ def fused(
     return Fusion(*place, True, replace(found), source=source)
 
 
-#: What the pass has decided in this process, in order.
+#: Decisions of the pass in this process, in order.
 decisions: list[Fusion] = []

@@ -46,7 +46,7 @@ class Scatter:
     collective: Node
     group: str
     reduce_op: str
-    #: The tensor of which each rank gets a part of the sum.
+    #: The tensor that is summed over ranks; each rank gets a part of the sum.
     source: Node
     dim: int
     #: Nodes from the source to the collective, the last first.
@@ -149,7 +149,7 @@ def _reduced_bias(graph: Graph, plan: Plan) -> Node:
     target, val = c10d_functional.all_reduce.default, value(bias)
     given = [bias, scatter.reduce_op, scatter.group]
     if scatter.dim == len(plan.sizes) - 1 and not same(val.numel(), 1):
-        # An element for each column, of which this rank has some.
+        # One element per column; this rank has only some columns.
         target = c10d_functional.reduce_scatter_tensor.default
         given.insert(2, arguments(scatter.collective)["group_size"])
         val = val.new_empty([shape(plan.wait)[-1]])
