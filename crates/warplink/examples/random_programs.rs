@@ -340,7 +340,10 @@ fn section(options: &Options, seed: u64, runner: &mut Runner) -> (String, bool) 
     let checked = section_support::evidence::check(&sample).and_then(|shown| {
         if let (Some(outputs), true) = (&shown.outputs, options.device) {
             // Ranks join anew after a launch that fails.
-            let beyond = shown.beyond.as_ref().filter(|_| seed.is_multiple_of(BEYOND));
+            let beyond = shown
+                .beyond
+                .as_ref()
+                .filter(|_| seed.is_multiple_of(BEYOND));
             section_support::device::run(runner, &sample, outputs, beyond)?;
         }
         let kind = if sample.reads_values { WITH_VALUES } else { "" };
