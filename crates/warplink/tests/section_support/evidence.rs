@@ -179,6 +179,15 @@ fn shown_by_some_values(
     seed: u64,
     diagnostic: &Diagnostic,
 ) -> Result<String, String> {
+    use DiagnosticKind as Kind;
+    // Lanes need not get that far.
+    let of_text = matches!(
+        diagnostic.kind,
+        Kind::Malformed | Kind::OutOfBounds | Kind::Mismatch
+    );
+    if of_text && stage.breaks(diagnostic.kind) {
+        return Ok(format!("rule: {}", diagnostic.kind));
+    }
     let most = stage.spent() + TURNS_OF_REFUSED;
     let usual = || {
         [SOME_VALUES]

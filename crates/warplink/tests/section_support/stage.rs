@@ -156,39 +156,55 @@ impl<'a> Stage<'a> {
         periods.fold(1, |all, period| least_common_multiple(all, period.max(1)))
     }
 
-    /// The ranges of the words that lanes read of each rank's tensors, where a bound may depend on other words: the least
-    /// and the greatest bound of each tensor.
-    fn bounds(&self) -> BTreeMap<(usize, usize), (i64, i64)> {
-        let mut bounds: BTreeMap<(usize, usize), (i64, i64)> = BTreeMap::new();
+    /// All reads of lanes that find nothing but 0 or nothing but the greatest values, and the rules that they break then.
+    fn reads(&self) -> (Vec<Read>, Vec<DiagnosticKind>) {
+        let (mut reads, mut rules) = (Vec::new(), Vec::new());
         for launch in 0..self.launches() {
             for rank in 0..self.ranks.len() {
                 let ways = (0..self.lanes(launch, rank)).flat_map(|lane| [(lane, 0), (lane, 1)]);
                 for (lane, share) in ways {
-                    let mut read = Vec::new();
-                    while let Ok(steps) = self.steps_after((launch, rank, lane), &read) {
+                    let mut values = Vec::new();
+                    loop {
+                        let steps = match self.steps_after((launch, rank, lane), &values) {
+                            Ok(steps) => steps,
+                            Err(rule) => {
+                                rules.push(rule);
+                                break;
+                            }
+                        };
                         let next = steps.acts.iter().find_map(|act| match act {
-                            Act::Value(next) if next.number == read.len() => Some(next),
+                            Act::Value(next) if next.number == values.len() => Some(*next),
                             _ => None,
                         });
                         let Some(next) = next else {
                             break;
                         };
-                        let place = (next.word.rank, next.word.memory);
-                        let (least, most) = bounds.entry(place).or_insert((next.most, next.most));
-                        (*least, *most) = (next.most.min(*least), next.most.max(*most));
-                        read.push(next.most * share);
+                        reads.push(next);
+                        values.push(next.most * share);
                     }
                 }
             }
         }
-        bounds
+        (reads, rules)
+    }
+
+    /// Whether lanes break a rule if they get to read 0 everywhere, or the greatest values.
+    pub(crate) fn breaks(&self, rule: DiagnosticKind) -> bool {
+        self.reads().1.contains(&rule)
     }
 
     /// The programs with the greatest bounds, if those differ: then values that each fit may not fit together.
     pub(crate) fn widened(&self) -> Option<Vec<RankProgram>> {
         let mut ranks = self.ranks.to_vec();
         let mut wider = false;
-        for ((rank, memory), (_, most)) in self.bounds() {
+        let mut bounds: BTreeMap<(usize, usize), i64> = BTreeMap::new();
+        for read in self.reads().0 {
+            let most = bounds
+                .entry((read.word.rank, read.word.memory))
+                .or_default();
+            *most = read.most.max(*most);
+        }
+        for ((rank, memory), most) in bounds {
             if let Some(tensor) = ranks[rank].tensors.get_mut(memory) {
                 wider |= tensor.value_bound != Some(most);
                 tensor.value_bound = Some(most);
