@@ -119,13 +119,15 @@ impl Memory {
     ) -> f64 {
         let (cell, within) = self.cell(of, element);
         let run = launch / self.kernels;
-        let content = &mut self.all[of.rank][of.memory];
+        let content = &self.all[of.rank][of.memory];
         let value = content.values[cell * content.length + within];
-        let (spoilt, cells) = (content.spoilt, &mut content.cells);
-        let found = &mut cells[cell];
-        found.settle_for(from == of.rank);
+        let (spoilt, cells) = (content.spoilt, &content.cells);
+        let found = &cells[cell];
         let stale = spoilt && found.run < run;
-        let (written, history) = (found.written, found.history);
+        // What a rank sees of its stream, others need not see.
+        let mut seen = *found;
+        seen.settle_for(from == of.rank);
+        let (written, history) = (seen.written, seen.history);
         let is_left_empty = content.packet > 0 && within >= found.filled;
         if !written || stale || is_left_empty {
             let (rank, memory) = (of.rank, of.memory);
