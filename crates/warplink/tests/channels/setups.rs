@@ -86,6 +86,14 @@ fn the_order_of_requests_does_not_matter() {
     });
 }
 
+/// What this process has open, for a message.
+fn open_files() -> Vec<std::path::PathBuf> {
+    let files = std::fs::read_dir("/proc/self/fd").unwrap();
+    files
+        .filter_map(|file| std::fs::read_link(file.unwrap().path()).ok())
+        .collect()
+}
+
 /// Descriptors and threads of this process.
 fn resources() -> [usize; 2] {
     ["/proc/self/fd", "/proc/self/task"].map(|path| std::fs::read_dir(path).unwrap().count())
@@ -125,7 +133,9 @@ fn a_hundred_setups_leave_nothing_behind() {
             assert!(
                 started.elapsed() < Duration::from_secs(30),
                 "left behind: registrations, mappings, descriptors and threads {counts:?}, at last \
-                 {registered}, {mapped}, {last:?}"
+                 {registered}, {mapped}, {last:?}, kept {:?}, open {:?}",
+                comm.pooled_allocations_and_bytes(),
+                open_files()
             );
             std::thread::sleep(Duration::from_millis(10));
         }

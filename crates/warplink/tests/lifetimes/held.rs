@@ -80,7 +80,8 @@ impl Held {
     fn is_flat(&self, now: &Self) -> bool {
         let more = now.kept.saturating_sub(self.kept);
         let mut before = self.process;
-        before.descriptors += more;
+        // An allocation that is kept has a descriptor, and one for peers that map it.
+        before.descriptors += 2 * more;
         before.mappings += more;
         before.resident_mib += now.kept_mib.saturating_sub(self.kept_mib);
         now.process.is_within(&before)
