@@ -105,17 +105,6 @@ fn exchange_fresh(comm: &Communicator, stream: &warplink::device::Stream, bytes:
     comm.synchronize(stream).unwrap();
 }
 
-/// Fails with the output of all ranks that failed: one may fail because of the other.
-fn assert_all_ended(ended: &[common::Ended]) {
-    let failed = ended
-        .iter()
-        .enumerate()
-        .filter(|(_, end)| end.code != Some(0));
-    let failed = failed.map(|(rank, end)| format!("rank {rank} failed:\n{}", end.output));
-    let failed: Vec<String> = failed.collect();
-    assert!(failed.is_empty(), "{}", failed.join("\n"));
-}
-
 #[test]
 fn fresh_buffers_that_are_sent_and_dropped_come_back() {
     processes(world(2), |comm| {

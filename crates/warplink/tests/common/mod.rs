@@ -295,9 +295,16 @@ impl Ranks {
 }
 
 /// Fails where a rank of [`Ranks::start`] did, else prints what they [`tell`].
+///
+/// Shows the output of all ranks that failed: one may fail because of another.
 pub fn assert_all_ended_well(ended: Option<&[Ended]>) {
-    for (rank, end) in ended.into_iter().flatten().enumerate() {
-        assert_eq!(end.code, Some(0), "rank {rank} failed:\n{}", end.output);
+    let all = || ended.into_iter().flatten().enumerate();
+    let failed = all().filter(|(_, end)| end.code != Some(0));
+    let failed: Vec<String> = failed
+        .map(|(rank, end)| format!("rank {rank} failed, {:?}:\n{}", end.code, end.output))
+        .collect();
+    assert!(failed.is_empty(), "{}", failed.join("\n"));
+    for (rank, end) in all() {
         // A process that takes itself for none of the ranks ends well, too.
         assert!(
             end.output.contains(JOINED),

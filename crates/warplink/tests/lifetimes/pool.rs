@@ -1,6 +1,6 @@
 //! Freed regions are used again, when nobody uses them any more and not before.
 
-use super::common::{Ranks, kind, processes, threads_with, world};
+use super::common::{Ranks, assert_all_ended_well, kind, processes, threads_with, world};
 use super::{MIB, eventually, exchange_fresh, shared_mappings};
 use std::cell::RefCell;
 use std::time::Duration;
@@ -185,7 +185,7 @@ fn what_a_lost_rank_has_mapped_is_not_used_again() {
     }) else {
         return;
     };
-    super::assert_all_ended(&ended);
+    assert_all_ended_well(Some(&ended));
 }
 
 #[test]

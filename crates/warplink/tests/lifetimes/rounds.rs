@@ -1,8 +1,8 @@
 //! Rounds of alloc, exchange, send and drop: what a process holds is flat from the hundredth on.
 
-use super::common::{Ranks, world};
+use super::common::{Ranks, assert_all_ended_well, world};
 use super::held::Held;
-use super::{MIB, assert_all_ended, exchange_fresh};
+use super::{MIB, exchange_fresh};
 use std::time::{Duration, Instant};
 use warplink::device::{Priority, Stream};
 use warplink::{Communicator, Config};
@@ -41,7 +41,7 @@ impl Rounds {
         }) else {
             return;
         };
-        assert_all_ended(&ended);
+        assert_all_ended_well(Some(&ended));
         for (rank, end) in ended.iter().enumerate() {
             let lines = end.output.lines().filter(|line| line.contains("rounds:"));
             lines.for_each(|line| println!("rank {rank}, {line}"));
