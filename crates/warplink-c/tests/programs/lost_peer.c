@@ -49,7 +49,7 @@ int main(int argc, char **argv) {
     HOLDS(seconds() - start < 5);
     FAILS(warplink_barrier(comm), WARPLINK_STATUS_PEER_LOST, "1");
     FAILS(warplink_destroy(comm), WARPLINK_STATUS_PEER_LOST, "1");
-    FAILS(warplink_stream_synchronize(stream), WARPLINK_STATUS_CLOSED, "or its communicator destroyed");
+    FAILS(warplink_stream_synchronize(stream), WARPLINK_STATUS_CLOSED, "or its communicator was destroyed");
     HOLDS(seconds() - start < 15);
     /* From here on no thread runs the handler. */
     OK(warplink_set_log_handler(NULL, NULL));

@@ -252,8 +252,8 @@ int main(int argc, char **argv) {
     FAILS(warplink_destroy(comm), CLOSED, "the communicator was destroyed");
     FAILS(warplink_rank(comm, &value), CLOSED, "the communicator was destroyed");
     FAILS(warplink_setup(comm), CLOSED, "the communicator was destroyed");
-    FAILS(warplink_stream_synchronize(stream), CLOSED, "or its communicator destroyed");
-    FAILS(warplink_upload(span(region, 0, 1), "x"), CLOSED, "or its communicator destroyed");
-    FAILS(warplink_region_free(region), CLOSED, "or its communicator destroyed");
+    FAILS(warplink_stream_synchronize(stream), CLOSED, "or its communicator was destroyed");
+    FAILS(warplink_upload(span(region, 0, 1), "x"), CLOSED, "or its communicator was destroyed");
+    FAILS(warplink_region_free(region), CLOSED, "or its communicator was destroyed");
     return 0;
 }
