@@ -52,8 +52,7 @@ impl Watch {
                 communicator.synchronize_until(&stream, Deadline::after(FOR_EVER))
             };
             follow(&followed, &comm, wait);
-            // Dropped before `ended` is set: whoever sees it set knows that the thread holds no reference to the
-            // communicator.
+            // Dropped before `ended` is set, which means that the thread holds no reference to the communicator any more.
             drop((communicator, collectives, stream));
             followed.state().ended = true;
             followed.changed.notify_all();

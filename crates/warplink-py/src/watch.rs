@@ -166,7 +166,7 @@ fn start(
     let followed = calls.clone();
     let body = move || {
         let failure = followed.follow(&communicator, &precede, &stream);
-        // Dropped before `ended` is set: whoever sees it set knows that the thread holds no reference to the job.
+        // Dropped before `ended` is set, which means that the thread holds no reference to the job any more.
         drop((communicator, precede, stream));
         followed.state().ended = true;
         followed.changed.notify_all();

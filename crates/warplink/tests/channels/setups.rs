@@ -86,14 +86,6 @@ fn the_order_of_requests_does_not_matter() {
     });
 }
 
-/// What this process has open, for a message.
-fn open_files() -> Vec<std::path::PathBuf> {
-    let files = std::fs::read_dir("/proc/self/fd").unwrap();
-    files
-        .filter_map(|file| std::fs::read_link(file.unwrap().path()).ok())
-        .collect()
-}
-
 /// Descriptors and threads of this process, without those of allocations that are kept for reuse: on the host device each
 /// has a descriptor, and one for peers. How many are kept depends on how late the peer releases its mappings.
 fn resources(comm: &Communicator) -> [usize; 2] {
@@ -140,9 +132,8 @@ fn a_hundred_setups_leave_nothing_behind() {
             assert!(
                 started.elapsed() < Duration::from_secs(30),
                 "left behind: registrations, mappings, descriptors and threads {counts:?}, at last \
-                 {registered}, {mapped}, {last:?}, kept {:?}, open {:?}",
-                comm.pooled_allocations_and_bytes(),
-                open_files()
+                 {registered}, {mapped}, {last:?}, kept {:?}",
+                comm.pooled_allocations_and_bytes()
             );
             std::thread::sleep(Duration::from_millis(10));
         }

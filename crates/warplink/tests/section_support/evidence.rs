@@ -26,7 +26,7 @@ const TRIES: u64 = 300;
 /// How many further choices of integers are played of an accepted program: at least, and if its turns are cheap.
 const OTHERS: Range<usize> = 6..20;
 
-/// How many of them where something is still unwritten.
+/// At most how many of them while no choice has written every element of the outputs.
 const MOST_OTHERS: usize = 80;
 
 /// How many turns of the interpreter an accepted program may take after the least choices.

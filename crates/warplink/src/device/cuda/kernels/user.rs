@@ -342,7 +342,7 @@ impl KernelBackend for UserKernel {
         });
         let _enqueuing = stream.enqueue(slices);
         // SAFETY: the lengths of the arguments are those of the parameters, which were checked if the driver reports
-        // them; whoever loaded the kernel guaranteed that it is sound.
+        // them; the caller who loaded the kernel guaranteed that it is sound.
         let launched = unsafe { self.launch_on(stream.raw_stream(), launch, &mut pointers) };
         self.explain(launched)
     }
