@@ -209,7 +209,7 @@ impl Case for CollectiveBench {
             beside.check(self.template(), world)?;
         }
         let largest = setup.largest() as u128;
-        memory::check(kind, world, largest, 2 * largest)
+        memory::check(kind, world, 3 * data::PIECE as u128, 2 * largest)
     }
 
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {

@@ -1,15 +1,20 @@
-//! Inputs and expected outputs: small integers, whose results are exact in the element type.
+//! Inputs and expected outputs: small integers, whose results are exact in the element type. They repeat, and are written and
+//! compared in pieces, so that no host needs memory for a whole one.
 
 use super::template::lengths;
 use crate::gemm::inputs::mix;
 use anyhow::{Result, bail};
-use warplink::DType;
+use std::ops::Range;
 use warplink::collective::{Call, CollectiveKind};
-use warplink::device::ReduceOp;
+use warplink::device::{DeviceSlice, ReduceOp};
 use warplink::dtype::Numbers;
+use warplink::{Communicator, DType};
 
 /// Elements after which inputs repeat: a prime, so that parts of different ranks differ.
 const PERIOD: usize = 65_521;
+
+/// Largest number of bytes that are written or compared at a time.
+pub(super) const PIECE: usize = 16 << 20;
 
 /// Inputs of one run.
 #[derive(Clone, Copy, Debug)]
@@ -21,23 +26,22 @@ pub(crate) struct Inputs {
 
 impl Inputs {
     /// A rank's input.
-    pub(crate) fn of(&self, rank: usize) -> Vec<u8> {
+    pub(crate) fn of(&self, rank: usize) -> Data {
         let [bytes, _] = lengths(&self.call, self.world);
-        self.drawn(rank, 0, bytes)
+        Data(vec![self.drawn(rank, 0, bytes)])
     }
 
     /// A rank's output; none if the collective does not write it.
-    pub(crate) fn expected(&self, rank: usize) -> Result<Option<Vec<u8>>> {
+    pub(crate) fn expected(&self, rank: usize) -> Result<Option<Data>> {
         use CollectiveKind as Kind;
         let (part, root) = (self.call.bytes(), self.call.root.unwrap_or(0));
         let of = |rank: usize, of: usize| self.drawn(rank, of, part);
         let reduced = |of: usize| {
             let reduce = |at| self.reduced((0..self.world).map(|rank| self.value(rank, at)));
-            let period: Vec<f64> = (0..PERIOD).map(reduce).collect();
-            repeated(self.call.dtype, &period, of * self.call.count, part)
+            Repeated::new(self.call.dtype, reduce, of * self.call.count, part)
         };
         let ranks = 0..self.world;
-        let parts: Vec<Vec<u8>> = match self.call.kind {
+        let parts: Vec<Repeated> = match self.call.kind {
             Kind::Reduce | Kind::Gather if rank != root => return Ok(None),
             Kind::AllReduce | Kind::Reduce => vec![reduced(0)],
             Kind::ReduceScatter => vec![reduced(rank)],
@@ -47,13 +51,13 @@ impl Inputs {
             Kind::Scatter => vec![of(root, rank)],
             other => bail!("{other} moves no data"),
         };
-        Ok(Some(parts.concat()))
+        Ok(Some(Data(parts)))
     }
 
     /// `bytes` bytes of a rank's input, from part `of` on.
-    fn drawn(&self, rank: usize, of: usize, bytes: usize) -> Vec<u8> {
-        let period: Vec<f64> = (0..PERIOD).map(|at| self.value(rank, at)).collect();
-        repeated(self.call.dtype, &period, of * self.call.count, bytes)
+    fn drawn(&self, rank: usize, of: usize, bytes: usize) -> Repeated {
+        let value = |at| self.value(rank, at);
+        Repeated::new(self.call.dtype, value, of * self.call.count, bytes)
     }
 
     /// An integer such that the result over all ranks is exact in the type.
@@ -86,6 +90,10 @@ impl Inputs {
 
 /// The number of elements that differ.
 pub(crate) fn different(dtype: DType, here: &[u8], there: &[u8]) -> usize {
+    // The usual case, and much faster.
+    if here == there {
+        return 0;
+    }
     let size = dtype.size();
     let pairs = here.chunks(size).zip(there.chunks(size));
     pairs.filter(|(a, b)| a != b).count() + here.len().abs_diff(there.len()) / size
@@ -101,16 +109,107 @@ fn exact(dtype: DType) -> u64 {
     if bits < 20 { (1 << bits) - 1 } else { 1 << 20 }
 }
 
-/// `bytes` bytes of a sequence that repeats `period`, from element `start` on.
-fn repeated(dtype: DType, period: &[f64], start: usize, bytes: usize) -> Vec<u8> {
-    let period = dtype.encode(period.iter().copied());
-    let size = dtype.size();
-    let start = start % (period.len() / size) * size;
-    let mut whole = Vec::with_capacity(bytes + period.len());
-    whole.extend_from_slice(period.get(start..).unwrap_or_default());
-    while whole.len() < bytes {
-        whole.extend_from_slice(&period);
+/// Consecutive parts of a tensor.
+pub(crate) struct Data(Vec<Repeated>);
+
+impl Data {
+    /// Writes it to memory of the same length.
+    pub(crate) fn upload(&self, comm: &Communicator, target: &DeviceSlice) -> Result<()> {
+        self.pieces(|start, piece| {
+            let target = target.slice(start..start + piece.len())?;
+            Ok(comm.device().upload(&target, piece)?)
+        })
     }
-    whole.truncate(bytes);
-    whole
+
+    /// The number of elements that differ from those in memory of the same length.
+    pub(crate) fn different(
+        &self,
+        comm: &Communicator,
+        dtype: DType,
+        source: &DeviceSlice,
+    ) -> Result<usize> {
+        let (mut wrong, mut read) = (0, Vec::new());
+        self.pieces(|start, piece| {
+            read.resize(piece.len(), 0);
+            let source = source.slice(start..start + piece.len())?;
+            comm.device().download(&source, &mut read)?;
+            wrong += different(dtype, &read, piece);
+            Ok(())
+        })?;
+        Ok(wrong)
+    }
+
+    /// Calls `each` for all of its pieces in order, with where each begins.
+    fn pieces(&self, mut each: impl FnMut(usize, &[u8]) -> Result<()>) -> Result<()> {
+        let mut start = 0;
+        for part in &self.0 {
+            for from in (0..part.bytes).step_by(PIECE) {
+                let piece = part.piece(from..part.bytes.min(from + PIECE));
+                each(start, piece)?;
+                start += piece.len();
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Bytes that repeat.
+struct Repeated {
+    /// A period and the longest piece, so that a piece from anywhere in the period is a part of them.
+    sequence: Vec<u8>,
+    period: usize,
+    bytes: usize,
+}
+
+impl Repeated {
+    /// `bytes` bytes of a sequence whose element `at` is `value(at % PERIOD)`, from element `start` on.
+    fn new(dtype: DType, value: impl Fn(usize) -> f64, start: usize, bytes: usize) -> Self {
+        let mut sequence = dtype.encode((0..PERIOD).map(value));
+        let period = sequence.len();
+        sequence.rotate_left(start % PERIOD * dtype.size());
+        while sequence.len() < period + bytes.min(PIECE) {
+            sequence.extend_from_within(..period);
+        }
+        Self {
+            sequence,
+            period,
+            bytes,
+        }
+    }
+
+    /// A range of at most [`PIECE`] bytes.
+    fn piece(&self, range: Range<usize>) -> &[u8] {
+        let start = range.start % self.period;
+        self.sequence
+            .get(start..start + range.len())
+            .unwrap_or_default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_follow_the_sequence() {
+        let value = |at: usize| (at % 251) as f64;
+        for (start, elements) in [(0, 10), (65_500, 100), (3, 2 * PIECE + 5), (70_000, PIECE)] {
+            let data = Data(vec![Repeated::new(DType::U8, value, start, elements)]);
+            let mut at = 0;
+            data.pieces(|from, piece| {
+                assert_eq!(from, at);
+                for (element, &byte) in (start + at..).zip(piece) {
+                    assert_eq!(
+                        f64::from(byte),
+                        value(element % PERIOD),
+                        "element {element}"
+                    );
+                }
+                at += piece.len();
+                Ok(())
+            })
+            .unwrap();
+            assert_eq!(at, elements);
+        }
+    }
 }

@@ -1,11 +1,11 @@
 //! Runs a collective of one size: once on fresh data for its result, and then for its time.
 
-use super::data::{Inputs, different};
+use super::data::Inputs;
 use super::figures::{CollectiveRow, CollectiveTimes};
 use super::template::{Template, TemplateKind, in_place, lengths};
 use super::{CollectivePeer, Placement};
 use crate::commands::bench::clock::{BenchClock, Submission, Work, WorkRef};
-use crate::commands::bench::peers::{allocate, download, neighbours, optional, total, vendor};
+use crate::commands::bench::peers::{allocate, neighbours, optional, total, vendor};
 use crate::gemm::common_seed;
 use crate::names::name_of;
 use anyhow::{Context, Result};
@@ -205,7 +205,7 @@ impl<'a> CollectiveRunner<'a> {
         };
         stream.fill(output, UNTOUCHED)?;
         comm.synchronize(stream)?;
-        comm.device().upload(input, &inputs.of(comm.rank()))?;
+        inputs.of(comm.rank()).upload(comm, input)?;
         self.clock.run(submission, work)?;
         let expected = match self.template.kind {
             TemplateKind::Collective(_) => inputs.expected(comm.rank())?,
@@ -215,7 +215,7 @@ impl<'a> CollectiveRunner<'a> {
             }
         };
         let wrong = match expected {
-            Some(expected) => different(call.dtype, &download(comm, output)?, &expected),
+            Some(expected) => expected.different(comm, call.dtype, output)?,
             None => 0,
         };
         total(comm, wrong as u64)

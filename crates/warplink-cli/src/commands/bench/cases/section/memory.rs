@@ -64,8 +64,7 @@ impl SectionBuffers {
             world: comm.world(),
             seed: self.seed.wrapping_add(run),
         };
-        let data = inputs.of(comm.rank());
-        Ok(comm.device().upload(&self.input.1, &data)?)
+        inputs.of(comm.rank()).upload(comm, &self.input.1)
     }
 
     /// Replays graphs of both works with new inputs each time, and counts the elements that differ.
