@@ -66,5 +66,7 @@ mod reductions;
 mod repeated;
 #[path = "collectives/scaled.rs"]
 mod scaled;
+#[path = "collectives/starved.rs"]
+mod starved;
 #[path = "collectives/streams.rs"]
 mod streams;

@@ -13,6 +13,7 @@ pub mod hosts;
 mod network;
 mod stopwatch;
 mod timed_barrier;
+mod waiting_kernel;
 
 pub use children::{Ended, wait_all};
 pub use elements::{decode, encode};
@@ -27,6 +28,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 pub use stopwatch::{Stopwatch, time_on_processor};
 pub use timed_barrier::TimedBarrier;
+pub use waiting_kernel::WaitingKernel;
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::{self, Delays, Device, DeviceConfig, Priority};
 use warplink::p2p::{self, Protocol, Transfer, TransferRequest, post_all};
