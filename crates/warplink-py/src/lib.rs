@@ -32,6 +32,7 @@ mod owner;
 mod parts;
 mod place;
 mod program;
+mod recent;
 mod region;
 mod stream;
 mod transfer;
@@ -74,6 +75,8 @@ mod _warplink {
     use super::overlap::{CapturedOverlap, OverlapLauncher, OverlapPlan};
     #[pymodule_export]
     use super::program::{Program, Report};
+    #[pymodule_export]
+    use super::recent::{RecentCall, RecentCalls};
     #[pymodule_export]
     use super::region::{Region, RemoteRegion};
     #[pymodule_export]

@@ -201,6 +201,19 @@ impl OverlapLauncher {
         stream: &Stream,
         addresses: Vec<u64>,
     ) -> PyResult<()> {
+        self.launch_at(py, turns, stream, &addresses)
+    }
+}
+
+impl OverlapLauncher {
+    /// Implementation of `launch`.
+    pub(crate) fn launch_at(
+        &self,
+        py: Python<'_>,
+        turns: &Turns,
+        stream: &Stream,
+        addresses: &[u64],
+    ) -> PyResult<()> {
         if addresses.len() != self.tensors.len() {
             return Err(invalid(format!(
                 "there are {} addresses; expected {}",
@@ -209,11 +222,9 @@ impl OverlapLauncher {
             )));
         }
         let (plan, stream) = (self.plan.get_or(captured)?, stream.live()?);
-        turns.take(py, stream, || self.enqueue(&plan, stream, &addresses))
+        turns.take(py, stream, || self.enqueue(&plan, stream, addresses))
     }
-}
 
-impl OverlapLauncher {
     fn enqueue(
         &self,
         plan: &overlap::OverlapPlan,

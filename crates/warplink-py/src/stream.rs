@@ -9,7 +9,7 @@ use crate::wait::{SIGNAL_INTERVAL, interruptible};
 use crate::watch::{Limits, Watch, Watched};
 use pyo3::prelude::*;
 use std::sync::Arc;
-use warplink::{Deadline, ErrorKind};
+use warplink::{Deadline, DeviceKind, ErrorKind};
 
 /// An ordered queue of device work. Methods only enqueue unless documented otherwise.
 #[pyclass(frozen, module = "warplink")]
@@ -120,6 +120,16 @@ impl Stream {
         self.raw
     }
 
+    /// Whether it is a stream of the host device.
+    pub(crate) fn is_of_host(&self) -> bool {
+        self.place.device.kind() == DeviceKind::Host
+    }
+
+    /// Whether a graph is being captured on it.
+    pub(crate) fn is_capturing(&self) -> PyResult<bool> {
+        self.live()?.is_capturing().map_err(raise)
+    }
+
     /// The stream. Fails in a forked process.
     pub(crate) fn live(&self) -> PyResult<&warplink::device::Stream> {
         self.stream.get()
@@ -166,11 +176,33 @@ impl Stream {
         py.detach(|| stream.wait_event(event)).map_err(raise)
     }
 
+    /// Makes the stream wait for all work enqueued on `other` so far.
+    fn follow(&self, py: Python<'_>, other: &Self) -> PyResult<()> {
+        let (stream, other) = (self.live()?, other.live()?);
+        let followed = py.detach(|| {
+            let reached = self.place.device.create_event(false)?;
+            other.record(&reached)?;
+            stream.wait_event(&reached)
+        });
+        followed.map_err(raise)
+    }
+
+    /// A new event, recorded at this point of the stream.
+    fn mark(&self, py: Python<'_>) -> PyResult<Event> {
+        let stream = self.live()?;
+        let marked = py.detach(|| {
+            let event = self.place.device.create_event(false)?;
+            stream.record(&event)?;
+            Ok(event)
+        });
+        marked.map(Event::new).map_err(raise)
+    }
+
     /// Blocks until all work enqueued so far is complete, at most `timeout` seconds (the job's if None). Raises
     /// PeerLostError, which contains the rank, if one is lost, and TimeoutError, which contains the peer and tag of a
     /// pending wait.
     #[pyo3(signature = (timeout=None))]
-    fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+    pub(crate) fn synchronize(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let limit = timeout.map(seconds).transpose()?;
         let communicator = self.communicator.with(Clone::clone);
         let stream = self.live()?;

@@ -184,6 +184,14 @@ fn start(
     Ok((watch, calls))
 }
 
+impl Watch {
+    /// Whether `check` raises.
+    pub(crate) fn has_failed(&self) -> bool {
+        let failed = |calls: &Arc<Calls>| calls.state().failure.is_some();
+        self.calls.get().map_or(true, failed) || self.place.device.fault().error().is_some()
+    }
+}
+
 #[pymethods]
 impl Watch {
     /// The time limit of a call in seconds, including earlier work of its stream.

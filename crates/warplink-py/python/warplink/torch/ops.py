@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any, Callable, NamedTuple
 
 import torch
+from torch.autograd import profiler
 from torch.distributed import distributed_c10d as c10d
 
 import warplink
@@ -22,6 +24,7 @@ from warplink.torch import columns
 from warplink.torch.agreement import Call
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.plans import FusedPlan, are_transposed, copied_back, family, in_memory, moved_back, span, to_front
+from warplink.torch.direct_collectives import GpuCollectives, reduction
 from warplink.torch.trials import faster
 from warplink.torch.unfused import all_gathered, group_size, reduce_scattered
 from warplink.torch.workspace import Workspace, is_recording
@@ -30,6 +33,9 @@ from warplink.torch.workspace import Workspace, is_recording
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 _ALONE: AbstractContextManager[None] = contextlib.nullcontext()
+
+#: Calls that were made before, which take one call of native code.
+_RECENT = warplink.RecentCalls()
 
 library = torch.library.Library("warplink", "DEF")
 library.define(
@@ -81,12 +87,6 @@ def _fuses(a: torch.Tensor, bs: list[torch.Tensor]) -> bool:
     return a.dtype in FUSED_DTYPES and all(matrix.numel() for matrix in (a, *bs))
 
 
-def _key_of(operation: str, option: Any, dim: int, a: torch.Tensor, bs: list[torch.Tensor]) -> tuple[Any, ...]:
-    """Arguments of a call that its checks depend on."""
-    parts = [(b.dtype, b.get_device(), b.shape, b.stride()) for b in bs]
-    return operation, option, dim, a.dtype, a.get_device(), a.shape, *parts
-
-
 class _Product(NamedTuple):
     """Cached facts of calls with one key: the plan's call, and sizes."""
 
@@ -99,13 +99,56 @@ class _Product(NamedTuple):
     transposed: bool
 
 
-def _known(group_name: str, kind: str, key: tuple[Any, ...]) -> tuple[Workspace | None, _Product | None]:
-    """Cached facts of calls with ``key`` on devices of ``kind``, and their fuser; nothing before the first."""
-    group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
-    if not isinstance(group, ProcessGroupWarplink):
-        return None, None
-    space = group.made_workspace(kind)
-    return (None, None) if space is None else (space, space.known.get(key))
+def _again(operation: str, dim: int, group_name: str, a: torch.Tensor, bs: list[torch.Tensor]) -> Any:
+    """Result of a call that was made before, by the shortest path; None where it cannot take that."""
+    # Calls that a profiler sees have spans, which native code has not.
+    if profiler._is_profiler_enabled:
+        return None
+    return _RECENT.call(operation, dim, group_name, a, bs)
+
+
+def _keep(
+    operation: str,
+    dim: int,
+    group_name: str,
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    space: Workspace,
+    known: _Product,
+    finish: Callable[[list[torch.Tensor]], Any],
+    pair: Callable[[GpuCollectives, torch.Tensor, list[torch.Tensor]], Any],
+) -> None:
+    """Has ``_again`` run calls like this one: ``finish`` makes the operation's result of the plan's, and ``pair`` does
+    the same as a direct collective and matmuls. Nothing of these holds the group."""
+    if not (known.transposed or all(b.is_contiguous() for b in bs)):
+        # Copies of right operands are made for each call.
+        return
+    in_place = not dim and a.is_contiguous()
+    group = weakref.ref(c10d._resolve_process_group(group_name))  # type: ignore[arg-type]
+    call = known.call
+
+    def plain(space: Workspace, a: torch.Tensor, bs: list[torch.Tensor]) -> Any:
+        direct = group()._joined_collectives() if a.is_cuda else None
+        if direct is None:
+            return None
+        # A fraction of what a context manager takes.
+        graded = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            result = pair(direct, a, bs)
+        finally:
+            torch._C._set_grad_enabled(graded)
+        if result is not None:
+            space.note(call)
+        return result
+
+    prepare = None if in_place else lambda a: to_front(a, dim).contiguous()
+    recent = warplink.RecentCall(space, call, list(known.outputs.values()), finish, prepare, plain)
+    _RECENT.keep(operation, dim, group_name, a, bs, recent)
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.mm(a, b) if a.dim() == 2 else torch.matmul(a, b)
 
 
 def all_gather_matmul(
@@ -123,35 +166,65 @@ def all_gather_matmul(
     ValueError where sizes, types or devices do not fit.
     """
 
+    operation = "gather and keep" if return_A else "gather"
+    found = _again(operation, gather_dim, group_name, A, Bs)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+
     def unfused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
 
-    key = _key_of("all_gather", return_A, gather_dim, A, Bs)
-    space, known = _known(group_name, A.device.type, key)
-    if known is None or space is None:
-        _check(A, Bs, gather_dim, "gather_dim")
-        last = gather_dim == A.dim() - 1
-        for b in Bs:
-            rows = A.shape[-1] * (group_size(group_name) if last else 1)
-            if b.shape[0] != rows:
-                raise ValueError(f"B has {b.shape[0]} rows; expected {rows}, the columns of A")
-        fuses = _fuses(A, Bs)
-        space = direct_workspace(group_name, A.device, fuses=fuses)
-        if space is None or not fuses:
-            sizes = (math.prod(A.shape[:-1]), A.shape[-1], *(b.shape[1] for b in Bs))
-            along = " along the last dimension" if last else ""
-            call = Call("fused_all_gather_matmul" + along, sizes, A.dtype)
-            with compared(space, call):
-                return unfused()
-        known = space.remember(key, _gather_product(A, Bs, gather_dim, space.communicator.size, return_a=return_A))
-    direct, product = space, known
+    _check(A, Bs, gather_dim, "gather_dim")
+    last = gather_dim == A.dim() - 1
+    for b in Bs:
+        rows = A.shape[-1] * (group_size(group_name) if last else 1)
+        if b.shape[0] != rows:
+            raise ValueError(f"B has {b.shape[0]} rows; expected {rows}, the columns of A")
+    fuses = _fuses(A, Bs)
+    space = direct_workspace(group_name, A.device, fuses=fuses)
+    if space is None or not fuses:
+        sizes = (math.prod(A.shape[:-1]), A.shape[-1], *(b.shape[1] for b in Bs))
+        along = " along the last dimension" if last else ""
+        call = Call("fused_all_gather_matmul" + along, sizes, A.dtype)
+        with compared(space, call):
+            return unfused()
+    direct = space
+    product = _gather_product(A, Bs, gather_dim, space.communicator.size, return_a=return_A)
+    if last:
+        return faster(space, product.call, lambda: columns.gather_matmul(A, Bs, direct, return_a=return_A), unfused)
+    _keep_gather(operation, A, Bs, gather_dim, group_name, space, product)
+    again = lambda: _again(operation, gather_dim, group_name, A, Bs)  # noqa: E731
+    return faster(space, product.call, lambda: _gather(A, Bs, gather_dim, direct, product), unfused, again)
 
-    def fused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        if gather_dim == A.dim() - 1:
-            return columns.gather_matmul(A, Bs, direct, return_a=return_A)
-        return _gather(A, Bs, gather_dim, direct, product)
 
-    return faster(space, known.call, fused, unfused)
+def _keep_gather(
+    operation: str,
+    a: torch.Tensor,
+    bs: list[torch.Tensor],
+    dim: int,
+    group_name: str,
+    space: Workspace,
+    known: _Product,
+) -> None:
+    leading, count, keeps = known.leading, len(bs), "G" in known.outputs
+    sizes = [*leading, a.shape[-1]]
+
+    def finish(results: list[torch.Tensor]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        if dim or len(leading) > 1:
+            results = [moved_back(result, leading, dim) for result in results]
+        return (results.pop() if keeps else None), results
+
+    def pair(direct: GpuCollectives, a: torch.Tensor, bs: list[torch.Tensor]) -> Any:
+        part = to_front(a, dim).contiguous()
+        whole = part.new_empty(sizes)
+        if not direct.now("all_gather", whole, part, part):
+            return None
+        products = [_multiply(whole, b) for b in bs]
+        if dim:
+            whole, products = whole.movedim(0, dim), [each.movedim(0, dim) for each in products]
+        return (whole if keeps else None), products
+
+    _keep(operation, dim, group_name, a, bs, space, known, finish, pair)
 
 
 def _gather_product(
@@ -230,33 +303,65 @@ def matmul_reduce_scatter(
     devices do not fit, or ``reduce_op`` is neither "sum" nor "avg".
     """
 
+    operation = "scatter " + reduce_op
+    found = _again(operation, scatter_dim, group_name, A, [B])
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+
     def unfused() -> torch.Tensor:
         return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
 
-    key = _key_of("reduce_scatter", reduce_op, scatter_dim, A, [B])
-    space, known = _known(group_name, A.device.type, key)
-    if known is None or space is None:
-        _check_scatter(A, B, reduce_op, scatter_dim, group_size(group_name))
-        fuses = _fuses(A, [B])
-        space = direct_workspace(group_name, A.device, fuses=fuses)
-        if space is None or not fuses:
-            along = " along the last dimension" if scatter_dim == A.dim() - 1 else ""
-            sizes = (math.prod(A.shape[:-1]), A.shape[-1], B.shape[1])
-            call = Call("fused_matmul_reduce_scatter" + along, sizes, A.dtype)
-            with compared(space, call):
-                return unfused()
-        known = space.remember(key, _scatter_product(A, B, scatter_dim, space.communicator.size))
-    direct, product = space, known
+    _check_scatter(A, B, reduce_op, scatter_dim, group_size(group_name))
+    fuses = _fuses(A, [B])
+    last = scatter_dim == A.dim() - 1
+    space = direct_workspace(group_name, A.device, fuses=fuses)
+    if space is None or not fuses:
+        along = " along the last dimension" if last else ""
+        sizes = (math.prod(A.shape[:-1]), A.shape[-1], B.shape[1])
+        call = Call("fused_matmul_reduce_scatter" + along, sizes, A.dtype)
+        with compared(space, call):
+            return unfused()
+    direct, average = space, reduce_op == "avg"
+    product = _scatter_product(A, B, scatter_dim, space.communicator.size)
+    if last:
+        return faster(space, product.call, lambda: columns.matmul_scatter(A, B, direct, average=average), unfused)
+    finish = _keep_scatter(operation, A, B, scatter_dim, group_name, space, product)
+    again = lambda: _again(operation, scatter_dim, group_name, A, [B])  # noqa: E731
+    return faster(
+        space, product.call, lambda: finish([_scatter(A, B, scatter_dim, direct, product)]), unfused, again
+    )
 
-    def fused() -> torch.Tensor:
-        if scatter_dim == A.dim() - 1:
-            return columns.matmul_scatter(A, B, direct, average=reduce_op == "avg")
-        result = _scatter(A, B, scatter_dim, direct, product)
-        if reduce_op == "avg":
-            result /= direct.communicator.size
-        return copied_back(result, product.leading, scatter_dim)
 
-    return faster(space, known.call, fused, unfused)
+def _keep_scatter(
+    operation: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    dim: int,
+    group_name: str,
+    space: Workspace,
+    known: _Product,
+) -> Callable[[list[torch.Tensor]], torch.Tensor]:
+    """Returns what makes the operation's result of the plan's."""
+    size, leading, average = space.communicator.size, known.leading, operation == "scatter avg"
+    sizes = [*leading, b.shape[1]]
+    in_order = not dim and len(leading) == 1 and 1 not in sizes
+    how = reduction(c10d.ReduceOp(c10d.ReduceOp.AVG if average else c10d.ReduceOp.SUM), a.dtype)
+
+    def finish(results: list[torch.Tensor]) -> torch.Tensor:
+        (result,) = results
+        if average:
+            result /= size
+        return result if in_order else copied_back(result, leading, dim)
+
+    def pair(direct: GpuCollectives, a: torch.Tensor, bs: list[torch.Tensor]) -> Any:
+        whole = to_front(_multiply(a, bs[0]), dim).contiguous()
+        part = whole.new_empty(sizes)
+        if not direct.now("reduce_scatter", part, whole, part, how):
+            return None
+        return part if in_order else copied_back(part.flatten(0, -2), leading, dim)
+
+    _keep(operation, dim, group_name, a, [b], space, known, finish, pair)
+    return finish
 
 
 def _check_scatter(a: torch.Tensor, b: torch.Tensor, reduce_op: str, dim: int, size: int) -> None:

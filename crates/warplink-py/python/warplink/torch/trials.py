@@ -38,14 +38,28 @@ class Decision(NamedTuple):
     captured: bool
 
 
-def faster(space: Workspace, key: Any, fused: Callable[[], T], plain: Callable[[], T]) -> T:
+class Way(NamedTuple):
+    """A way of a call."""
+
+    #: By which later calls go this way.
+    decision: Decision
+    run: Callable[[], Any]
+
+
+def faster(
+    space: Workspace,
+    key: Any,
+    fused: Callable[[], T],
+    plain: Callable[[], T],
+    again: Callable[[], T | None] = lambda: None,
+) -> T:
     """``fused()`` or ``plain()``, which are the same call, whichever is faster for calls of ``key``. Members try both after the
-    first one, which every member makes at the same time."""
+    first one, which every member makes at the same time. Later calls go by ``again()``, where that does not return None."""
     decision: Decision | None = space.decisions.get(key)
     if decision is None:
         result = fused()
         if space.tries and not is_recording(space.device):
-            decision = _compare(space, fused, plain)
+            decision = _compare(space, key, fused, plain, again)
             space.decide(key, decision)
             if not any(decision):
                 space.forget(key)
@@ -59,27 +73,50 @@ def faster(space: Workspace, key: Any, fused: Callable[[], T], plain: Callable[[
     return plain()
 
 
-def _compare(space: Workspace, *ways: Callable[[], Any]) -> Decision:
+def _compare(
+    space: Workspace,
+    key: Any,
+    fused: Callable[[], Any],
+    plain: Callable[[], Any],
+    again: Callable[[], Any],
+) -> Decision:
     """Decides between two ways of a call, collectively. An error on one member alone ends the communicator."""
+
+    def later(run: Callable[[], Any]) -> Callable[[], Any]:
+        """The path of later calls."""
+
+        def call() -> Any:
+            found = again()
+            return run() if found is None else found
+
+        return call
+
+    ways = [Way(Decision(True, True), later(fused)), Way(Decision(False, False), later(plain))]
     with space.whole():
         for way in ways:
+            space.decide(key, way.decision)
             for _ in range(_WARM):
-                way()
+                way.run()
         measures = [_alone, _on_device] if space.device.type == "cuda" else [_alone]
-        times = [_medians(space, ways, measure) for measure in measures]
+        times = [_medians(space, key, ways, measure) for measure in measures]
         verdicts = [fused <= _ADVANTAGE * plain for fused, plain in times]
     return Decision(verdicts[0], verdicts[-1])
 
 
 def _medians(
-    space: Workspace, ways: tuple[Callable[[], Any], ...], measure: Callable[[Workspace, Callable[[], Any]], float]
+    space: Workspace, key: Any, ways: list[Way], measure: Callable[[Workspace, Callable[[], Any]], float]
 ) -> list[float]:
     """The median seconds of each way, of the slowest member."""
-    once = _slowest(space, [measure(space, way) for way in ways])
+
+    def measured(way: Way) -> float:
+        space.decide(key, way.decision)
+        return measure(space, way.run)
+
+    once = _slowest(space, [measured(way) for way in ways])
     least, most = _RUNS
     runs = max(least, min(most, int(_SECONDS / max(sum(once), 1e-9))))
     # In turn, so that all see the same clock rates.
-    samples = [[measure(space, way) for way in ways] for _ in range(runs)]
+    samples = [[measured(way) for way in ways] for _ in range(runs)]
     return _slowest(space, [statistics.median(column) for column in zip(*samples)])
 
 

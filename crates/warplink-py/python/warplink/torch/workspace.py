@@ -19,7 +19,7 @@ from warplink.torch.history import TELLING_SECONDS, History
 #: How many plans of fused operations, each with memory of its own, a group keeps on a device.
 MAX_PLANS = 64
 
-#: How many calls a group remembers to have compared, of those without a plan, to have checked, and to have tried.
+#: How many calls a group remembers to have compared, of those without a plan, and to have tried.
 MAX_COMPARED = 1024
 
 T = TypeVar("T")
@@ -76,24 +76,24 @@ class Workspace:
         self.executor = communicator.executor()
         #: Plans of fused operations by cache key, the most recently used last.
         self.plans: dict[Any, Any] = {}
-        #: Results of checks of calls, by cache key.
-        self.known: dict[Any, Any] = {}
         #: Whether calls are fused, by cache key, and whether members time the alternatives.
         self.decisions: dict[Any, Any] = {}
         self.tries = device.type == "cuda"
         #: Calls without a plan that all members were found to make alike.
         self._compared: dict[Any, None] = {}
         self._history = None if store is None else History(store, communicator.rank, communicator.size)
-        self._lock = threading.Lock()
-        self._turns = communicator.turns()
+        # `warplink.RecentCalls` uses these, too.
+        self.lock = threading.Lock()
+        self.turns = communicator.turns()
+        self.closed = False
         #: Collectives with an epilogue; made at the first one.
         self._collectives: warplink.Collectives | None = None
         #: Waits for what streams of a GPU are given; on the host device, who gives it does.
-        self._watch: warplink.Watch | None = None
+        self.watch: warplink.Watch | None = None
         #: Whether a turn has raised what the watch found.
         self._told = False
         if device.type == "cuda":
-            self._watch = communicator.watch(self._turns, timeout, error_handling.grace())
+            self.watch = communicator.watch(self.turns, timeout, error_handling.grace())
         #: The keys of plans that graphs of the application's have recorded.
         self._recorded: set[Any] = set()
         self._job = job
@@ -111,19 +111,19 @@ class Workspace:
         """The caller's stream, for work on the workspace's memory: it is behind what other streams were given to do
         with that, and before what they are given later. One thread at a time has a turn. Raises what went wrong with
         the work of earlier turns; MismatchError where that or this took too long, and ranks called other things."""
-        with self._lock:
+        with self.lock:
             try:
                 self.check()
                 stream = self.stream
-                self._turns.begin(stream)
+                self.turns.begin(stream)
                 try:
                     yield stream
                 except BaseException:
                     # Report the first failure, not that a communicator which has ended takes no turns.
                     with contextlib.suppress(WarplinkError):
-                        self._turns.end(stream)
+                        self.turns.end(stream)
                     raise
-                self._turns.end(stream)
+                self.turns.end(stream)
             except _ENDS as error:
                 self._explain(error)
                 raise
@@ -131,12 +131,12 @@ class Workspace:
     def launch(self, key: Any, make: Callable[[], Any], addresses: Sequence[int]) -> None:
         """Runs the plan for ``key``, which ``make`` makes if there is none, on tensors at ``addresses``, in a turn of the
         caller's stream. Raises what a turn and the making of a plan raise."""
-        with self._lock:
+        with self.lock:
             try:
                 self.check()
                 plan = self.plan(key, make)
                 stream = self.stream
-                plan.launcher.launch(self._turns, stream, addresses)
+                plan.launcher.launch(self.turns, stream, addresses)
                 self.settle(stream)
             except _ENDS as error:
                 self._explain(error)
@@ -148,9 +148,9 @@ class Workspace:
         this.
 
         Raises MismatchError where a member calls something else, with a plan or without."""
-        with self._lock, self._explained():
+        with self.lock, self._explained():
             self.check()
-            self._note(call)
+            self.note_locked(call)
             if call not in self._compared:
                 check_alike(self.communicator, call)
                 _keep(self._compared, call, None)
@@ -166,6 +166,11 @@ class Workspace:
             self._explain(error)
             raise
 
+    def explain(self, error: BaseException) -> None:
+        """Raises MismatchError if ``error`` comes of ranks that called other things."""
+        if isinstance(error, _ENDS):
+            self._explain(error)
+
     def _explain(self, error: WarplinkError) -> None:
         """Raises MismatchError for a timeout, or a loss that may come from that of another member, if ranks called other
         things."""
@@ -177,10 +182,11 @@ class Workspace:
 
     def note(self, call: Any) -> None:
         """Notes a call of all members, which runs without a plan."""
-        with self._lock:
-            self._note(call)
+        with self.lock:
+            self.note_locked(call)
 
-    def _note(self, call: Any) -> None:
+    def note_locked(self, call: Any) -> None:
+        """The same, under the lock."""
         if self._history is not None:
             self._history.note(call)
 
@@ -207,7 +213,7 @@ class Workspace:
         recording = is_recording(self.device)
         if recording and key not in self.plans:
             raise new_in_a_graph(self.communicator.rank, str(key))
-        self._note(key)
+        self.note_locked(key)
         found = self.plans.pop(key, None)
         if found is None:
             others = [other for other in self.plans if other not in self._recorded]
@@ -222,18 +228,13 @@ class Workspace:
             self._recorded.add(key)
         return found
 
-    def remember(self, key: Any, known: T) -> T:
-        """Keeps ``known``, by ``key``, for later calls."""
-        _keep(self.known, key, known)
-        return known
-
     def decide(self, key: Any, decision: Any) -> None:
         """Keeps ``decision`` for calls of ``key``."""
         _keep(self.decisions, key, decision)
 
     def forget(self, key: Any) -> None:
         """Lets go of the plan for ``key``, unless a graph has recorded it. Every member does, or none."""
-        with self._lock:
+        with self.lock:
             if key not in self._recorded:
                 self.plans.pop(key, None)
 
@@ -293,6 +294,13 @@ class Workspace:
             self._borrowed[raw] = found
         return found
 
+    def known_stream(self) -> warplink.Stream | None:
+        """``stream``, if it was used before."""
+        if self.device.type != "cuda":
+            return self._own_stream
+        found = self._borrowed.get(current_handle(self.device))
+        return None if found is None else found[1]
+
     def settle(self, stream: warplink.Stream) -> None:
         """On the host device, where PyTorch has no streams, blocks until ``stream`` is done."""
         if self.communicator.device == "host":
@@ -319,7 +327,7 @@ class Workspace:
 
     def _exchange_buffers(self, number: int) -> list[Any]:
         """Every rank's buffer of a number, mapped here; made at the first call, by all ranks at the same time."""
-        with self._lock:
+        with self.lock:
             if (known := self._buffers.get(number)) is not None:
                 return known
             if is_recording(self.device):
@@ -357,7 +365,7 @@ class Workspace:
                 raise new_in_a_graph(comm.rank, "intra_node_barrier")
             if len(members) == comm.size:
                 # Of a part, the others make other calls meanwhile.
-                self._note("intra_node_barrier")
+                self.note_locked("intra_node_barrier")
             if barrier is None:
                 of = comm if len(members) == comm.size else comm.subgroup(members)
                 barrier = self._barriers[members] = of.stream_barrier()
@@ -368,18 +376,18 @@ class Workspace:
     @property
     def timeout(self) -> float | None:
         """Seconds that the work of a turn may take; None on the host device."""
-        return None if self._watch is None else self._watch.timeout
+        return None if self.watch is None else self.watch.timeout
 
     @timeout.setter
     def timeout(self, timeout: float) -> None:
-        if self._watch is not None:
-            self._watch.timeout = timeout
+        if self.watch is not None:
+            self.watch.timeout = timeout
 
     def check(self) -> None:
         """Raises what went wrong so far."""
         try:
-            if self._watch is not None:
-                self._watch.check()
+            if self.watch is not None:
+                self.watch.check()
         except WarplinkError:
             self._told = True
             raise
@@ -392,13 +400,14 @@ class Workspace:
     def close(self) -> None:
         """Lets go of everything. Tensors of the buffers must not be used any more. Raises what went wrong with the work
         of turns, unless a turn has."""
+        self.closed = True
         self.plans.clear()
         self._buffers.clear()
         self._barriers.clear()
         self._collectives = None
         try:
-            if self._watch is not None:
-                self._watch.close()
+            if self.watch is not None:
+                self.watch.close()
                 if not self._told:
                     self.check()
         finally:

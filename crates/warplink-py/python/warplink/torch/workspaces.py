@@ -77,11 +77,6 @@ class GroupWorkspaces:
             )
         return space
 
-    def made_workspace(self, kind: str) -> Workspace | None:
-        """The members' workspace on devices of ``kind``, if they have one."""
-        self._check()
-        return self._workspaces.get(kind)
-
     def decision(self, device: torch.device, key: Any) -> Any:
         """The members' decision on calls of ``key`` on ``device``, if they have one; see ``trials``."""
         space = self._workspaces.get(device.type)
