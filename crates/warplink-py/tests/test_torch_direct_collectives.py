@@ -1,5 +1,7 @@
 """Collectives past the backend, as far as they can be tried without a GPU: on CPU tensors and the host device."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -36,11 +38,12 @@ def calls_on_host(comm):
         def __init__(self):
             self._collectives = Awaited(comm.collectives(path="direct"))
             self._stream, self._rank = comm.create_stream(), comm.rank
+            self._space = SimpleNamespace(current_streams=lambda: (None, self._stream))
             self._device, self._waits_block = torch.device("cpu"), False
             self._source = profiling.Source("warplink", comm.rank, comm.size)
 
-        def _begin(self):
-            return None, self._stream, False
+        def _begin(self, stream):
+            return False
 
         def _end(self, stream, several):
             assert (stream, several) == (None, False)
@@ -48,7 +51,7 @@ def calls_on_host(comm):
         def _check(self):
             pass
 
-        def _enqueue(self, name, outputs, inputs, call, asynchronous, further=()):
+        def _enqueue(self, name, outputs, inputs, call, asynchronous, further=(), computes=False):
             sources, targets = [readable(t) for t in inputs], [writable(t) for t in outputs]
             call(self._stream, sources, targets)
             for tensor, target in zip(outputs, targets):

@@ -1,9 +1,12 @@
 """The fused operations."""
 
+import math
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from test_torch_direct_collectives import calls_on_host  # noqa: E402
 from test_torch_group import on_ranks, start  # noqa: E402
 
 SHAPES = [((4, 8), 0), ((3, 5, 8), 0), ((3, 5, 8), 1), ((1, 5, 8), 1), ((2, 3, 5, 8), 2), ((3, 5, 8), 2), ((7, 8), 1)]
@@ -102,6 +105,78 @@ def tried(rank, world, _, place):
 
 def test_members_decide_alike_what_is_faster_and_do_it():
     on_ranks(tried, 2)
+
+
+def again(rank, world, _, place):
+    """Calls like earlier ones, whose longer path is taken away."""
+    dist = start(rank, world, place)
+    from warplink.errors import ClosedError
+    from warplink.torch import ops as path
+    from warplink.torch.trials import Decision
+
+    ops, group = torch.ops.warplink, dist.group.WORLD
+    space, name = group.workspace("cpu"), group.group_name
+    # In the place of a GPU's collectives.
+    group._on_gpu = calls_on_host(space.communicator)
+    longer = {part: getattr(path, part) for part in ("direct_workspace", "_check", "_check_scatter", "faster")}
+
+    def gone(*_, **__):
+        raise AssertionError("the longer path was taken")
+
+    for shape, dim in SHAPES:
+        if dim == len(shape) - 1:
+            continue
+        a = (torch.arange(math.prod(shape), dtype=torch.float32).view(shape) % 5 + rank).requires_grad_()
+        for keep, op in ((True, "sum"), (False, "avg")):
+            b = (torch.arange(shape[-1] * 2 * world, dtype=torch.float32).view(shape[-1], -1) % 3).requires_grad_()
+            bs = [b, b.detach().clone()]
+            whole = torch.cat([(torch.arange(a.numel()).float().view(shape) % 5 + r) for r in range(world)], dim)
+
+            def call():
+                gathered, products = ops.fused_all_gather_matmul(a, bs, dim, name, return_A=keep)
+                part = ops.fused_matmul_reduce_scatter(whole + rank, b, op, dim, name)
+                return [gathered, *products, part]
+
+            first = call()
+            expected = whole @ b.detach()
+            for decision in (Decision(True, True), Decision(False, False)):
+                space.decisions.update({key: decision for key in space.plans})
+                vars(path).update(dict.fromkeys(longer, gone))
+                found = call()
+                vars(path).update(longer)
+                for one, other in zip(first, found, strict=True):
+                    assert (one is None) == (other is None)
+                    if one is not None:
+                        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-3)
+                        assert (one.stride(), one.requires_grad) == (other.stride(), other.requires_grad)
+                torch.testing.assert_close(found[1], expected, rtol=1e-4, atol=1e-3)
+            assert torch.is_grad_enabled()
+            space.decisions.clear()
+    # Without its plan, with other strides and in a profile, a call takes the longer path; so do those of a closed group.
+    shape, dim = SHAPES[0]
+    a, b = torch.ones(shape), torch.ones(shape[-1], world)
+
+    def plain():
+        return ops.fused_all_gather_matmul(a, [b], dim, name)
+
+    plain()
+    space.plans.clear()
+    plain()
+    strided = torch.ones(2 * shape[0], *shape[1:])[::2]
+    ops.fused_all_gather_matmul(strided, [b], dim, name)
+    vars(path).update(dict.fromkeys(longer, gone))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        with pytest.raises(AssertionError, match="longer path"):
+            plain()
+    vars(path).update(longer)
+    group._on_gpu = None
+    dist.destroy_process_group()
+    with pytest.raises((ClosedError, RuntimeError)):
+        plain()
+
+
+def test_calls_like_earlier_ones_take_the_short_path():
+    on_ranks(again, 2)
 
 
 def sizes(rank, world, _, place):

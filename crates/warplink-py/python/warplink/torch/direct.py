@@ -9,7 +9,7 @@ both ends of a message are in batches.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable, Iterable, Sequence
+from typing import Any, Callable, Sequence
 
 import torch
 
@@ -56,10 +56,13 @@ def join(communicator: warplink.Communicator) -> warplink.Collectives | None:
     return made_by_all(communicator, "joining for direct messages", make)
 
 
-def rounds(messages: Iterable[tuple[int, bool, Any]], size: int, most: int) -> list[Round]:
+def rounds(messages: Sequence[tuple[int, bool, Any]], size: int, most: int) -> list[Round]:
     """Cuts a batch into calls of at most ``most`` messages. The n-th message of one rank to another is in the same call
     at both ends, whatever else the two have in their batches: so no call waits for one behind it."""
     each = max(1, most // (2 * size))
+    if 0 < len(messages) <= each:
+        sent = [(peer, data) for peer, sends, data in messages if sends]
+        return [(sent, [(peer, data) for peer, sends, data in messages if not sends])]
     counts: dict[tuple[int, bool], int] = {}
     calls: list[Round] = []
     for peer, sends, data in messages:
@@ -140,7 +143,8 @@ class GpuMessages:
         self._told = False
         self._collectives = collectives
         self._device, self._rank = space.device, space.communicator.rank
-        self._side = torch.cuda.Stream(self._device)
+        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+            self._side = space.current_streams()
         #: The stream of the last call, and what is behind that, once there are several groups.
         self._stream: torch.cuda.Stream | None = None
         self._done: torch.cuda.Event | None = None
@@ -217,7 +221,8 @@ class GpuMessages:
         if not (_is_plain(output) and (input is output or _is_plain(input))):
             return False
         call = profiling.recorded(self._source, name, call, [input], [output])
-        stream, borrowed, several = self._begin()
+        stream, borrowed = self._space.current_streams()
+        several = self._begin(stream)
         try:
             # PyTorch keeps their memory until the stream is past it.
             call(*before, borrowed, output.data_ptr(), input.data_ptr(), *behind)
@@ -237,8 +242,10 @@ class GpuMessages:
         call: Call,
         asynchronous: bool,
         further: Sequence[torch.Tensor] = (),
+        computes: bool = False,
     ) -> GpuWork:
-        """Enqueues ``call`` on ``inputs`` and ``outputs``. ``further`` outputs are for the call to write."""
+        """Enqueues ``call`` on ``inputs`` and ``outputs``. ``further`` outputs are for the call to write. ``computes`` is whether
+        the call has operations of PyTorch, too."""
         every, device = (*outputs, *inputs, *further), self._device
         for tensor in every:
             if tensor.device != device:
@@ -249,25 +256,34 @@ class GpuMessages:
         call = profiling.recorded(self._source, name, call, inputs, result)
         limit = self.timeout if self._waits_block else None
         if not asynchronous:
-            stream, borrowed = self._run(outputs, inputs, call)
-            return GpuWork(result, stream, None, check, borrowed.synchronize, limit)
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
-            stream, borrowed = self._run(outputs, inputs, call)
-            event = stream.record_event()
+            streams = self._space.current_streams()
+            self._run(streams, outputs, inputs, call)
+            return GpuWork(result, self._space, streams, None, check, limit)
+        stream, borrowed = self._side
+        borrowed.follow(self._space.stream)
+        if computes or not all(map(_is_plain, (*outputs, *inputs))):
+            with torch.cuda.stream(stream):
+                self._run(self._side, outputs, inputs, call)
+        else:
+            # Making it PyTorch's current stream takes the host longer than all else of this.
+            self._run(self._side, outputs, inputs, call)
+        event = borrowed.mark()
         # Memory of the current stream is not reused before this stream is past it.
         for tensor in every:
             tensor.record_stream(stream)
-        return GpuWork(result, stream, event, check, borrowed.synchronize, limit)
+        return GpuWork(result, self._space, self._side, event, check, limit)
 
     def _run(
         self,
+        streams: tuple[torch.cuda.Stream, warplink.Stream],
         outputs: list[torch.Tensor],
         inputs: list[torch.Tensor],
         call: Call,
-    ) -> tuple[torch.cuda.Stream, warplink.Stream]:
-        """Enqueues ``call`` on the current stream, which it gives, and gives it contiguous tensors."""
-        stream, borrowed, several = self._begin()
+    ) -> None:
+        """Enqueues ``call`` on the stream that PyTorch and Warplink know as ``streams``, and gives it contiguous tensors.
+        The stream is the current one, unless all are contiguous."""
+        stream, borrowed = streams
+        several = self._begin(stream)
         sources = [t if _is_plain(t) else readable(t) for t in inputs]
         targets = [t if _is_plain(t) else writable(t) for t in outputs]
         try:
@@ -280,17 +296,14 @@ class GpuMessages:
         for tensor, target in zip(outputs, targets):
             if target is not tensor:
                 settle(tensor, target)
-        return stream, borrowed
 
-    def _begin(self) -> tuple[torch.cuda.Stream, warplink.Stream, bool]:
-        """The current stream, as PyTorch knows it and as Warplink does, which waits for the calls of other groups so far,
-        and whether there are others to wait for this one's."""
-        stream, borrowed = self._space.current_streams()
+    def _begin(self, stream: torch.cuda.Stream) -> bool:
+        """Has ``stream`` wait for the calls of other groups so far. Returns whether there are others to wait for this one's."""
         # The application orders work that it records.
         several = len(self._groups) > 1 and not is_recording(self._device)
         if several:
             self._follow_other_groups(stream)
-        return stream, borrowed, several
+        return several
 
     def _end(self, stream: torch.cuda.Stream, several: bool) -> None:
         """Records that the call announced by ``_begin`` was enqueued on ``stream``."""

@@ -91,7 +91,7 @@ class GpuCollectives(GpuMessages):
             for output, part in zip(outputs, flat):
                 output.detach().copy_(part.view(output.shape))
 
-        return self._enqueue("all_gather", [], [input], call, asynchronous, further=outputs)
+        return self._enqueue("all_gather", [], [input], call, asynchronous, further=outputs, computes=True)
 
     def reduce_scatter_flat(
         self, output: torch.Tensor, input: torch.Tensor, how: tuple[str, str], asynchronous: bool
@@ -112,7 +112,7 @@ class GpuCollectives(GpuMessages):
             flat = torch.cat([one.detach().reshape(-1) for one in inputs])
             self._call("reduce_scatter", stream, targets[0], flat, output, how)
 
-        return self._enqueue("reduce_scatter", [output], list(inputs), call, asynchronous)
+        return self._enqueue("reduce_scatter", [output], list(inputs), call, asynchronous, computes=True)
 
     def now(
         self,

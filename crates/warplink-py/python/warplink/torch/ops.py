@@ -124,11 +124,12 @@ def _keep(
         # Copies of right operands are made for each call.
         return
     in_place = not dim and a.is_contiguous()
-    group = weakref.ref(c10d._resolve_process_group(group_name))  # type: ignore[arg-type]
+    group: Any = weakref.ref(c10d._resolve_process_group(group_name))  # type: ignore[arg-type]
     call = known.call
 
     def plain(space: Workspace, a: torch.Tensor, bs: list[torch.Tensor]) -> Any:
-        direct = group()._joined_collectives() if a.is_cuda else None
+        owner = group()
+        direct = None if owner is None else owner._joined_collectives()
         if direct is None:
             return None
         # A fraction of what a context manager takes.

@@ -12,9 +12,10 @@ from typing import Any, Callable, Sequence
 import torch
 import torch.distributed as dist
 
+import warplink
 from warplink.errors import WarplinkError, from_kind
 from warplink.torch import flight_recorder, profiling
-from warplink.torch.workspace import Workspace, current_handle, is_recording
+from warplink.torch.workspace import Workspace, is_recording
 
 #: Result of an operation: the tensors that its future holds.
 Result = Any
@@ -164,28 +165,28 @@ class HostWork(dist.Work):
 
 
 class GpuWork(dist.Work):
-    """An operation that was enqueued on ``stream``.
+    """An operation of ``space`` that was enqueued on a stream, which PyTorch and Warplink know as ``streams``.
 
     ``event`` marks its end; None where the caller's own stream did it, which is asked only if need be. ``check`` raises
-    what has gone wrong so far, ``synchronize`` blocks until the stream is done, for seconds, and raises what went wrong
-    on it. With a ``limit``, every wait does that, for so many seconds, but where the caller records a graph.
+    what has gone wrong so far. With a ``limit``, every wait blocks until the stream is done, for so many seconds, and raises
+    what went wrong on it, but where the caller records a graph.
     """
 
     def __init__(
         self,
         result: Result,
-        stream: torch.cuda.Stream,
-        event: torch.cuda.Event | None,
+        space: Workspace,
+        streams: tuple[torch.cuda.Stream, warplink.Stream],
+        event: warplink.Event | None,
         check: Callable[[], None],
-        synchronize: Callable[[float], None],
         limit: float | None = None,
     ) -> None:
         super().__init__()
         self._result = result
-        self._stream = stream
+        self._space = space
+        self._stream, self._borrowed = streams
         self._event = event
         self._check = check
-        self._synchronize = synchronize
         self._limit = limit
         self._future: torch.futures.Future[Any] | None = None
 
@@ -193,30 +194,34 @@ class GpuWork(dist.Work):
         """From now on, every wait blocks until it is done, for ``limit`` seconds."""
         self._limit = limit
 
-    def _done(self) -> torch.cuda.Event:
+    def _done(self) -> warplink.Event:
         """An event that is reached when it is done, or later."""
         if self._event is None:
-            self._event = self._stream.record_event()
+            self._event = self._borrowed.mark()
         return self._event
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Has the caller's current stream wait for it. With a ``timeout``, blocks until it is done, and raises what
         another rank did wrong, or TimeoutError after that time."""
         self._check()
-        device = self._stream.device
         if timeout:
-            self._synchronize(timeout.total_seconds())
-        elif self._limit is not None and not is_recording(device):
-            self._synchronize(self._limit)
-        if current_handle(device) != self._stream.cuda_stream:
-            torch.cuda.current_stream(device).wait_event(self._done())
+            self._borrowed.synchronize(timeout.total_seconds())
+        elif self._limit is not None and not is_recording(self._space.device):
+            self._borrowed.synchronize(self._limit)
+        current = self._space.stream
+        if current.raw != self._borrowed.raw:
+            current.wait_event(self._done())
         return True
 
     def synchronize(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
-        return bool(self._done().query())
+        try:
+            return self._done().is_reached()
+        except WarplinkError:
+            # A failure ends the stream's waits, too.
+            return True
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
@@ -280,8 +285,7 @@ def given_to(space: Workspace) -> dist.Work:
     """Work that the caller's current stream has of ``space`` so far; on the host device, it is done."""
     if space.device.type != "cuda":
         return WorkGroup([])
-    current, borrowed = space.current_streams()
-    return GpuWork([], current, None, space.check, borrowed.synchronize)
+    return GpuWork([], space, space.current_streams(), None, space.check)
 
 
 class Worker:
