@@ -2,11 +2,12 @@
 """A short table of what PyTorch gets: collectives and messages of a default Warplink group beside NCCL's backend, fused
 operations on random shapes beside the collective and the product, and a profile of both kinds of call.
 
-    torchrun --nproc-per-node 2 scripts/torch_table.py [--random N] [--seconds S] [--symmetric] [--output FILE.json]
+    torchrun --nproc-per-node 2 scripts/torch_table.py [--steps] [--random N] [--seconds S] [--symmetric] [--output FILE.json]
 
 Every time is that of the slowest rank, in microseconds: of the device, and of the host until the call returns. With
 `--device cpu`, Gloo is in NCCL's place, messages and fused operations are on the host device, and sizes are small.
-Random shapes are measured until `--seconds` have passed. The figures also go to $OUT/torch_table.json.
+Random shapes are measured until `--seconds` have passed. The figures also go to $OUT/torch_table.json. With `--steps`, it
+prints only how the host's time of fused operations and of a batch is spent, and the profiles.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import json
 import math
 import os
 import pstats
+import statistics
 import time
 
 import without_multicast  # noqa: F401
@@ -158,13 +160,13 @@ def profiled(name, call, settle, count, say):
     profile.disable()
     settle()
     text = io.StringIO()
-    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(25)
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(15)
     lines = [line for line in text.getvalue().splitlines() if line.strip()]
     say(
         f"--- {name}: {plain * 1e6:.1f} us a call without the profiler, {own * 1e6:.1f} of the calling thread's; "
         f"{count} calls with it"
     )
-    say("\n".join(lines[-26:]))
+    say("\n".join(lines[-16:]))
 
 
 def profiles(group, device, say):
@@ -183,11 +185,142 @@ def profiles(group, device, say):
     scatter = lambda: ops.fused_matmul_reduce_scatter(left, right, "sum", 0, name)  # noqa: E731
     profiled("fused_matmul_reduce_scatter", scatter, settle, 200, say)
     profiled("all_reduce", lambda: dist.all_reduce(small, group=group), settle, 500, say)
+    ring = torch_messages.Ring(1 << 10, device)
+    profiled("batch_isend_irecv", lambda: ring.call(group), settle, 500, say)
+
+
+def host_times(calls, settle, device, say, batches=9, count=20):
+    """Prints the host's times of ``calls``, medians of the slowest rank: of the first call after all ranks are done with
+    everything, and of those behind it."""
+    say(f"{'host us':58}{'first':>8}{'later':>8}")
+    for name, call in calls.items():
+        for _ in range(5):
+            call()
+        firsts, laters = [], []
+        for _ in range(batches):
+            settle()
+            stamps = [time.perf_counter()]
+            for _ in range(count):
+                call()
+                stamps.append(time.perf_counter())
+            firsts.append(stamps[1] - stamps[0])
+            laters.append((stamps[-1] - stamps[1]) / (count - 1))
+        settle()
+        medians = torch.tensor([statistics.median(firsts), statistics.median(laters)], dtype=torch.float64, device=device)
+        dist.all_reduce(medians, op=dist.ReduceOp.MAX)
+        say(f"{name:58}" + "".join(f"{value * 1e6:8.1f}" for value in medians.tolist()))
+
+
+def steps(group, device, say):
+    """Where the host's time of fused operations and of a batch goes: whole calls, each way of them, and their parts."""
+    from warplink.torch import ops as path
+    from warplink.torch.trials import Decision
+
+    world, name = dist.get_world_size(), group.group_name
+    own = warplink.torch.get_warplink_group(group)
+    m, k, n = PROFILED if device.type == "cuda" else (16, 16, 16)
+    a, b = torch.ones(m // world, k, device=device).bfloat16(), torch.ones(k, n, device=device).bfloat16()
+    left, right = torch.ones(m, k // world, device=device).bfloat16(), torch.ones(k // world, n, device=device).bfloat16()
+    whole, product = a.new_empty(m, k), a.new_empty(m, n)
+    part = a.new_empty(m // world, n)
+    ops, space = torch.ops.warplink, own.workspace(device)
+    library = torch.library.Library("warplink_table", "DEF")
+    library.define("nothing(Tensor A, Tensor[] Bs, int dim, str group_name, *, bool return_A = True) -> (Tensor?, Tensor[])")
+    for key in ("CPU", "CUDA"):
+        library.impl("nothing", lambda A, Bs, dim, group_name, *, return_A=True: (A, [A]), key)
+
+    def settle():
+        space.stream.synchronize()
+        dist.barrier()
+        torch_messages.synchronize(device)
+
+    def gather():
+        return ops.fused_all_gather_matmul(a, [b], 0, name)
+
+    def scatter():
+        return ops.fused_matmul_reduce_scatter(left, right, "sum", 0, name)
+
+    def gathered_then(by):
+        dist.all_gather_into_tensor(whole, a, group=by)
+        return torch.matmul(whole, b)
+
+    def then_scattered(by):
+        dist.reduce_scatter_tensor(part, torch.matmul(left, right), group=by)
+
+    gather(), scatter()
+    for key, decision in space.decisions.items():
+        say(f"{key}: {decision}")
+    before = dict(space.decisions)
+    for fuses in (True, False):
+        space.decisions.update(dict.fromkeys(space.decisions, Decision(fuses, fuses)))
+        # The plan is made again where it was dropped.
+        gather(), scatter()
+        if fuses:
+            plans = {key.operation: plan for key, plan in space.plans.items() if hasattr(plan, "launcher")}
+            for operation, plan in plans.items():
+                say(f"{operation}: {plan.plan.lowering}, copied: {sorted(plan.own)}")
+        word = "fused" if fuses else "plain"
+        host_times({f"fused_all_gather_matmul, {word}": gather, f"fused_matmul_reduce_scatter, {word}": scatter}, settle, device, say)
+    stream, bs = space.stream, [b]
+    addresses = {
+        "fused_all_gather_matmul": [tensor.data_ptr() for tensor in (a, b, product, whole)],
+        "fused_matmul_reduce_scatter": [tensor.data_ptr() for tensor in (left, right, part)],
+    }
+
+    def turn():
+        space.turns.begin(stream)
+        space.turns.end(stream)
+
+    parts = {
+        "all-gather and product, the world's group": lambda: gathered_then(None),
+        "all-gather and product, Warplink's group": lambda: gathered_then(group),
+        "product and reduce-scatter, the world's group": lambda: then_scattered(None),
+        "product and reduce-scatter, Warplink's group": lambda: then_scattered(group),
+        "torch.matmul": lambda: torch.matmul(whole, b),
+        "torch.mm with out=": lambda: torch.mm(whole, b, out=product),
+        "an operator in Python that does nothing": lambda: torch.ops.warplink_table.nothing(a, bs, 0, name),
+        "new_empty": lambda: a.new_empty((m, k)),
+        "a lookup that finds nothing": lambda: path._RECENT.call("nothing", 0, name, a, bs),
+        "an empty turn": turn,
+    }
+    for operation, plan in plans.items():
+        given = addresses[operation]
+        parts[f"launch of {operation}"] = lambda plan=plan, given=given: plan.launcher.launch(space.turns, stream, given)
+    if (direct := own._on_gpu) is not None:
+        ring = torch_messages.Ring(1 << 10, device)
+        side = direct._side[1]
+        messages = [(ring.right, (ring.input.data_ptr(), ring.input.nbytes))], [(ring.left, (ring.output.data_ptr(), ring.output.nbytes))]
+
+        def posted():
+            return [
+                dist.P2POp(dist.isend, ring.input, ring.right, group),
+                dist.P2POp(dist.irecv, ring.output, ring.left, group),
+            ]
+
+        listed = posted()
+        bytes_of_a = (a.nbytes, "u8", None, None)
+        parts |= {
+            "all_gather, direct.now": lambda: direct.now("all_gather", whole, a, a),
+            "all_gather, native": lambda: direct._collectives.call_at(
+                "all_gather", stream, whole.data_ptr(), a.data_ptr(), *bytes_of_a
+            ),
+            "batch, the world's group": lambda: ring.call(None),
+            "batch, Warplink's group": lambda: ring.call(group),
+            "batch without P2POp and wait": lambda: dist.batch_isend_irecv(listed),
+            "P2POp, two": posted,
+            "batch, native on the current stream": lambda: direct._collectives.send_receive_at(stream, *messages),
+            "the side stream follows": lambda: side.follow(stream),
+            "a mark in the side stream": side.mark,
+            "record_stream": lambda: ring.input.record_stream(direct._side[0]),
+        }
+    host_times(parts, settle, device, say)
+    space.decisions.update(before)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--steps", action="store_true", help="print only how the host's time is spent")
     parser.add_argument("--random", type=int, default=20, metavar="N", help="random shapes of fused operations")
     parser.add_argument("--seconds", type=float, default=70, help="after which no other shape is begun")
     parser.add_argument("--samples", type=int, default=9)
@@ -231,6 +364,10 @@ def main():
             with open(output, "w") as file:
                 json.dump(report, file, indent=1)
 
+    if arguments.steps:
+        steps(group, device, say)
+        profiles(group, device, say)
+        return dist.destroy_process_group()
     profiles(group, device, say)
     say(f"({time.perf_counter() - begin:.0f} s)")
     report["calls"] = calls(groups, reference, sizes, device, say)

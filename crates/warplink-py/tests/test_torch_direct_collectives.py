@@ -148,3 +148,37 @@ def test_the_option_is_read_from_the_environment(monkeypatch):
     assert not options().direct_collectives and options().direct_messages
     assert "direct_collectives=False" in options().told
     assert options(direct_collectives=True).direct_collectives
+
+
+def aside(rank, world, meeting):
+    """What asynchronous calls do with a GPU's streams: follow the caller's, and have it wait for their end."""
+    import warplink
+    from warplink.torch.works import GpuWork
+
+    with warplink.Job.join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        collectives, count = comm.collectives(path="direct"), 1000
+        current, side = comm.create_stream(), comm.create_stream()
+        space = SimpleNamespace(device=torch.device("cpu"), stream=current)
+        given, source, target = torch.full([count], rank + 1.0), torch.zeros(count), torch.zeros(count)
+        found = [torch.zeros(count) for _ in range(2)]
+        for known in (True, False):
+            source.zero_()
+            current.copy(source.numpy(), given.numpy())
+            side.follow(current)
+            collectives.call_at("all_reduce", side, target.data_ptr(), source.data_ptr(), count, "f32", "sum")
+            event = side.mark() if known else None
+            work = GpuWork([target], space, (None, side), event, lambda: None)
+            assert work.wait()
+            current.copy(found[known].numpy(), target.numpy())
+            current.synchronize(30.0)
+            assert work.is_completed() and work.is_success() and work.result()[0] is target
+            assert found[known].eq(sum(range(world + 1))).all()
+        event = side.mark()
+        side.synchronize(30.0)
+        assert event.is_reached()
+        comm.barrier()
+
+
+def test_streams_of_asynchronous_calls():
+    run_ranks(aside, 2)

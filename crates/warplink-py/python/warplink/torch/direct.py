@@ -209,17 +209,22 @@ class GpuMessages:
         call: Callable[..., None],
         before: tuple[Any, ...],
         behind: tuple[Any, ...],
+        plain: bool = False,
     ) -> bool:
         """Has the current stream do ``call``, given the arguments ``before``, the stream, the addresses of ``output`` and
         ``input``, and the arguments ``behind``. Raises what went wrong so far, as a wait would.
 
         False, with nothing done, where more than that is to be done: to tensors that are on another device or not
-        contiguous, and where waits block. ``_enqueue`` does all of it, for a multiple of the host's time."""
-        device = self._device
-        if self._waits_block or output.device != device or input.device != device:
+        contiguous, unless the caller knows that they are ``plain``, and where waits block. ``_enqueue`` does all of it, for a
+        multiple of the host's time."""
+        if self._waits_block:
             return False
-        if not (_is_plain(output) and (input is output or _is_plain(input))):
-            return False
+        if not plain:
+            device = self._device
+            if output.device != device or input.device != device:
+                return False
+            if not (_is_plain(output) and (input is output or _is_plain(input))):
+                return False
         call = profiling.recorded(self._source, name, call, [input], [output])
         stream, borrowed = self._space.current_streams()
         several = self._begin(stream)
@@ -261,12 +266,12 @@ class GpuMessages:
             return GpuWork(result, self._space, streams, None, check, limit)
         stream, borrowed = self._side
         borrowed.follow(self._space.stream)
-        if computes or not all(map(_is_plain, (*outputs, *inputs))):
+        if not computes and all(map(_is_plain, (*outputs, *inputs))):
+            # Making it PyTorch's current stream would take the host longer than all else of this.
+            self._call_on(self._side, outputs, inputs, call)
+        else:
             with torch.cuda.stream(stream):
                 self._run(self._side, outputs, inputs, call)
-        else:
-            # Making it PyTorch's current stream takes the host longer than all else of this.
-            self._run(self._side, outputs, inputs, call)
         event = borrowed.mark()
         # Memory of the current stream is not reused before this stream is past it.
         for tensor in every:
@@ -280,12 +285,25 @@ class GpuMessages:
         inputs: list[torch.Tensor],
         call: Call,
     ) -> None:
-        """Enqueues ``call`` on the stream that PyTorch and Warplink know as ``streams``, and gives it contiguous tensors.
-        The stream is the current one, unless all are contiguous."""
-        stream, borrowed = streams
-        several = self._begin(stream)
+        """Enqueues ``call`` on the current stream, which PyTorch and Warplink know as ``streams``, and gives it contiguous
+        tensors."""
         sources = [t if _is_plain(t) else readable(t) for t in inputs]
         targets = [t if _is_plain(t) else writable(t) for t in outputs]
+        self._call_on(streams, targets, sources, call)
+        for tensor, target in zip(outputs, targets):
+            if target is not tensor:
+                settle(tensor, target)
+
+    def _call_on(
+        self,
+        streams: tuple[torch.cuda.Stream, warplink.Stream],
+        targets: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        call: Call,
+    ) -> None:
+        """Enqueues ``call`` of contiguous tensors on the stream that PyTorch and Warplink know as ``streams``."""
+        stream, borrowed = streams
+        several = self._begin(stream)
         try:
             call(borrowed, sources, targets)
         except WarplinkError:
@@ -293,9 +311,6 @@ class GpuMessages:
             self._check()
             raise
         self._end(stream, several)
-        for tensor, target in zip(outputs, targets):
-            if target is not tensor:
-                settle(tensor, target)
 
     def _begin(self, stream: torch.cuda.Stream) -> bool:
         """Has ``stream`` wait for the calls of other groups so far. Returns whether there are others to wait for this one's."""

@@ -130,7 +130,7 @@ def _keep(
     def plain(space: Workspace, a: torch.Tensor, bs: list[torch.Tensor]) -> Any:
         owner = group()
         direct = None if owner is None else owner._joined_collectives()
-        if direct is None:
+        if direct is None or direct._device != space.device:
             return None
         # A fraction of what a context manager takes.
         graded = torch.is_grad_enabled()
@@ -166,11 +166,13 @@ def all_gather_matmul(
     ``torch.ops.symm_mem.fused_all_gather_matmul``: contiguous with ``gather_dim`` in front. Raises
     ValueError where sizes, types or devices do not fit.
     """
-
     operation = "gather and keep" if return_A else "gather"
-    found = _again(operation, gather_dim, group_name, A, Bs)
-    if found is not None:
-        return found  # type: ignore[no-any-return]
+
+    def again() -> tuple[torch.Tensor | None, list[torch.Tensor]] | None:
+        return _again(operation, gather_dim, group_name, A, Bs)  # type: ignore[no-any-return]
+
+    if (found := again()) is not None:
+        return found
 
     def unfused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
@@ -194,8 +196,11 @@ def all_gather_matmul(
     if last:
         return faster(space, product.call, lambda: columns.gather_matmul(A, Bs, direct, return_a=return_A), unfused)
     _keep_gather(operation, A, Bs, gather_dim, group_name, space, product)
-    again = lambda: _again(operation, gather_dim, group_name, A, Bs)  # noqa: E731
-    return faster(space, product.call, lambda: _gather(A, Bs, gather_dim, direct, product), unfused, again)
+
+    def fused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        return _gather(A, Bs, gather_dim, direct, product)
+
+    return faster(space, product.call, fused, unfused, again)
 
 
 def _keep_gather(
@@ -207,7 +212,7 @@ def _keep_gather(
     space: Workspace,
     known: _Product,
 ) -> None:
-    leading, count, keeps = known.leading, len(bs), "G" in known.outputs
+    leading, keeps = known.leading, "G" in known.outputs
     sizes = [*leading, a.shape[-1]]
 
     def finish(results: list[torch.Tensor]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
@@ -218,7 +223,7 @@ def _keep_gather(
     def pair(direct: GpuCollectives, a: torch.Tensor, bs: list[torch.Tensor]) -> Any:
         part = to_front(a, dim).contiguous()
         whole = part.new_empty(sizes)
-        if not direct.now("all_gather", whole, part, part):
+        if not direct.now("all_gather", whole, part, part, plain=True):
             return None
         products = [_multiply(whole, b) for b in bs]
         if dim:
@@ -303,11 +308,13 @@ def matmul_reduce_scatter(
     A is ``[.., k]``, B is ``[k, n]``. The result is contiguous. Raises ValueError where sizes, types or
     devices do not fit, or ``reduce_op`` is neither "sum" nor "avg".
     """
-
     operation = "scatter " + reduce_op
-    found = _again(operation, scatter_dim, group_name, A, [B])
-    if found is not None:
-        return found  # type: ignore[no-any-return]
+
+    def again() -> torch.Tensor | None:
+        return _again(operation, scatter_dim, group_name, A, [B])  # type: ignore[no-any-return]
+
+    if (found := again()) is not None:
+        return found
 
     def unfused() -> torch.Tensor:
         return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
@@ -327,10 +334,11 @@ def matmul_reduce_scatter(
     if last:
         return faster(space, product.call, lambda: columns.matmul_scatter(A, B, direct, average=average), unfused)
     finish = _keep_scatter(operation, A, B, scatter_dim, group_name, space, product)
-    again = lambda: _again(operation, scatter_dim, group_name, A, [B])  # noqa: E731
-    return faster(
-        space, product.call, lambda: finish([_scatter(A, B, scatter_dim, direct, product)]), unfused, again
-    )
+
+    def fused() -> torch.Tensor:
+        return finish([_scatter(A, B, scatter_dim, direct, product)])
+
+    return faster(space, product.call, fused, unfused, again)
 
 
 def _keep_scatter(
@@ -357,7 +365,7 @@ def _keep_scatter(
     def pair(direct: GpuCollectives, a: torch.Tensor, bs: list[torch.Tensor]) -> Any:
         whole = to_front(_multiply(a, bs[0]), dim).contiguous()
         part = whole.new_empty(sizes)
-        if not direct.now("reduce_scatter", part, whole, part, how):
+        if not direct.now("reduce_scatter", part, whole, part, how, plain=True):
             return None
         return part if in_order else copied_back(part.flatten(0, -2), leading, dim)
 

@@ -221,7 +221,7 @@ class GpuWork(dist.Work):
             return self._done().is_reached()
         except WarplinkError:
             # A failure ends the stream's waits, too.
-            return True
+            return self.exception() is not None
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
