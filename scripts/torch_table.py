@@ -116,7 +116,8 @@ def calls(groups, reference, sizes, device, say):
 def fused(shapes, seconds, samples, symmetric, say):
     """Fused operations on ``shapes``, until time is up on rank 0."""
     rows, begin = [], time.perf_counter()
-    say(f"{'m':>6}{'k':>6}{'n':>6}  operation: matmul | plain pair, host | fused, host, error | pair over fused")
+    say(f"{'m':>6}{'k':>6}{'n':>6}  operation: matmul | plain pair, host | fused, host, error | pair over fused, how it runs")
+    space = warplink.torch.get_warplink_group(torch_overlap.warplink_group()).workspace("cuda")
     for m, k, n in shapes:
         over = torch.tensor([time.perf_counter() - begin > seconds], device="cuda", dtype=torch.int32)
         dist.broadcast(over, 0)
@@ -128,12 +129,15 @@ def fused(shapes, seconds, samples, symmetric, say):
             row = {"m": m, "k": k, "n": n, **run(m, k, n, "rows", samples)}
             pair = next(name for name in ("nccl_then_matmul", "matmul_then_nccl") if f"{name}_us" in row)
             row["gain"] = row[f"{pair}_us"] / row["warplink_us"]
+            # Behind its first call, the last decision is this shape's.
+            row["fuses"] = next(reversed(space.decisions.values())).eager
             rows.append(row)
             theirs = f" | symm_mem {row['symm_mem_us']:6.0f}" if symmetric else ""
+            how = "fused" if row["fuses"] else "plain"
             say(
                 f"{m:6}{k:6}{n:6}  {row['op'][:24]:24} {row['matmul_us']:7.0f} | {row[f'{pair}_us']:6.0f} "
                 f"{row[f'{pair}_host_us']:5.0f} | {row['warplink_us']:6.0f} {row['warplink_host_us']:5.0f} "
-                f"{row['warplink_error']:.0e} | {row['gain']:.2f}{theirs}   ({time.perf_counter() - since:.1f} s)"
+                f"{row['warplink_error']:.0e} | {row['gain']:.2f} {how}{theirs}   ({time.perf_counter() - since:.1f} s)"
             )
         torch.cuda.empty_cache()
     gains = [row["gain"] for row in rows]
@@ -260,7 +264,8 @@ def steps(group, device, say):
             for operation, plan in plans.items():
                 say(f"{operation}: {plan.plan.lowering}, copied: {sorted(plan.own)}")
         word = "fused" if fuses else "plain"
-        host_times({f"fused_all_gather_matmul, {word}": gather, f"fused_matmul_reduce_scatter, {word}": scatter}, settle, device, say)
+        both = {f"fused_all_gather_matmul, {word}": gather, f"fused_matmul_reduce_scatter, {word}": scatter}
+        host_times(both, settle, device, say)
     stream, bs = space.stream, [b]
     addresses = {
         "fused_all_gather_matmul": [tensor.data_ptr() for tensor in (a, b, product, whole)],
@@ -289,7 +294,8 @@ def steps(group, device, say):
     if (direct := own._on_gpu) is not None:
         ring = torch_messages.Ring(1 << 10, device)
         side = direct._side[1]
-        messages = [(ring.right, (ring.input.data_ptr(), ring.input.nbytes))], [(ring.left, (ring.output.data_ptr(), ring.output.nbytes))]
+        sent, received = ((tensor.data_ptr(), tensor.nbytes) for tensor in (ring.input, ring.output))
+        messages = [(ring.right, sent)], [(ring.left, received)]
 
         def posted():
             return [
