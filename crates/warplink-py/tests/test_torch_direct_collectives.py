@@ -177,7 +177,40 @@ def aside(rank, world, meeting):
         event = side.mark()
         side.synchronize(30.0)
         assert event.is_reached()
+        batch(comm, collectives, space, side)
         comm.barrier()
+
+
+class Kept(torch.Tensor):
+    """A tensor of the host that counts the streams that its memory is kept for."""
+
+    kept = 0
+
+    def record_stream(self, stream):
+        self.kept += 1
+
+
+def batch(comm, collectives, space, side):
+    """A batch as on GPUs, of contiguous tensors, which need no current stream of PyTorch's."""
+    from warplink.torch import profiling
+    from warplink.torch.direct import Message
+    from warplink.torch.direct_collectives import GpuCollectives
+
+    calls = GpuCollectives.__new__(GpuCollectives)
+    calls._collectives, calls._space, calls._side = collectives, space, (None, side)
+    calls._device, calls._rank, calls._waits_block = space.device, comm.rank, False
+    calls._source, calls._groups = profiling.Source("warplink", comm.rank, comm.size), [calls]
+    calls._watch = SimpleNamespace(check=lambda: None, timeout=30.0)
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for length in (1, 5000):
+        given = torch.full([length], comm.rank + 1.0)
+        sent, received = torch.zeros(length).as_subclass(Kept), torch.zeros(length).as_subclass(Kept)
+        space.stream.copy(sent.numpy(), given.numpy())
+        work = calls.exchange([Message(right, True, sent), Message(left, False, received)])
+        work.wait()
+        space.stream.synchronize(30.0)
+        assert received.eq(left + 1.0).all() and work.is_completed()
+        assert sent.kept == received.kept == 1
 
 
 def test_streams_of_asynchronous_calls():
