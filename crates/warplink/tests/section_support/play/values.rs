@@ -1,8 +1,8 @@
 //! Integers that lanes read, on which their further steps depend.
 
-use super::super::stage::{Act, Read, Steps};
+use super::super::stage::{Act, Operand, Read, Steps};
 use super::{Play, StepId};
-use crate::program_support::interpreter::Fault;
+use crate::program_support::interpreter::{Fault, mix};
 use std::rc::Rc;
 use warplink::program::DiagnosticKind;
 
@@ -33,7 +33,10 @@ impl Play<'_> {
             return false;
         }
         let by = (id.by(0, 0), id.rank, id.launch);
-        let value = self.memory.load(by, &read.word, 0) as i64;
+        let value = match self.memory.load(by, &read.word, 0) {
+            value if value.is_nan() => self.left_behind(id, read),
+            value => value as i64,
+        };
         let lane = &mut self.lanes[id.rank][id.lane];
         lane.read.truncate(read.number);
         lane.read.push(value);
@@ -53,6 +56,15 @@ impl Play<'_> {
             }
         }
         true
+    }
+
+    /// An integer that may be in a word that nothing wrote, the same wherever a launch reads it.
+    fn left_behind(&self, id: StepId, read: &Read) -> i64 {
+        let Operand {
+            rank, memory, from, ..
+        } = read.word;
+        let word = (id.launch << 48 | rank << 40 | memory << 32 | from) as u64;
+        (mix(self.schedule.seed ^ mix(word)) % (read.most as u64 + 1)) as i64
     }
 
     /// Whether a lane of a rank's launch has read a value with which it cannot go on.
