@@ -117,7 +117,8 @@ fn integers_are_chosen_wherever_lanes_read_them() {
     let copied = "
         put C[0] to H[epoch % 2][0] on next
         let m = H[epoch % 2][0] at most 2
-        for t in 0..m { Y = copy(R[epoch % 2]) }";
+        for t in 0..m { Y = copy(R[epoch % 2]) }
+        barrier";
     let before_its_signal = "
         announce rank, n in A[epoch % 2]
         put C[0] to N[epoch % 2][0] on next

@@ -1,8 +1,8 @@
 //! Integers that lanes read, on which their further steps depend.
 
-use super::super::stage::{Act, Operand, Read, Steps};
+use super::super::stage::{Act, Read, Steps};
 use super::{Play, StepId};
-use crate::program_support::interpreter::{Fault, mix};
+use crate::program_support::interpreter::Fault;
 use std::rc::Rc;
 use warplink::program::DiagnosticKind;
 
@@ -33,8 +33,9 @@ impl Play<'_> {
             return false;
         }
         let by = (id.by(0, 0), id.rank, id.launch);
+        let of = (read.word.rank, read.word.memory, read.word.from);
         let value = match self.memory.load(by, &read.word, 0) {
-            value if value.is_nan() => self.left_behind(id, read),
+            value if value.is_nan() => self.stage.choice.left_behind((id.launch, of), read.most),
             value => value as i64,
         };
         let lane = &mut self.lanes[id.rank][id.lane];
@@ -56,15 +57,6 @@ impl Play<'_> {
             }
         }
         true
-    }
-
-    /// An integer that may be in a word that nothing wrote, the same wherever a launch reads it.
-    fn left_behind(&self, id: StepId, read: &Read) -> i64 {
-        let Operand {
-            rank, memory, from, ..
-        } = read.word;
-        let word = (id.launch << 48 | rank << 40 | memory << 32 | from) as u64;
-        (mix(self.schedule.seed ^ mix(word)) % (read.most as u64 + 1)) as i64
     }
 
     /// Whether a lane of a rank's launch has read a value with which it cannot go on.
