@@ -207,6 +207,85 @@ mod signals {
         assert!(found.starts_with("accepted"), "{found}");
     }
 
+    /// A stream that waited for a transfer posts it first in the next run, even if the caller does not wait for the stream.
+    #[test]
+    fn a_stream_may_wait_for_the_last_post_itself() {
+        for (wait, expected) in [
+            ("", "refused, lost-signal"),
+            ("wait r2", "refused, unjoined"),
+            ("wait r1", "refused, unjoined"),
+            (
+                "wait r1\nset_stream caller\nsynchronize pool(0)",
+                "accepted",
+            ),
+        ] {
+            let text = format!(
+                "program p(n) {{
+                    input A: f32[n]
+                    output C: f32[n]
+                    allocate R: f32[2, n]
+                    let next = (rank + 1) % world
+                    let previous = (rank - 1) % world
+                    share {{
+                        s1 = send A to next tag 1 via get
+                        r1 = receive R[0] from previous tag 1 via get
+                        s2 = send A to next tag 2 via get
+                        r2 = receive R[1] from previous tag 2 via get
+                    }}
+                    set_stream pool(0)
+                    synchronize caller
+                    post s1, r1
+                    set_stream pool(1)
+                    synchronize caller
+                    wait s1, r1
+                    post s1, s2, r1, r2
+                    set_stream pool(0)
+                    {wait}
+                    set_stream caller
+                    wait s1, s2, r2
+                    C = sum(R[0], R[1])
+                }}"
+            );
+            let class = shown(&text).unwrap();
+            assert!(class.starts_with(expected), "{class}: {wait}");
+        }
+    }
+
+    /// A stream that knows a later post on the stream of a transfer's last one has neither waited for that transfer nor
+    /// synchronized with the stream, as it must before it posts it again.
+    #[test]
+    fn a_wait_for_another_transfer_is_not_enough_to_post_again() {
+        let text = "program p(n) {
+            input A: f32[n]
+            output C: f32[n]
+            allocate R: f32[2, n]
+            let next = (rank + 1) % world
+            let previous = (rank - 1) % world
+            share {
+                s1 = send A to next tag 1 via get
+                r1 = receive R[0] from previous tag 1 via get
+                s2 = send A to next tag 2 via get
+                r2 = receive R[1] from previous tag 2 via get
+            }
+            set_stream pool(1)
+            synchronize caller
+            post s2, r2
+            set_stream pool(0)
+            synchronize caller
+            wait s2, r2
+            post s1, r1
+            set_stream pool(1)
+            wait s1, r1
+            post s1, s2, r1, r2
+            set_stream caller
+            synchronize pool(0)
+            wait s1, s2, r2
+            C = sum(R[0], R[1])
+        }";
+        let expected = "refused, rule: posts again without waiting";
+        assert_eq!(shown(text), Ok(expected.to_owned()));
+    }
+
     /// A run's last post on the caller's stream is over when the next begins.
     #[test]
     fn a_transfer_may_be_posted_last_on_the_callers_stream() {

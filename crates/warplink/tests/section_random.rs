@@ -17,7 +17,9 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 use warplink::program::cost::find::all_shipped;
 use warplink::program::cost::{SimulateOptions, simulate_with};
-use warplink::program::{Operation, OperationKind, RankProgram, unroll, verify};
+use warplink::program::{
+    Operation, OperationKind, Parameters, Program, RankProgram, unroll, verify,
+};
 
 /// How many programs run on the host device, where each takes a while.
 const RUN: usize = 60;
@@ -106,6 +108,57 @@ fn what_happens_is_what_the_verifier_says_of_kernels() {
     ] {
         let count = classes.get(class).copied().unwrap_or(0);
         assert!(count > 2, "only {count} of '{class}'");
+    }
+}
+
+/// Lanes may read integers in copies alone, and find anything in a word that nothing wrote.
+#[test]
+fn integers_are_chosen_wherever_lanes_read_them() {
+    let copied = "
+        put C[0] to H[epoch % 2][0] on next
+        let m = H[epoch % 2][0] at most 2
+        for t in 0..m { Y = copy(R[epoch % 2]) }
+        barrier";
+    let before_its_signal = "
+        announce rank, n in A[epoch % 2]
+        put C[0] to N[epoch % 2][0] on next
+        let m = C[0] at most 1
+        for t in 0..m { put X to R[epoch % 2] on next }
+        let k = N[epoch % 2][0] at most 1
+        for t in 0..k { Y = copy(R[epoch % 2]) }
+        barrier
+        agree rank, n in A[epoch % 2]";
+    for (lines, expected) in [
+        (copied, "refused, deadlock"),
+        (before_its_signal, "refused, race: "),
+    ] {
+        let text = format!(
+            "program sample(n) {{
+                input X: f32[n]
+                input C: i32[1]
+                output Y: f32[n]
+                scratch A: packets16 i32[2, world, 2]
+                scratch H: packets16 i32[2, 1]
+                scratch N: i32[2, 1]
+                scratch R: packets16 f32[2, n]
+                kernel lane in 0..1 threads 32 {{
+                    let next = (rank + 1) % world
+                    Y = copy(X)
+                    {lines}
+                }}
+            }}"
+        );
+        let sample = Sample {
+            seed: 1,
+            program: Program::parse(&text).unwrap(),
+            text,
+            world: 3,
+            parameters: Parameters::new().with("n", 8),
+            changes: 1,
+            reads_values: true,
+        };
+        let class = check(&sample).unwrap().class;
+        assert!(class.starts_with(expected), "{class}: {}", sample.text);
     }
 }
 

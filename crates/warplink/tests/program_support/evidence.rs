@@ -8,7 +8,7 @@ use super::interpreter::{
 };
 use super::meaning::Meaning;
 use super::sample::Sample;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 use warplink::program::evaluate::Evaluator;
 use warplink::program::{
@@ -247,9 +247,15 @@ impl Case<'_> {
                     matches!(fault, Fault::SignalBackwards { .. })
                 });
                 // What took the newer signal for the older one may never come to the post of that.
-                backwards.or_else(|_| {
+                let stuck = |_| {
                     self.stuck(Submission::Eager)?;
                     Ok("lost-signal: deadlock".to_owned())
+                };
+                backwards.or_else(stuck).or_else(|how: String| {
+                    if self.posts_again(diagnostic) {
+                        return Ok("rule: posts again without waiting".to_owned());
+                    }
+                    Err(how)
                 })
             }
             DiagnosticKind::AsymmetricExchange => rule(
@@ -374,6 +380,39 @@ impl Case<'_> {
                 .partner(rank, id)
                 .map(|partner| self.stage.posts(peer, partner));
             theirs.is_some_and(|theirs| theirs != self.stage.posts(rank, id))
+        })
+    }
+
+    /// Whether a diagnostic names the last post of a transfer and that which is the first in the next run, on a stream that
+    /// neither waited for that transfer nor synchronized with the stream of the last post. Signals of other transfers may
+    /// order the two, which is not enough.
+    fn posts_again(&self, diagnostic: &Diagnostic) -> bool {
+        let [(rank, before), (_, again)] = self.operations(diagnostic)[..] else {
+            return false;
+        };
+        if !diagnostic.message.contains("next run's") {
+            return false;
+        }
+        let operations = &self.ranks[rank].operations;
+        let after = (before + 1..before + operations.len()).map(|index| index % operations.len());
+        let between = after.take_while(|index| *index != again);
+        let posted = operations[before].kind.posted().iter();
+        let mut both = posted.filter(|id| operations[again].kind.posted().contains(id));
+        both.any(|id| {
+            let mut ordered = HashSet::from([operations[before].stream]);
+            for index in between.clone() {
+                let operation = &operations[index];
+                let learns = match &operation.kind {
+                    OperationKind::Synchronize(other) => ordered.contains(other),
+                    OperationKind::Wait(group) => group.contains(id),
+                    kind if kind.posted().contains(id) => return false,
+                    _ => false,
+                };
+                if learns {
+                    ordered.insert(operation.stream);
+                }
+            }
+            !ordered.contains(&operations[again].stream)
         })
     }
 

@@ -46,7 +46,8 @@ pub(crate) const RUNS: usize = 6;
 pub(crate) struct Shown {
     /// The verdict and what shows it, for counting.
     pub(crate) class: String,
-    /// The outputs of an accepted program, by run and rank; no numbers where nothing is written.
+    /// The outputs of an accepted program that the device runs with the same inputs, by run and rank; no numbers where
+    /// nothing is written.
     pub(crate) outputs: Option<Vec<Vec<f64>>>,
     /// An integer that ends a launch of an accepted program.
     pub(crate) beyond: Option<Beyond>,
@@ -86,6 +87,12 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
         }
         (Err(diagnostic), Ok(_)) => return Err(format!("accepted, but {diagnostic}")),
     };
+    // The library binds inputs that lanes read in copies alone to anything.
+    let bounded = Some(&stage).filter(|stage| stage.reads_values);
+    let bounded = bounded.and_then(Stage::bounded);
+    let as_bound = bounded.is_none();
+    let ranks = bounded.as_ref().unwrap_or(&ranks);
+    let stage = Stage::new(ranks, runs, SOME_VALUES).map_err(|error| error.to_string())?;
     let wide = Some(&stage).filter(|stage| stage.reads_values);
     let wide = wide.and_then(Stage::widened);
     let wide = wide
@@ -96,17 +103,17 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
         Ok(_) => {
             let evaluator = Evaluator::new(program, world, 1, parameters)
                 .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
-            let outputs = Case::of(&ranks, &stage).runs(0..ORDERS)?;
-            Meaning::of((&evaluator, &ranks), 1, (SOME_VALUES, &outputs))?;
+            let outputs = Case::of(ranks, &stage).runs(0..ORDERS)?;
+            Meaning::of((&evaluator, ranks), 1, (SOME_VALUES, &outputs))?;
             let mut beyond_bounds = None;
             if stage.reads_values {
                 let played = wide.as_ref().unwrap_or(&stage);
                 others(played, wide.is_some(), sample.seed, (&evaluator, &outputs))?;
-                beyond_bounds = beyond(&ranks, &evaluator, sample.seed)?;
+                beyond_bounds = beyond(ranks, &evaluator, sample.seed)?;
             }
             Ok(Shown {
                 class: "accepted".to_owned(),
-                outputs: Some(outputs),
+                outputs: Some(outputs).filter(|_| as_bound),
                 beyond: beyond_bounds,
             })
         }
@@ -116,7 +123,7 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
                     let stage = wide.as_ref().unwrap_or(&stage);
                     return shown_by_some_values(stage, sample.seed, diagnostic);
                 }
-                Case::of(&ranks, &stage).shows(diagnostic, (4, TRIES))
+                Case::of(ranks, &stage).shows(diagnostic, (4, TRIES))
             })?;
             Ok(refused(format!("refused, {how}")))
         }
@@ -273,11 +280,15 @@ impl<'a> Case<'a> {
         }
         match diagnostic.kind {
             Kind::Deadlock => {
-                let ends = |seed: &u64| !self.stage.play(&Schedule::new(*seed)).stuck;
-                match (0..ORDERS).find(ends) {
+                let plays = (0..ORDERS).map(|seed| self.stage.play(&Schedule::new(seed)));
+                let plays: Vec<Outcome> = plays.collect();
+                // A lane that cannot go on has others wait.
+                let is_failed = |fault: &Fault| matches!(fault, Fault::OutOfRange { .. });
+                let hangs = |play: &Outcome| play.stuck && !play.faults.iter().any(is_failed);
+                match plays.iter().position(|play| !play.stuck) {
                     None => Ok("deadlock".to_owned()),
                     // Ranks may run ahead of one that reads other values, and store packets over those that it waits for.
-                    Some(_) if self.stage.reads_values && !(0..ORDERS).all(|seed| ends(&seed)) => {
+                    Some(_) if self.stage.reads_values && plays.iter().any(hangs) => {
                         Ok("deadlock in some orders".to_owned())
                     }
                     Some(seed) => Err(format!("order {seed} ends")),

@@ -110,7 +110,7 @@ impl Memory {
         self.all[of.rank][of.memory].cells[cell].flag
     }
 
-    /// The value of an element, for `by` in a launch, which is of rank `from`.
+    /// The value of an element, for `by` in a launch, which is of rank `from`; no number where nothing is written.
     pub(super) fn load(
         &mut self,
         (by, from, launch): (u64, usize, usize),
@@ -129,14 +129,15 @@ impl Memory {
         seen.settle_for(from == of.rank);
         let (written, history) = (seen.written, seen.history);
         let is_left_empty = content.packet > 0 && within >= found.filled;
-        if !written || stale || is_left_empty {
+        let nothing = !written || stale || is_left_empty;
+        if nothing {
             let (rank, memory) = (of.rank, of.memory);
             self.faults.insert(Fault::UnwrittenRead { rank, memory });
         }
         let place = mix(((of.rank << 40) | (of.memory << 20) | cell) as u64);
         let read = mix(by ^ place ^ mix(history));
         self.reads = self.reads.wrapping_add(read);
-        if stale { f64::NAN } else { value }
+        if nothing { f64::NAN } else { value }
     }
 
     /// Stores into a cell, for `by` in a launch, which is of rank `from`: an element, or a packet with its flag.

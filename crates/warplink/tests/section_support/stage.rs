@@ -4,10 +4,11 @@ use super::functions::{self, Function};
 use crate::program_support::interpreter::Choice;
 use rustc_hash::FxHashMap;
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::rc::Rc;
 use warplink::DType;
 use warplink::device::ReduceOp;
+use warplink::program::ir::Role;
 use warplink::program::section::{
     LaneStep, LaneStepKind, Part, ReadWord, RowArgument, SectionInstance, SectionMemory,
 };
@@ -78,6 +79,20 @@ pub(super) struct Movement {
     pub(super) words: Vec<f64>,
 }
 
+/// What lanes do.
+#[derive(Default)]
+struct Survey {
+    /// Their reads of integers.
+    reads: Vec<Read>,
+    /// The memory that they copy, target first.
+    copies: BTreeSet<(Memory, Memory)>,
+    /// The rules that they break.
+    rules: Vec<DiagnosticKind>,
+}
+
+/// A rank and its tensor, or behind its last tensor, scratch.
+type Memory = (usize, usize);
+
 /// A call of a function of rows.
 #[derive(Clone, Debug)]
 pub(super) struct Rows {
@@ -96,6 +111,12 @@ pub(super) struct Operand {
     pub(super) from: usize,
     /// How many elements it has.
     pub(super) elements: usize,
+}
+
+impl Operand {
+    const fn memory(&self) -> Memory {
+        (self.rank, self.memory)
+    }
 }
 
 impl<'a> Stage<'a> {
@@ -156,9 +177,9 @@ impl<'a> Stage<'a> {
         periods.fold(1, |all, period| least_common_multiple(all, period.max(1)))
     }
 
-    /// All reads of lanes that find nothing but 0 or nothing but the greatest values, and the rules that they break then.
-    fn reads(&self) -> (Vec<Read>, Vec<DiagnosticKind>) {
-        let (mut reads, mut rules) = (Vec::new(), Vec::new());
+    /// What lanes do that find nothing but 0 or nothing but the greatest values.
+    fn survey(&self) -> Survey {
+        let mut survey = Survey::default();
         for launch in 0..self.launches() {
             for rank in 0..self.ranks.len() {
                 let ways = (0..self.lanes(launch, rank)).flat_map(|lane| [(lane, 0), (lane, 1)]);
@@ -168,10 +189,11 @@ impl<'a> Stage<'a> {
                         let steps = match self.steps_after((launch, rank, lane), &values) {
                             Ok(steps) => steps,
                             Err(rule) => {
-                                rules.push(rule);
+                                survey.rules.push(rule);
                                 break;
                             }
                         };
+                        survey.copies.extend(steps.acts.iter().flat_map(copies));
                         let next = steps.acts.iter().find_map(|act| match act {
                             Act::Value(next) if next.number == values.len() => Some(*next),
                             _ => None,
@@ -179,29 +201,62 @@ impl<'a> Stage<'a> {
                         let Some(next) = next else {
                             break;
                         };
-                        reads.push(next);
+                        survey.reads.push(next);
                         values.push(next.most * share);
                     }
                 }
             }
         }
-        (reads, rules)
+        survey
     }
 
     /// Whether lanes break a rule if they get to read 0 everywhere, or the greatest values.
     pub(crate) fn breaks(&self, rule: DiagnosticKind) -> bool {
-        self.reads().1.contains(&rule)
+        self.survey().rules.contains(&rule)
+    }
+
+    /// The programs with bounds for inputs that lanes read in copies alone, if there are any: the least of those of the
+    /// copies.
+    pub(crate) fn bounded(&self) -> Option<Vec<RankProgram>> {
+        let Survey { reads, copies, .. } = self.survey();
+        let mut bounds: BTreeMap<Memory, i64> = BTreeMap::new();
+        for read in reads {
+            let most = bounds.entry(read.word.memory()).or_insert(read.most);
+            *most = read.most.min(*most);
+        }
+        // A copy may be copied again.
+        let mut found = true;
+        while found {
+            found = false;
+            for (target, source) in &copies {
+                let Some(most) = bounds.get(target).copied() else {
+                    continue;
+                };
+                let bound = bounds.entry(*source).or_insert(i64::MAX);
+                found |= most < *bound;
+                *bound = most.min(*bound);
+            }
+        }
+        let mut ranks = self.ranks.to_vec();
+        let mut any = false;
+        for ((rank, memory), most) in bounds {
+            if let Some(tensor) = ranks[rank].tensors.get_mut(memory)
+                && (tensor.role, tensor.value_bound) == (Role::Input, None)
+            {
+                any = true;
+                tensor.value_bound = Some(most);
+            }
+        }
+        any.then_some(ranks)
     }
 
     /// The programs with the greatest bounds, if those differ: then values that each fit may not fit together.
     pub(crate) fn widened(&self) -> Option<Vec<RankProgram>> {
         let mut ranks = self.ranks.to_vec();
         let mut wider = false;
-        let mut bounds: BTreeMap<(usize, usize), i64> = BTreeMap::new();
-        for read in self.reads().0 {
-            let most = bounds
-                .entry((read.word.rank, read.word.memory))
-                .or_default();
+        let mut bounds: BTreeMap<Memory, i64> = BTreeMap::new();
+        for read in self.survey().reads {
+            let most = bounds.entry(read.word.memory()).or_default();
             *most = read.most.max(*most);
         }
         for ((rank, memory), most) in bounds {
@@ -382,6 +437,22 @@ fn sections(program: &RankProgram) -> Vec<&SectionInstance> {
         _ => None,
     });
     kernels.collect()
+}
+
+/// The memory that a step copies, target first.
+fn copies(act: &Act) -> Vec<(Memory, Memory)> {
+    match act {
+        Act::Move(it) if it.function.is_none() && it.words.is_empty() => match &it.sources[..] {
+            [source] => {
+                let targets = it.targets.iter();
+                targets
+                    .map(|target| (target.memory(), source.memory()))
+                    .collect()
+            }
+            _ => Vec::new(),
+        },
+        _ => Vec::new(),
+    }
 }
 
 fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]) -> Act {

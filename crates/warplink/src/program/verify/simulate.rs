@@ -202,7 +202,7 @@ impl Run<'_> {
     }
 
     /// Reports transfers whose last post may not have completed when the run ends, unless streams order the next
-    /// run's first post after it. `loose` are streams that are reported already.
+    /// run's first post after it or after a wait for it. `loose` are streams that are reported already.
     fn unfinished_signals(
         &self,
         rank: Rank,
@@ -220,10 +220,16 @@ impl Run<'_> {
             let (Some(&first), Some(&last)) = (posts.first(), posts.last()) else {
                 continue;
             };
+            let before = streams_before(program, first);
+            let is_over = |clock| self.is_over((rank, id), posts.len(), clock);
+            let mut ends = before
+                .iter()
+                .map(|stream| &self.streams[first_stream + stream].clock);
             if transfer.is_engine()
-                || streams_before(program, first).contains(&stream_of(last))
+                || before.contains(&stream_of(last))
                 || loose.contains(&(first_stream + stream_of(last)))
-                || self.is_over((rank, id), posts.len(), &end)
+                || is_over(&end)
+                || ends.any(is_over)
             {
                 continue;
             }

@@ -1,6 +1,8 @@
 //! Choices of the integers in memory that kernels read as counts and rows.
 
 use super::schedule::mix;
+use rustc_hash::FxBuildHasher;
+use std::hash::{BuildHasher as _, Hash};
 use warplink::program::{TensorId, TensorInstance};
 
 /// How inputs that kernels read as integers are chosen.
@@ -12,7 +14,7 @@ pub(crate) struct Choice {
 }
 
 /// Values within the bounds. Both ends of a message may differ, all rows of a rank may go to one, and no two to the same.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Way {
     /// One edge of all ranges.
     Edge(u64),
@@ -70,6 +72,13 @@ const WAYS: [Way; 18] = [
 impl Choice {
     pub(crate) const fn within(way: Way) -> Self {
         Self { way, beyond: None }
+    }
+
+    /// An integer in a word that nothing wrote: 0 in all of them, or any. In all orders it is the same.
+    pub(crate) fn left_behind(self, word: impl Hash, most: i64) -> i64 {
+        let seed = mix(FxBuildHasher.hash_one(self.way));
+        let any = mix(seed ^ mix(FxBuildHasher.hash_one(word))) % (most as u64 + 1);
+        [0, any as i64][(seed % 2) as usize]
     }
 
     /// All choices within the bounds: first the edges, and then random ones without an end.

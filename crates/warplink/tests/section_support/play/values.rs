@@ -33,7 +33,11 @@ impl Play<'_> {
             return false;
         }
         let by = (id.by(0, 0), id.rank, id.launch);
-        let value = self.memory.load(by, &read.word, 0) as i64;
+        let of = (read.word.rank, read.word.memory, read.word.from);
+        let value = match self.memory.load(by, &read.word, 0) {
+            value if value.is_nan() => self.stage.choice.left_behind((id.launch, of), read.most),
+            value => value as i64,
+        };
         let lane = &mut self.lanes[id.rank][id.lane];
         lane.read.truncate(read.number);
         lane.read.push(value);
