@@ -8,12 +8,13 @@
 #   suite    PyTorch's own tests of process groups (scripts/device-torch-suite.sh)
 #   faults   killed ranks, aborts, different calls and others (crates/warplink-nccl/tests/programs/faults.py)
 #   host     host time of calls (scripts/nccl_host_times.py)
-#   times    nccl-tests beside NCCL, and NCCL with symmetric memory; on each RANKS GPUs (default 2) a share of the programs
+#   times    nccl-tests beside NCCL, and NCCL with symmetric memory
 #
 # Builds nothing: needs device-bin/nccl/libwarplink_nccl.so and, from scripts/build-nccl-tests.sh, device-bin/nccl-tests.
 # PROGRAMS chooses among nccl-tests, MODES how ranks are started (default: threads one-thread processes), CLIENTS and
-# FAULTS among those; LIMIT is how many seconds one program may take, MOST up to which size programs are timed, NCCL where
-# NCCL's library is (default: that of PyTorch's wheel).
+# FAULTS among those; LIMIT is how many seconds one program may take, MOST the largest size of tests and times (default:
+# 1G), NCCL where NCCL's library is (default: that of PyTorch's wheel). Tests and times use RANKS GPUs (default: 2), and as
+# many such sets at once as there are.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . scripts/device-environment.sh
@@ -30,7 +31,8 @@ programs=(all_reduce all_gather reduce_scatter broadcast reduce alltoall gather 
 LD_LIBRARY_PATH=$(dirname "$real"):${CUDA_HOME:-/usr/local/cuda}/lib64:${LD_LIBRARY_PATH:-}
 export LD_LIBRARY_PATH
 PATH=$PATH:$(dirname "$(command -v nvidia-smi || echo /usr/local/nvidia/bin/nvidia-smi)")
-gpus=$(nvidia-smi -L | wc -l)
+read -r -a visible <<<"$(tr , ' ' <<<"${CUDA_VISIBLE_DEVICES:-$(seq -s , 0 $(($(nvidia-smi -L | wc -l) - 1)))}")"
+gpus=${#visible[@]}
 failed=0
 
 # run NAME COMMAND...: runs a command with a limit and a log.
@@ -63,22 +65,43 @@ judge() {
 mpi=(mpirun --allow-run-as-root --oversubscribe --bind-to none)
 processes=("${mpi[@]}" -np "${RANKS:-2}")
 
-correct() {
-    local name mode
-    for name in "${programs[@]}"; do
-        # Each type and operator is another kernel to compile, so of all of them only short calls are made.
-        local all=(-b 8 -e 2K -f 256 -n 2 -w 1 -c 1 -d all)
-        case $name in all_reduce | reduce_scatter | reduce) all+=(-o all) ;; esac
-        local some=(-b 8 -e 64M -f 16 -n 3 -w 1 -c 1 -d bfloat16)
-        for mode in ${MODES:-threads one-thread processes}; do
-            case $mode in
-                threads) run "$name-$mode" bash -c 'REPORT=1 in_front "$@"' _ "$tests/${name}_perf" -t 2 "${all[@]}" ;;
-                one-thread) run "$name-$mode" bash -c 'REPORT=1 in_front "$@"' _ "$tests/${name}_perf" -g 2 "${some[@]}" -G 2 ;;
-                processes) run "$name-$mode" "${processes[@]}" bash -c 'REPORT=1 in_front "$@"' _ "$tests/${name}_perf_mpi" "${some[@]}" ;;
-                *) echo "MODES has '$mode'; expected threads, one-thread or processes" >&2; exit 2 ;;
-            esac
-            judge "$name-$mode" $?
-        done
+# sets_of N: the visible GPUs in sets of N.
+sets_of() {
+    printf '%s\n' "${visible[@]}" | xargs -n "$1" | awk -v size="$1" 'NF == size' | tr ' ' ,
+}
+
+# over_sets FUNCTION NAME...: calls the function with each name, on as many sets of GPUs at once as there are.
+over_sets() {
+    local function=$1 sets set at each all=()
+    shift
+    read -r -a sets <<<"$(sets_of "${RANKS:-2}" | xargs)"
+    for ((set = 0; set < ${#sets[@]}; set++)); do
+        (
+            export CUDA_VISIBLE_DEVICES=${sets[set]}
+            failed=0
+            for ((at = set + 1; at <= $#; at += ${#sets[@]})); do "$function" "${!at}"; done
+            exit $failed
+        ) &
+        all+=($!)
+    done
+    for each in "${all[@]}"; do wait "$each" || failed=1; done
+}
+
+# check_program NAME: prints whether a program's results are right.
+check_program() {
+    local name=$1 mode
+    # Each type and operator is another kernel to compile, so of all of them only short calls are made.
+    local all=(-b 8 -e 2K -f 256 -n 2 -w 1 -c 1 -d all)
+    case $name in all_reduce | reduce_scatter | reduce) all+=(-o all) ;; esac
+    local some=(-b 8 -e "${MOST:-1G}" -f 8 -n 3 -w 1 -c 1 -d bfloat16)
+    for mode in ${MODES:-threads one-thread processes}; do
+        case $mode in
+            threads) run "$name-$mode" bash -c 'REPORT=1 in_front "$@"' _ "$tests/${name}_perf" -t 2 "${all[@]}" ;;
+            one-thread) run "$name-$mode" bash -c 'REPORT=1 in_front "$@"' _ "$tests/${name}_perf" -g 2 "${some[@]}" -G 2 ;;
+            processes) run "$name-$mode" "${processes[@]}" bash -c 'REPORT=1 in_front "$@"' _ "$tests/${name}_perf_mpi" "${some[@]}" ;;
+            *) echo "MODES has '$mode'; expected threads, one-thread or processes" >&2; exit 2 ;;
+        esac
+        judge "$name-$mode" $?
     done
 }
 
@@ -126,10 +149,8 @@ clients() {
 }
 
 suite() {
-    local sets
     # Each test has two ranks.
-    sets=$(for ((gpu = 0; gpu + 1 < gpus; gpu += 2)); do echo "$gpu,$((gpu + 1))"; done)
-    GPU_SETS=$sets RUNS="nccl front" LIMIT=${SUITE_LIMIT:-220} FRONT=$front REAL=$real OUT=$logs \
+    GPU_SETS=$(sets_of 2) RUNS="nccl front" LIMIT=${SUITE_LIMIT:-220} FRONT=$front REAL=$real OUT=$logs \
         scripts/device-torch-suite.sh || failed=1
 }
 
@@ -184,27 +205,18 @@ time_program() {
 }
 
 times() {
-    local timed=() name set ranks=${RANKS:-2}
+    local name timed=()
     for name in "${programs[@]}"; do
         [[ $name == hypercube || $name == alltoallv ]] || timed+=("$name")
     done
     echo "the better of NCCL's times / Warplink's, mean and least; bytes: Warplink / NCCL / symmetric, us, out of place"
-    for ((set = 0; set < gpus / ranks; set++)); do
-        (
-            CUDA_VISIBLE_DEVICES=$(seq -s , $((ranks * set)) $((ranks * set + ranks - 1)))
-            export CUDA_VISIBLE_DEVICES
-            for ((at = set; at < ${#timed[@]}; at += gpus / ranks)); do
-                time_program "${timed[at]}"
-            done
-        ) &
-    done
-    wait
+    over_sets time_program "${timed[@]}"
 }
 
 for part in ${PARTS:-tests clients times}; do
     start=$SECONDS
     case $part in
-        tests) correct ;;
+        tests) over_sets check_program "${programs[@]}" ;;
         shared | clients | suite | faults | host | times) "$part" ;;
         *) echo "PARTS has '$part'; expected tests, shared, clients, suite, faults, host or times" >&2; exit 2 ;;
     esac
