@@ -149,9 +149,9 @@ clients() {
 }
 
 suite() {
-    # Each test has two ranks.
-    GPU_SETS=$(sets_of 2) RUNS="nccl front" LIMIT=${SUITE_LIMIT:-220} FRONT=$front REAL=$real OUT=$logs \
-        scripts/device-torch-suite.sh || failed=1
+    # Each test has two ranks, and most of its time is the start of their processes.
+    GPU_SETS=$(sets_of 2) WORKERS=${WORKERS:-$((5 * gpus))} DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=90 RUNS="nccl front" \
+        LIMIT=${SUITE_LIMIT:-220} FRONT=$front REAL=$real OUT=$logs scripts/device-torch-suite.sh || failed=1
 }
 
 faults() {
