@@ -58,10 +58,16 @@ pub(crate) unsafe fn borrow(
         ))
     })?;
     let ipc_capable = at.is_plain();
-    let pieces = pieces(gpu, address, end, ipc_capable, at);
+    let mut found = pieces(gpu, address, end, ipc_capable, at);
+    if end_of(&found, address) < end {
+        // Memory of a pool may have grown under its id.
+        gpu.known_places.clear();
+        found = pieces(gpu, address, end, ipc_capable, place(gpu, address));
+    }
+    let pieces = found;
     let base = pieces.first().map_or(address, |piece| piece.base);
-    let size: usize = pieces.iter().map(|piece| piece.bytes).sum();
-    let allocation_end = base + size as u64;
+    let allocation_end = end_of(&pieces, address);
+    let size = (allocation_end - base) as usize;
     if end > allocation_end {
         return Err(foreign(format!(
             "{bytes} bytes at {address:#x} pass the end of the allocation; expected an end of at most {allocation_end:#x}"
@@ -95,6 +101,13 @@ pub(super) fn identity(gpu: &Gpu, base: u64, bytes: usize, plain: bool) -> Optio
 fn identity_of(pieces: &[MappedPiece]) -> Option<u64> {
     let ids: Option<Vec<u64>> = pieces.iter().map(|piece| piece.id).collect();
     ids.map(|ids| foreign_identity(combined_identity(&ids)))
+}
+
+/// End of contiguous mappings, of which the first contains `address`.
+fn end_of(pieces: &[MappedPiece], address: u64) -> u64 {
+    pieces
+        .last()
+        .map_or(address, |piece| piece.base + piece.bytes as u64)
 }
 
 /// A mapping of physical memory.
@@ -193,6 +206,10 @@ impl KnownPlaces {
             .iter()
             .find(|place| place.contains(address))
             .copied()
+    }
+
+    fn clear(&self) {
+        lock(&self.0).places.clear();
     }
 
     /// Adds `place`, and removes mappings that it overlaps, which are gone.
@@ -333,5 +350,8 @@ mod tests {
         }
         assert_eq!(id(140), None);
         assert_eq!(lock(&known.0).places.len(), MAX_KNOWN);
+        known.clear();
+        known.insert(at(1000, 10, 4));
+        assert_eq!([1000, 1010].map(id), [Some(4), None]);
     }
 }
