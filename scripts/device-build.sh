@@ -5,7 +5,8 @@
 # TESTS names the tests that are built, with the command, instead of everything.
 #
 # PARTS=random_programs builds device-bin/random_programs instead, which needs no GPU,
-# PARTS=random_collectives builds device-bin/random_collectives, and PARTS=python what scripts/device-python.sh needs.
+# PARTS=random_collectives builds device-bin/random_collectives, PARTS=python what scripts/device-python.sh needs, and
+# PARTS=nccl device-bin/nccl/libwarplink_nccl.so, for scripts/device-nccl.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,6 +16,13 @@ if [[ ${PARTS:-} == random_programs || ${PARTS:-} == random_collectives ]]; then
     cargo build --release -p warplink --example "$PARTS"
     cp "target/release/examples/$PARTS" "$out/"
     strip "$out/$PARTS"
+    exit
+fi
+if [[ ${PARTS:-} == nccl ]]; then
+    mkdir -p "$out/nccl"
+    cargo build --release -p warplink-nccl
+    cp target/release/libwarplink_nccl.so "$out/nccl/"
+    strip "$out/nccl/libwarplink_nccl.so"
     exit
 fi
 if [[ ${PARTS:-} == python ]]; then

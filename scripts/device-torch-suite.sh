@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Runs PyTorch's own tests of process groups on GPUs: by NCCL's backend, and with Warplink's process group in its place, as
-# it is by default and with direct collectives and messages. The first run says which tests pass;
+# Runs PyTorch's own tests of process groups on GPUs: by NCCL's backend, with Warplink's process group in its place, as
+# it is by default and with direct collectives and messages, and, as `front`, by NCCL's backend with the library FRONT in
+# front of NCCL, which is REAL. The first run says which tests pass;
 # the others run those, print which do not pass, and fail where there is one. Reports go to $OUT.
 #
 # With RANKS_PER_GPU=N, up to N ranks share a GPU, so that one GPU is enough. They take turns on it: CUDA's multi-process
 # service, which device-tests.sh uses, has no room for the ranks of so many tests. RUNS names the runs
-# (default: nccl warplink direct), WORKERS how many tests run at a time (pytest-xdist), FILTER chooses tests as pytest's -k
-# does, and arguments go to pytest.
+# (default: nccl warplink direct), WORKERS how many tests run at a time (pytest-xdist), GPU_SETS the sets of GPUs that they
+# take in turn, such as '0,1 2,3', FILTER chooses tests as pytest's -k does, and arguments go to pytest.
 #
-# Builds nothing: needs device-bin/_warplink.abi3.so and device-bin/python (PARTS=python scripts/device-build.sh), and
-# PyTorch.
+# Builds nothing: needs device-bin/python and, for Warplink's process group, device-bin/_warplink.abi3.so
+# (PARTS=python scripts/device-build.sh), and PyTorch.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . scripts/device-environment.sh
@@ -17,7 +18,12 @@ cd "$(dirname "$0")/.."
 OUT=$(realpath -m "${OUT:-device-out}")
 mkdir -p "$OUT"
 trap 'rm -rf "${package:-}"' EXIT
-use_package
+RUNS=${RUNS:-nccl warplink direct}
+if [[ $RUNS == *warplink* || $RUNS == *direct* ]]; then
+    use_package
+else
+    export PYTHONPATH=$PWD/device-bin/python
+fi
 [[ -z ${RANKS_PER_GPU:-} ]] || export WARPLINK_TEST_RANKS_PER_GPU=$RANKS_PER_GPU
 export PYTHONPATH=$PYTHONPATH:$PWD/crates/warplink-py/tests
 export NO_COLOR=1 BACKEND=nccl WORLD_SIZE=${WORLD_SIZE:-2}
@@ -38,9 +44,12 @@ PYTHON
 }
 
 first= failed=0
-for run in ${RUNS:-nccl warplink direct}; do
+export WARPLINK_TEST_GPU_SETS=${GPU_SETS:-}
+for run in $RUNS; do
     unset WARPLINK_FOR_NCCL WARPLINK_DIRECT
+    in_front=()
     case $run in
+        front) in_front=(env LD_PRELOAD="$FRONT" WARPLINK_NCCL_LIBRARY="$REAL") ;;
         warplink) export WARPLINK_FOR_NCCL=1 ;;
         direct) export WARPLINK_FOR_NCCL=1 WARPLINK_DIRECT=1 ;;
     esac
@@ -49,7 +58,7 @@ for run in ${RUNS:-nccl warplink direct}; do
     [[ -z $first ]] || chosen=("@$OUT/$first.passed")
     start=$SECONDS
     # An interrupt, so that what has run is reported.
-    timeout --signal=INT --kill-after=20 "${LIMIT:-280}" python3 -m pytest -q -p no:cacheprovider --tb=short \
+    timeout --signal=INT --kill-after=20 "${LIMIT:-280}" "${in_front[@]}" python3 -m pytest -q -p no:cacheprovider --tb=short \
         -n "${WORKERS:-6}" --junitxml="$OUT/$run.xml" -o junit_logging=no "${chosen[@]}" "$@" >"$OUT/$run.log" 2>&1
     echo "$run: $(tail -n 1 "$OUT/$run.log") ($((SECONDS - start)) s)"
     if [[ -z $first ]]; then

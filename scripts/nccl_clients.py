@@ -4,10 +4,12 @@
     nccl_clients.py torch    ranks are processes: collectives, messages, sub-groups, DDP, FSDP2 and tensor parallel
     nccl_clients.py cupy     ranks are threads
     nccl_clients.py jax      one process with all GPUs
+    nccl_clients.py ctypes   ranks are processes that call NCCL beside PyTorch, as vLLM does
 
 Each prints a line per part that was right, with losses, which have to be equal for both libraries, and fails otherwise.
 """
 
+import ctypes
 import os
 import sys
 import threading
@@ -146,12 +148,148 @@ def tensor_parallel(model, rank, world):
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
-def run_torch():
+def run_processes(rank_of):
     import torch
     import torch.multiprocessing as multiprocessing
 
     world = torch.cuda.device_count()
-    multiprocessing.spawn(torch_rank, (world, 20000 + os.getpid() % 20000), nprocs=world)
+    multiprocessing.spawn(rank_of, (world, 20000 + os.getpid() % 20000), nprocs=world)
+
+
+class UniqueId(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_byte * 128)]
+
+
+class Library:
+    """NCCL's functions by ctypes, from the library that programs find by its name."""
+
+    #: NCCL's numbers of types and operators.
+    TYPES = {"float32": 7, "float16": 6, "bfloat16": 9, "int32": 2}
+    SUM, MAX = 0, 2
+
+    def __init__(self):
+        self.loaded = ctypes.CDLL(os.environ.get("VLLM_NCCL_SO_PATH", "libnccl.so.2"))
+
+    def __call__(self, name, *arguments):
+        code = getattr(self.loaded, f"nccl{name}")(*arguments)
+        assert code == 0, f"nccl{name} gives {code}"
+
+    def memory(self, tensor):
+        """Pointer, count and type of a tensor, as arguments."""
+        kind = self.TYPES[str(tensor.dtype).removeprefix("torch.")]
+        return ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.numel()), kind
+
+
+def ctypes_rank(rank, world, port):
+    """The calls of vLLM's communicator: its id goes by another process group, its stream and memory are PyTorch's."""
+    import torch
+    import torch.distributed as dist
+
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo")
+    nccl, identifier, comm = Library(), UniqueId(), ctypes.c_void_p()
+    version = ctypes.c_int()
+    nccl("GetVersion", ctypes.byref(version))
+    if rank == 0:
+        nccl("GetUniqueId", ctypes.byref(identifier))
+    shared = torch.tensor(list(identifier.bytes), dtype=torch.int8)
+    dist.broadcast(shared, 0)
+    identifier.bytes[:] = shared.tolist()
+    nccl("CommInitRank", ctypes.byref(comm), world, identifier, rank)
+    stream = torch.cuda.Stream()
+    torch.cuda.set_stream(stream)
+    tail = (comm, ctypes.c_void_p(stream.cuda_stream))
+
+    def pointer(tensor):
+        return ctypes.c_void_p(tensor.data_ptr())
+
+    def values(of, count, dtype):
+        return (torch.arange(count, device=device) % 7 + of).to(dtype)
+
+    def group(*calls):
+        nccl("GroupStart")
+        for name, *arguments in calls:
+            nccl(name, *arguments, *tail)
+        nccl("GroupEnd")
+
+    # With uneven parts, gathers are broadcasts in a group, and reduce-scatters reductions.
+    lengths = [1000 * (each + 1) for each in range(world)]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int32):
+        for count in (1, 1000, 1_000_003):
+            every = [values(each, count, dtype) for each in range(world)]
+            given, out = every[rank].clone(), torch.empty(count, dtype=dtype, device=device)
+            memory, number, kind = nccl.memory(given)
+            nccl("AllReduce", memory, pointer(out), number, kind, nccl.SUM, *tail)
+            assert torch.equal(out, sum(every).to(dtype)), ("all_reduce", dtype, count)
+            nccl("AllReduce", memory, memory, number, kind, nccl.MAX, *tail)
+            assert torch.equal(given, every[-1]), ("all_reduce in place", dtype, count)
+            given.copy_(every[rank])
+            nccl("Reduce", memory, pointer(out), number, kind, nccl.SUM, world - 1, *tail)
+            assert rank < world - 1 or torch.equal(out, sum(every).to(dtype)), ("reduce", dtype, count)
+            whole = torch.empty(world * count, dtype=dtype, device=device)
+            nccl("AllGather", memory, pointer(whole), number, kind, *tail)
+            assert torch.equal(whole, torch.cat(every)), ("all_gather", dtype, count)
+            nccl("ReduceScatter", pointer(whole), pointer(out), number, kind, nccl.SUM, *tail)
+            assert torch.equal(out, (world * every[rank].float()).to(dtype)), ("reduce_scatter", dtype, count)
+            nccl("Broadcast", memory, pointer(out), number, kind, world - 1, *tail)
+            assert torch.equal(out, every[-1]), ("broadcast", dtype, count)
+            group(
+                ("Send", memory, number, kind, (rank + 1) % world),
+                ("Recv", pointer(out), number, kind, (rank - 1) % world),
+            )
+            assert torch.equal(out, every[(rank - 1) % world]), ("send and receive", dtype, count)
+        parts = [values(each, length, dtype) for each, length in enumerate(lengths)]
+        gathered = [torch.empty_like(part) for part in parts]
+        own = pointer(parts[rank])
+        calls = [("Broadcast", own, *nccl.memory(part), each) for each, part in enumerate(gathered)]
+        group(*calls)
+        assert all(map(torch.equal, gathered, parts)), ("all_gather of uneven parts", dtype)
+        calls = [
+            ("Reduce", pointer(part), *nccl.memory(out), nccl.SUM, each)
+            for each, (part, out) in enumerate(zip(parts, gathered, strict=True))
+        ]
+        group(*calls)
+        expected = (world * parts[rank].float()).to(dtype)
+        assert torch.equal(gathered[rank], expected), ("reduce_scatter of uneven parts", dtype)
+
+    # A message without a group, a graph, and memory of a window.
+    one = torch.ones(COUNT, device=device)
+    if rank == 0:
+        nccl("Send", *nccl.memory(one * 5), 1, *tail)
+    elif rank == 1:
+        nccl("Recv", *nccl.memory(one), 0, *tail)
+        assert torch.equal(one, torch.full_like(one, 5))
+    one.fill_(1)
+    memory, number, kind = nccl.memory(one)
+    nccl("AllReduce", memory, memory, number, kind, nccl.SUM, *tail)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        nccl("AllReduce", memory, memory, number, kind, nccl.SUM, *tail)
+    one.fill_(1)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(one, torch.full_like(one, float(world**3))), "graph"
+    del graph
+    place, window = ctypes.c_void_p(), ctypes.c_void_p()
+    nccl("MemAlloc", ctypes.byref(place), ctypes.c_size_t(4 << 20))
+    nccl("CommWindowRegister", comm, place, ctypes.c_size_t(4 << 20), ctypes.byref(window), 1)
+    nccl("AllReduce", place, place, ctypes.c_size_t(1 << 20), 7, nccl.SUM, *tail)
+    torch.cuda.synchronize()
+    nccl("CommWindowDeregister", comm, window)
+    code = ctypes.c_int(-1)
+    nccl("CommGetAsyncError", comm, ctypes.byref(code))
+    assert code.value == 0
+    nccl("CommDestroy", comm)
+    nccl("MemFree", place)
+    dist.barrier()
+    if rank == 0:
+        print(f"ctypes: right, with version {version.value}", flush=True)
+    dist.destroy_process_group()
 
 
 def run_cupy():
@@ -197,8 +335,6 @@ def run_jax():
     world = jax.device_count()
     mesh = Mesh(numpy.array(jax.devices()), ("x",))
     spec = PartitionSpec("x")
-    values = numpy.arange(world * 1024, dtype=numpy.float32).reshape(world, 1024)
-    placed = jax.device_put(values, NamedSharding(mesh, spec))
 
     def call(part):
         after = [(at, (at + 1) % world) for at in range(world)]
@@ -206,16 +342,25 @@ def run_jax():
         return jax.lax.psum(part, "x"), whole, jax.lax.ppermute(part, "x", after)
 
     mapped = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=spec, out_specs=(spec, spec, spec), check_vma=False))
-    for _ in range(5):
-        total, whole, moved = (numpy.asarray(one) for one in mapped(jnp.asarray(placed)))
-        assert numpy.array_equal(total, numpy.tile(values.sum(0), (world, 1)))
-        assert numpy.array_equal(whole, numpy.tile(values, (world, 1)))
-        assert numpy.array_equal(moved, numpy.roll(values, 1, 0))
-    print("jax: right", flush=True)
+    for count in (1024, 1 << 20):
+        # Small numbers, whose sums are exact.
+        values = (numpy.arange(world * count, dtype=numpy.float32) % 1021).reshape(world, count)
+        placed = jax.device_put(values, NamedSharding(mesh, spec))
+        for _ in range(5):
+            total, whole, moved = (numpy.asarray(one) for one in mapped(jnp.asarray(placed)))
+            assert numpy.array_equal(total, numpy.tile(values.sum(0), (world, 1)))
+            assert numpy.array_equal(whole, numpy.tile(values, (world, 1)))
+            assert numpy.array_equal(moved, numpy.roll(values, 1, 0))
+    print("jax psum, all_gather, ppermute: right", flush=True)
 
 
 if __name__ == "__main__":
-    runs = {"torch": run_torch, "cupy": run_cupy, "jax": run_jax}
+    runs = {
+        "torch": lambda: run_processes(torch_rank),
+        "ctypes": lambda: run_processes(ctypes_rank),
+        "cupy": run_cupy,
+        "jax": run_jax,
+    }
     if len(sys.argv) != 2 or sys.argv[1] not in runs:
         sys.exit(__doc__)
     runs[sys.argv[1]]()

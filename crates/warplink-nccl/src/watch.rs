@@ -2,12 +2,17 @@
 
 use crate::communicator::{Comm, lock};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use warplink::device::Priority;
 use warplink::{Collectives, Communicator, Deadline, Error, Result};
 
-/// Batching delay before the thread waits for new calls, so that a burst of calls wakes it once.
-const GATHERING: Duration = Duration::from_millis(5);
+/// Interval of the thread's queries. It must not busy-wait: its queries take the driver's locks, which delays the
+/// caller's next calls.
+const INTERVAL: Duration = Duration::from_millis(5);
+
+/// Maximum time between checks while calls continue. A check reads device memory, so it is best done while there are
+/// none.
+const CHECK_INTERVAL: Duration = Duration::from_millis(500);
 
 /// How long closing waits for the thread to exit.
 const ENDING: Duration = Duration::from_secs(1);
@@ -47,11 +52,11 @@ impl Watch {
         let (followed, comm) = (shared.clone(), Arc::downgrade(comm));
         let (communicator, collectives) = (communicator.clone(), collectives.clone());
         let body = move || {
-            let wait = || {
-                collectives.precede(&stream)?;
-                communicator.synchronize_until(&stream, Deadline::after(FOR_EVER))
-            };
-            follow(&followed, &comm, wait);
+            let enqueued = || collectives.precede(&stream);
+            // An error is explained by the check.
+            let done = || stream.is_idle().unwrap_or(true);
+            let check = || communicator.synchronize_until(&stream, Deadline::after(FOR_EVER));
+            follow(&followed, &comm, (enqueued, done, check));
             // Dropped before `ended` is set, which means that the thread holds no reference to the communicator any more.
             drop((communicator, collectives, stream));
             followed.state().ended = true;
@@ -97,10 +102,28 @@ impl WatchShared {
     fn state(&self) -> MutexGuard<'_, WatchState> {
         lock(&self.state)
     }
+
+    /// Waits for one interval, or until closed.
+    fn pause<'s>(&self, state: MutexGuard<'s, WatchState>) -> MutexGuard<'s, WatchState> {
+        let paused = self
+            .changed
+            .wait_timeout_while(state, INTERVAL, |state| !state.closed);
+        paused.unwrap_or_else(PoisonError::into_inner).0
+    }
 }
 
-/// Waits for calls as they are enqueued, until closed or one fails.
-fn follow(shared: &WatchShared, comm: &Weak<Comm>, wait: impl Fn() -> Result<()>) {
+/// Waits for calls as they are enqueued, until closed or one fails. `enqueued` makes a stream wait for all calls so far,
+/// `done` returns whether it has, and `check` whether they succeeded.
+fn follow(
+    shared: &WatchShared,
+    comm: &Weak<Comm>,
+    (enqueued, done, check): (
+        impl Fn() -> Result<()>,
+        impl Fn() -> bool,
+        impl Fn() -> Result<()>,
+    ),
+) {
+    let mut checked = Instant::now();
     loop {
         let mut state = shared.state();
         while !state.new && !state.closed {
@@ -110,18 +133,33 @@ fn follow(shared: &WatchShared, comm: &Weak<Comm>, wait: impl Fn() -> Result<()>
                 .wait(state)
                 .unwrap_or_else(PoisonError::into_inner);
             state.sleeps = false;
+            checked = Instant::now();
         }
         if !state.new {
             return;
         }
-        if !state.closed {
-            drop(state);
-            std::thread::sleep(GATHERING);
-            state = shared.state();
-        }
+        // A burst of calls wakes the thread once.
+        state = shared.pause(state);
         state.new = false;
         drop(state);
-        if let Err(error) = wait() {
+        let waited = enqueued().and_then(|()| {
+            loop {
+                let is_done = done();
+                let state = shared.pause(shared.state());
+                if state.closed {
+                    break;
+                }
+                if is_done {
+                    if state.new && checked.elapsed() < CHECK_INTERVAL {
+                        return Ok(());
+                    }
+                    break;
+                }
+            }
+            checked = Instant::now();
+            check()
+        });
+        if let Err(error) = waited {
             let Some(comm) = comm.upgrade() else { return };
             if !comm.revoked.load(std::sync::atomic::Ordering::Relaxed) {
                 tracing::warn!("a call failed: {error}");

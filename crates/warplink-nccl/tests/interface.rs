@@ -131,24 +131,6 @@ fn one_thread_has_several_ranks() {
 }
 
 #[test]
-fn a_killed_rank_is_an_asynchronous_error_of_the_others() {
-    let ended = run("killed", 3, 3);
-    assert_done(&ended[..2]);
-    assert_eq!(ended[2].code, None, "{}", ended[2].output);
-}
-
-#[test]
-fn calls_that_differ_are_both_named() {
-    let ended = run("differ", 2, 2);
-    assert_done(&ended);
-    for end in &ended {
-        for call in ["all_reduce", "all_gather"] {
-            assert!(end.output.contains(call), "{}", end.output);
-        }
-    }
-}
-
-#[test]
 fn every_function_is_exported_with_its_twin() {
     let listed = Command::new("nm")
         .args(["-D", "--defined-only", "-P"])
@@ -179,21 +161,39 @@ fn every_function_is_exported_with_its_twin() {
     );
 }
 
-/// Bindings of Python call all functions, with ranks that are threads.
-#[test]
-fn every_function_can_be_called_from_python() {
-    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs/interface.py");
-    let names: Vec<&str> = functions().into_iter().collect();
+/// Runs a Python program on the library.
+fn run_python(program: &str, arguments: &[&str]) -> Vec<Ended> {
+    let program = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/programs")
+        .join(program);
     let started = Instant::now();
     let mut command = Command::new("python3");
     host_device(&mut command);
-    let started_program = command
+    command
+        .arg("-B")
         .arg(program)
         .arg(library())
-        .arg(names.join(" "))
-        .spawn()
-        .unwrap();
-    assert_done(&wait_all(vec![started_program], started, LIMIT));
+        .args(arguments);
+    wait_all(vec![command.spawn().unwrap()], started, LIMIT)
+}
+
+/// Bindings of Python call all functions, with ranks that are threads.
+#[test]
+fn every_function_can_be_called_from_python() {
+    let names: Vec<&str> = functions().into_iter().collect();
+    assert_done(&run_python("interface.py", &[&names.join(" ")]));
+}
+
+/// A killed rank, an abort, different calls, forks, an exit without destruction, and calls of several communicators in
+/// opposite orders.
+#[test]
+fn faults_end_as_users_of_nccl_expect() {
+    for case in ["killed", "aborted", "different", "forked", "left", "orders"] {
+        let ended = run_python("faults.py", &[case]);
+        let output = &ended[0].output;
+        assert_eq!(ended[0].code, Some(0), "{output}");
+        assert!(output.starts_with(&format!("{case}: right")), "{output}");
+    }
 }
 
 /// A program that opens NCCL by its name gets this library, where that is loaded, beside NCCL itself: whose version it gives,

@@ -24,6 +24,11 @@ if "TEMP_DIR" not in os.environ:
     for folder in ("barrier", "test_dir", "init_dir"):
         os.makedirs(os.path.join(os.environ["TEMP_DIR"], folder))
 os.environ.setdefault("INIT_METHOD", f"file://{os.environ['TEMP_DIR']}/init_dir/shared_init_file")
+# Workers of pytest-xdist take turns at sets of GPUs.
+gpu_sets = os.environ.get("WARPLINK_TEST_GPU_SETS", "").split()
+if gpu_sets:
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu_sets[worker % len(gpu_sets)]
 # Ranks compute on one thread each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -31,7 +36,11 @@ import gpus  # noqa: E402
 import torch  # noqa: E402
 from torch.testing._internal.common_distributed import DistTestCases  # noqa: E402
 
-import warplink.torch  # noqa: E402, F401
+is_ours = os.environ["BACKEND"] == "warplink" or any(
+    os.environ.get(f"WARPLINK_FOR_{name}") == "1" for name in ("GLOO", "NCCL")
+)
+if is_ours:
+    import warplink.torch
 
 # Features that the tests ask of a backend by its name.
 has_gpus = torch.cuda.device_count() > 0

@@ -4,7 +4,6 @@
 #define _DEFAULT_SOURCE
 #include <dlfcn.h>
 #include <limits.h>
-#include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,7 +16,7 @@ typedef void *stream_t;
 
 enum { INT32 = 2, FLOAT = 7 };
 enum { SUM = 0, PROD = 1, MAX = 2, MIN = 3, AVG = 4 };
-enum { SUCCESS = 0, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, REMOTE_ERROR = 6, IN_PROGRESS = 7 };
+enum { SUCCESS = 0, INVALID_ARGUMENT = 4, INVALID_USAGE = 5, IN_PROGRESS = 7 };
 enum { COUNT = 1000, RANKS = 8 };
 
 static void *library;
@@ -278,29 +277,6 @@ static void one_thread(int ranks) {
     OK(CALL(ncclGroupEnd, void)());
 }
 
-/* The last rank dies in a collective: the others' communicators say so, and an abort leaves the process usable. */
-static void killed(int rank, int ranks, const char *file) {
-    comm_t comm = join(rank, ranks, file);
-    int32_t *in = memory(4 * COUNT);
-    stream_t stream = (stream_t)(uintptr_t)16;
-    OK(((all_reduce_t)found("ncclAllReduce"))(in, in, COUNT, INT32, SUM, comm, stream));
-    OK(synchronize(stream));
-    if (rank == ranks - 1) {
-        /* The others may still be in the first call, which would fail as well. */
-        usleep(1000000);
-        kill(getpid(), SIGKILL);
-    }
-    OK(((all_reduce_t)found("ncclAllReduce"))(in, in, COUNT, INT32, SUM, comm, stream));
-    int code = SUCCESS;
-    for (int tries = 0; code == SUCCESS && tries < 500; tries++) {
-        usleep(10000);
-        OK(CALL(ncclCommGetAsyncError, comm_t, int *)(comm, &code));
-    }
-    CHECK(code == REMOTE_ERROR);
-    OK(CALL(ncclCommAbort, comm_t)(comm));
-    one_thread(2);
-}
-
 /* What programs of NCCL 2.18 pass, of which the rest is left as it is. */
 struct config {
     size_t size;
@@ -331,22 +307,6 @@ static void in_progress(int rank, int ranks, const char *file) {
     OK(CALL(ncclCommDestroy, comm_t)(comm));
 }
 
-/* Ranks that call different things hear of it. */
-static void differing(int rank, int ranks, const char *file) {
-    comm_t comm = join(rank, ranks, file);
-    int32_t *in = memory(4 * COUNT), *out = memory(4 * COUNT * RANKS);
-    stream_t stream = (stream_t)(uintptr_t)16;
-    if (rank == 0)
-        OK(((all_reduce_t)found("ncclAllReduce"))(in, out, COUNT, INT32, SUM, comm, stream));
-    else
-        OK(CALL(ncclAllGather, const void *, void *, size_t, int, comm_t, stream_t)(in, out, COUNT, INT32, comm, stream));
-    CHECK(synchronize(stream) != SUCCESS);
-    printf("%s\n", last_error(comm));
-    /* An abort would be what the other rank hears of, if it has not compared yet. */
-    sleep(1);
-    OK(CALL(ncclCommAbort, comm_t)(comm));
-}
-
 int main(int count, char **arguments) {
     if (count != 6) return 2;
     library = dlopen(arguments[1], RTLD_NOW);
@@ -360,12 +320,8 @@ int main(int count, char **arguments) {
         whole_life(rank, ranks, file);
     else if (strcmp(what, "thread") == 0)
         one_thread(ranks);
-    else if (strcmp(what, "progress") == 0)
-        in_progress(rank, ranks, file);
-    else if (strcmp(what, "killed") == 0)
-        killed(rank, ranks, file);
     else
-        differing(rank, ranks, file);
+        in_progress(rank, ranks, file);
     printf("done\n");
     return 0;
 }

@@ -10,18 +10,37 @@ import threading
 import time
 from ctypes import byref, c_char_p, c_double, c_float, c_int, c_size_t, c_uint, c_uint64, c_void_p
 
-SUCCESS, SYSTEM_ERROR, INVALID_ARGUMENT, INVALID_USAGE, IN_PROGRESS = 0, 2, 4, 5, 7
-INT32, FLOAT64 = 2, 8
-SUM, PROD, MAX, MIN, AVG = range(5)
-COUNT = 3000
+from nccl import (
+    COUNT,
+    FLOAT64,
+    INT32,
+    INVALID_ARGUMENT,
+    INVALID_USAGE,
+    IN_PROGRESS,
+    MAX,
+    MIN,
+    AVG,
+    PROD,
+    SUCCESS,
+    SUM,
+    SYSTEM_ERROR,
+    UniqueId,
+    call,
+    called,
+    has_ended,
+    join,
+    last_error,
+    memory,
+    new_id,
+    ok,
+    on_threads,
+    refused,
+    stream_of,
+    sum_of_ranks,
+    synchronize,
+)
 
-library = ctypes.CDLL(sys.argv[1])
 NAMES = set(sys.argv[2].split())
-called = set()
-
-
-class UniqueId(ctypes.Structure):
-    _fields_ = [("bytes", ctypes.c_char * 128)]
 
 
 class Team(ctypes.Structure):
@@ -36,81 +55,6 @@ def header(bytes_=256):
     return Header(bytes_, 0xCAFEBEEF, 22907)
 
 
-def call(name, *arguments, twin=False, gives=c_int):
-    """Calls a function. Numbers that are not wrapped are `int`s, and `None` is a null pointer."""
-    called.add(name)
-    function = getattr(library, f"{'p' if twin else ''}nccl{name}")
-    function.restype = gives
-    function.argtypes = None
-    wrapped = [c_void_p(None) if argument is None else argument for argument in arguments]
-    return function(*wrapped)
-
-
-def last_error(comm=None):
-    return call("GetLastError", comm, gives=c_char_p).decode()
-
-
-def ok(name, *arguments, **options):
-    code = call(name, *arguments, **options)
-    assert code == SUCCESS, f"nccl{name} gives {code}: {last_error()}"
-
-
-def refused(expected, name, *arguments, **options):
-    code = call(name, *arguments, **options)
-    assert code == expected, f"nccl{name} gives {code} instead of {expected}: {last_error()}"
-    assert last_error(), name
-
-
-def synchronize(stream):
-    code = library.warplink_nccl_host_stream_synchronize(stream)
-    assert code == SUCCESS, last_error()
-
-
-def stream_of(number, rank):
-    """Ranks of one process need streams of their own: their calls wait for one another."""
-    return c_void_p(number * 100 + rank)
-
-
-def new_id():
-    made = UniqueId()
-    ok("GetUniqueId", byref(made))
-    return made
-
-
-def memory(values, kind=c_int):
-    place = c_void_p()
-    ok("MemAlloc", byref(place), c_size_t(len(values) * ctypes.sizeof(kind)))
-    array = (kind * len(values)).from_address(place.value)
-    array[:] = values
-    return place, array
-
-
-def on_threads(bodies):
-    """Runs bodies at the same time; any failure is one of the caller's."""
-    failures = []
-
-    def guarded(body):
-        try:
-            body()
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=guarded, args=[body], daemon=True) for body in bodies]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "a rank does not end"
-    for failure in failures:
-        raise failure
-
-
-def join(rank, ranks, identifier):
-    comm = c_void_p()
-    ok("CommInitRank", byref(comm), ranks, identifier, rank)
-    return comm
-
-
 def on_ranks(ranks, body):
     identifier = new_id()
 
@@ -120,14 +64,6 @@ def on_ranks(ranks, body):
         ok("CommDestroy", comm)
 
     on_threads([lambda rank=rank: one(rank) for rank in range(ranks)])
-
-
-def sum_of_ranks(comm, rank, ranks, stream):
-    given, values = memory([rank + 1] * COUNT)
-    ok("AllReduce", given, given, c_size_t(COUNT), INT32, SUM, comm, stream_of(stream, rank))
-    synchronize(stream_of(stream, rank))
-    assert values[:] == [ranks * (ranks + 1) // 2] * COUNT
-    ok("MemFree", given)
 
 
 def floats(one, two, three, half, kind):
@@ -394,7 +330,7 @@ def hung():
         started = time.monotonic()
         aborting = threading.Timer(0.2, lambda: ok("CommAbort", comm))
         aborting.start()
-        assert library.warplink_nccl_host_stream_synchronize(c_void_p(50)) != SUCCESS
+        assert not has_ended(c_void_p(50))
         aborting.join()
         assert time.monotonic() - started < 10
         ok("MemFree", place)

@@ -7,6 +7,7 @@ use super::driver::context::Context;
 use super::kernels::transfer::TransferKernel;
 use super::kernels::user::WrittenModules;
 use super::memory::block_pool::{Block, BlockPool};
+use super::memory::borrowed::KnownPlaces;
 use super::memory::reaper::Reaper;
 use super::memory::staging::Staging;
 use super::nccl::watch::Watched;
@@ -32,6 +33,7 @@ pub(super) struct Gpu {
     /// Freed memory kept for later allocations.
     pub(super) blocks: Arc<BlockPool>,
     pub(super) staging: Staging,
+    pub(super) known_places: KnownPlaces,
     pub(super) signals: Arc<Signals>,
     pub(super) workspaces: Workspaces,
     pub(super) written: WrittenModules,
@@ -66,6 +68,7 @@ impl Gpu {
             reaper,
             blocks: Arc::new(BlockPool::new(max_pooled_bytes)),
             staging,
+            known_places: KnownPlaces::default(),
             signals,
             workspaces: Workspaces::default(),
             written: WrittenModules::default(),

@@ -5,13 +5,17 @@ use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::{DeviceSlice, combined_identity};
 use crate::error::{Error, Result};
+use crate::sync::lock;
 use cudarc::driver::sys::{CUpointer_attribute, CUpointer_attribute_enum as Attribute};
 use std::any::Any;
 use std::ffi::{c_uint, c_void};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// `CU_MEMORYTYPE_DEVICE`.
 const DEVICE_MEMORY: u64 = 2;
+
+/// Maximum mappings whose attributes are cached: allocators suballocate most memory from few of them.
+const MAX_KNOWN: usize = 64;
 
 /// Creates a slice of `bytes` at `address`. Its backing spans the whole allocation, or the pieces of virtual
 /// memory that contain the range.
@@ -53,11 +57,17 @@ pub(crate) unsafe fn borrow(
             "{bytes} bytes at {address:#x} overflow the address space"
         ))
     })?;
-    let ipc_capable = at.ipc_capable == 1;
-    let pieces = pieces(gpu, address, end, ipc_capable, at);
+    let ipc_capable = at.is_plain();
+    let mut found = pieces(gpu, address, end, ipc_capable, at);
+    if end_of(&found, address) < end {
+        // Memory of a pool may have grown under its id.
+        gpu.known_places.clear();
+        found = pieces(gpu, address, end, ipc_capable, place(gpu, address));
+    }
+    let pieces = found;
     let base = pieces.first().map_or(address, |piece| piece.base);
-    let size: usize = pieces.iter().map(|piece| piece.bytes).sum();
-    let allocation_end = base + size as u64;
+    let allocation_end = end_of(&pieces, address);
+    let size = (allocation_end - base) as usize;
     if end > allocation_end {
         return Err(foreign(format!(
             "{bytes} bytes at {address:#x} pass the end of the allocation; expected an end of at most {allocation_end:#x}"
@@ -91,6 +101,13 @@ pub(super) fn identity(gpu: &Gpu, base: u64, bytes: usize, plain: bool) -> Optio
 fn identity_of(pieces: &[MappedPiece]) -> Option<u64> {
     let ids: Option<Vec<u64>> = pieces.iter().map(|piece| piece.id).collect();
     ids.map(|ids| foreign_identity(combined_identity(&ids)))
+}
+
+/// End of contiguous mappings, of which the first contains `address`.
+fn end_of(pieces: &[MappedPiece], address: u64) -> u64 {
+    pieces
+        .last()
+        .map_or(address, |piece| piece.base + piece.bytes as u64)
 }
 
 /// A mapping of physical memory.
@@ -150,6 +167,16 @@ impl BorrowedPlace {
         self.memory_type == DEVICE_MEMORY
     }
 
+    fn is_plain(&self) -> bool {
+        self.ipc_capable == 1
+    }
+
+    /// Whether the mapping contains an address.
+    fn contains(&self, address: u64) -> bool {
+        let (start, bytes) = self.extent(self.is_plain());
+        start <= address && address - start < bytes
+    }
+
     /// Start and length of the mapping. The range of memory that is not plain may be a whole reservation, so that the
     /// single physical piece counts.
     fn extent(&self, plain: bool) -> (u64, u64) {
@@ -160,45 +187,125 @@ impl BorrowedPlace {
     }
 }
 
-/// Asks for all attributes at once: each call of the driver takes a lock, and callers pass addresses in every call of
-/// theirs.
+/// Attributes of recently borrowed mappings: callers pass addresses in every call of theirs, and all attributes
+/// together take the driver microseconds.
+#[derive(Debug, Default)]
+pub(crate) struct KnownPlaces(Mutex<PlaceRing>);
+
+#[derive(Debug, Default)]
+struct PlaceRing {
+    places: Vec<BorrowedPlace>,
+    /// Index of the entry that the next insertion replaces once the ring is full.
+    oldest: usize,
+}
+
+impl KnownPlaces {
+    fn find(&self, address: u64) -> Option<BorrowedPlace> {
+        let ring = lock(&self.0);
+        ring.places
+            .iter()
+            .find(|place| place.contains(address))
+            .copied()
+    }
+
+    fn clear(&self) {
+        lock(&self.0).places.clear();
+    }
+
+    /// Adds `place`, and removes mappings that it overlaps, which are gone.
+    fn insert(&self, place: BorrowedPlace) {
+        let mut ring = lock(&self.0);
+        let (start, _) = place.extent(place.is_plain());
+        ring.places.retain(|known| {
+            let (known_start, _) = known.extent(known.is_plain());
+            !known.contains(start) && !place.contains(known_start)
+        });
+        if ring.places.len() < MAX_KNOWN {
+            ring.places.push(place);
+            return;
+        }
+        let oldest = ring.oldest % MAX_KNOWN;
+        ring.places[oldest] = place;
+        ring.oldest = oldest + 1;
+    }
+}
+
+/// Attributes of an address. Cached ones are used only if the mapping still has the same id, which the driver never
+/// uses again.
 fn place(gpu: &Gpu, address: u64) -> BorrowedPlace {
+    if let Some(known) = gpu.known_places.find(address)
+        && buffer_id(gpu, address) == Some(known.id)
+    {
+        return known;
+    }
+    let place = all_attributes(gpu, address);
+    if place.is_device() && place.id != 0 {
+        gpu.known_places.insert(place);
+    }
+    place
+}
+
+/// The id of the allocation, or of the physical piece, at an address.
+fn buffer_id(gpu: &Gpu, address: u64) -> Option<u64> {
+    let mut id = 0;
+    query(
+        gpu,
+        address,
+        [(Attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID, &mut id)],
+    )
+    .then_some(id)
+}
+
+fn all_attributes(gpu: &Gpu, address: u64) -> BorrowedPlace {
     // Attributes have 1, 4 or 8 bytes. The zeroed upper bytes widen them on little-endian machines, which are
     // all that this driver supports.
     let mut place = BorrowedPlace::default();
-    let values: [(CUpointer_attribute, *mut u64); 8] = [
+    let values: [(CUpointer_attribute, &mut u64); 8] = [
         (
             Attribute::CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
-            &raw mut place.memory_type,
+            &mut place.memory_type,
         ),
         (
             Attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
-            &raw mut place.ordinal,
+            &mut place.ordinal,
         ),
         (
             Attribute::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
-            &raw mut place.ipc_capable,
+            &mut place.ipc_capable,
         ),
-        (Attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID, &raw mut place.id),
+        (Attribute::CU_POINTER_ATTRIBUTE_BUFFER_ID, &mut place.id),
         (
             Attribute::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
-            &raw mut place.range_start,
+            &mut place.range_start,
         ),
         (
             Attribute::CU_POINTER_ATTRIBUTE_RANGE_SIZE,
-            &raw mut place.range_bytes,
+            &mut place.range_bytes,
         ),
         (
             Attribute::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR,
-            &raw mut place.mapping_start,
+            &mut place.mapping_start,
         ),
         (
             Attribute::CU_POINTER_ATTRIBUTE_MAPPING_SIZE,
-            &raw mut place.mapping_bytes,
+            &mut place.mapping_bytes,
         ),
     ];
-    let mut attributes = values.map(|(attribute, _)| attribute);
-    let mut pointers = values.map(|(_, value)| value.cast::<c_void>());
+    if query(gpu, address, values) {
+        place
+    } else {
+        BorrowedPlace::default()
+    }
+}
+
+/// Queries attributes in one call, since each call takes a lock of the driver; returns whether it succeeded.
+fn query<const N: usize>(
+    gpu: &Gpu,
+    address: u64,
+    values: [(CUpointer_attribute, &mut u64); N],
+) -> bool {
+    let mut attributes = values.each_ref().map(|(attribute, _)| *attribute);
+    let mut pointers = values.map(|(_, value)| std::ptr::from_mut(value).cast::<c_void>());
     // SAFETY: the number of attributes is that of the pointers, each to a value with space for the largest attribute.
     let code = unsafe {
         (gpu.context.driver.cuPointerGetAttributes)(
@@ -208,9 +315,43 @@ fn place(gpu: &Gpu, address: u64) -> BorrowedPlace {
             address,
         )
     };
-    if code == status::SUCCESS {
-        place
-    } else {
-        BorrowedPlace::default()
+    code == status::SUCCESS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(start: u64, bytes: u64, id: u64) -> BorrowedPlace {
+        BorrowedPlace {
+            memory_type: DEVICE_MEMORY,
+            id,
+            mapping_start: start,
+            mapping_bytes: bytes,
+            ..BorrowedPlace::default()
+        }
+    }
+
+    #[test]
+    fn newer_mappings_replace_those_that_they_overlap_and_the_oldest() {
+        let known = KnownPlaces::default();
+        let id = |address| known.find(address).map(|place| place.id);
+        known.insert(at(100, 50, 1));
+        known.insert(at(150, 50, 2));
+        assert_eq!(
+            [99, 100, 149, 150, 199, 200].map(id),
+            [None, Some(1), Some(1), Some(2), Some(2), None]
+        );
+        known.insert(at(140, 20, 3));
+        assert_eq!([100, 140, 159, 160].map(id), [None, Some(3), Some(3), None]);
+        for number in 0..2 * MAX_KNOWN as u64 {
+            known.insert(at(1000 + 10 * number, 10, number));
+            assert_eq!(id(1009 + 10 * number), Some(number));
+        }
+        assert_eq!(id(140), None);
+        assert_eq!(lock(&known.0).places.len(), MAX_KNOWN);
+        known.clear();
+        known.insert(at(1000, 10, 4));
+        assert_eq!([1000, 1010].map(id), [Some(4), None]);
     }
 }
