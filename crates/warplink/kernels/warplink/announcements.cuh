@@ -82,8 +82,8 @@ __device__ __forceinline__ bool compare(Lane &lane, const Packet<8> &came, const
 // Stores the announcement as 16-byte packets at every place.
 template <u32 COUNT, u32 INTEGERS> __device__ __forceinline__ void announce(Lane &lane, const Places<COUNT> &to, const Announced<INTEGERS> &all) {
     typedef detail::OnePacket<COUNT, Announced<INTEGERS>::packets> One;
-    if (threadIdx.x >= One::count) return;
-    const One one(threadIdx.x);
+    if (lane.rank() >= One::count) return;
+    const One one(lane.rank());
     detail::store_packet(one.at(to), one.of(all), Flag(lane.epoch()));
 }
 
@@ -93,8 +93,8 @@ template <u32 COUNT, u32 INTEGERS> __device__ __forceinline__ void announce(Lane
 template <u32 COUNT, u32 INTEGERS>
 __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, const Announced<INTEGERS> &all, u64 verdict) {
     typedef detail::OnePacket<COUNT, Announced<INTEGERS>::packets> One;
-    if (threadIdx.x >= One::count) return;
-    const One one(threadIdx.x);
+    if (lane.rank() >= One::count) return;
+    const One one(lane.rank());
     const u64 at = one.at(from);
     detail::Packet<8> came = detail::load_packet<8>(at);
     if (!detail::await_packet(lane, at, came, Flag(lane.epoch()))) return;

@@ -228,6 +228,7 @@ struct Row {
     // Combines the values of all threads, on each of them: by the bits of the thread's number from bit 4 on within a
     // warp, and then of the warp's number. The threads agree on whether the lane has ended.
     template <typename Operator> __device__ __forceinline__ float across(float value) {
+        if constexpr (lane_blocks > 1) return across_blocks<Operator>(value);
         __shared__ float of_warps[2][32];
         float *values = of_warps[turn++ % 2];
 #pragma unroll
@@ -235,6 +236,26 @@ struct Row {
         if (lane.rank() % 32 == 0) values[lane.rank() / 32] = value;
         lane.agree();
         value = lane.rank() % 32 < lane.size() / 32 ? values[lane.rank() % 32] : Operator::none();
+#pragma unroll
+        for (u32 half = 16; half > 0; half /= 2) value = Operator::combine(value, __shfl_xor_sync(0xffffffffu, value, half));
+        return value;
+    }
+
+    // The same for a lane of several blocks: each warp stores its value, and whether the lane has ended, at all blocks.
+    template <typename Operator> __device__ __forceinline__ float across_blocks(float value) {
+        __shared__ u64 of_warps[2][32];
+        u64 *values = of_warps[turn++ % 2];
+#pragma unroll
+        for (u32 half = 16; half > 0; half /= 2) value = Operator::combine(value, __shfl_xor_sync(0xffffffffu, value, half));
+        const u32 number = lane.rank() % 32;
+        lane.ended = __any_sync(0xffffffffu, lane.ended);
+        lane.gather();
+        if (number < lane_blocks) detail::store_in_cluster(values + lane.rank() / 32, number, (u64)lane.ended << 32 | __float_as_uint(value));
+        detail::cluster_arrive();
+        detail::cluster_wait();
+        const u64 stored = number < lane.size() / 32 ? values[number] : (u64)__float_as_uint(Operator::none());
+        lane.ended = __any_sync(0xffffffffu, stored >> 32 != 0);
+        value = __uint_as_float((u32)stored);
 #pragma unroll
         for (u32 half = 16; half > 0; half /= 2) value = Operator::combine(value, __shfl_xor_sync(0xffffffffu, value, half));
         return value;

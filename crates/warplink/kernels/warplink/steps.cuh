@@ -1,7 +1,8 @@
 // The steps of kernel sections, called by compiled sections and available to hand-written kernels (sm_80 and newer).
 // The steps by which ranks exchange the arguments of a launch are in announcements.cuh.
 //
-// A lane is a one-dimensional block of whole warps. All its threads make every call, with the same arguments. The
+// A lane is a one-dimensional block of whole warps, or a cluster of such blocks (sm_90 and newer) for steps that do not
+// signal, wait for signals, read values or locate tensors. All its threads make every call, with the same arguments. The
 // steps of a lane are ordered only by signals, packets and `sync`:
 //
 // | call | orders |
@@ -29,6 +30,38 @@
 
 namespace warplink {
 
+// Blocks of a lane.
+#ifndef WARPLINK_LANE_BLOCKS
+#define WARPLINK_LANE_BLOCKS 1
+#endif
+constexpr u32 lane_blocks = WARPLINK_LANE_BLOCKS;
+
+namespace detail {
+
+// Barrier of the threads of a cluster, in two halves; stores before the first are visible after the second.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// Stores to the shared memory of a block of the cluster, at the address of `own` in this block's.
+__device__ __forceinline__ void store_in_cluster(u64 *own, u32 block, u64 value) {
+#if __CUDA_ARCH__ >= 900
+    const u32 local = (u32)__cvta_generic_to_shared(own);
+    u32 remote;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(block));
+    asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(remote), "l"(value) : "memory");
+#endif
+}
+
+}  // namespace detail
+
 // Flags of packets of an epoch, from 1 on: `single` in 8-byte packets, which is never 0, `first` and `second` in
 // 16-byte packets, a pair that never repeats. 128-byte packets contain the epoch itself.
 struct Flag {
@@ -44,9 +77,12 @@ struct Lane {
     // Before this one.
     u64 launches;
     bool ended;
+    // Whether all blocks of the lane are known to run, which has to precede accesses of their shared memory.
+    bool together;
 
     // `epochs`: the number of launches so far for each lane, in this rank's memory.
-    __device__ __forceinline__ Lane(u64 abort, u64 epochs) : abort(abort), epochs(epochs), ended(false) {
+    __device__ __forceinline__ Lane(u64 abort, u64 epochs) : abort(abort), epochs(epochs), ended(false), together(lane_blocks == 1) {
+        if constexpr (lane_blocks > 1) detail::cluster_arrive();
         detail::await_preceding();
         launches = detail::load_relaxed(epochs + 8 * blockIdx.x);
     }
@@ -58,11 +94,28 @@ struct Lane {
         return epoch;
     }
 
-    __device__ __forceinline__ u32 rank() const { return threadIdx.x; }
-    __device__ __forceinline__ u32 size() const { return blockDim.x; }
-    __device__ __forceinline__ void sync() const { __syncthreads(); }
+    __device__ __forceinline__ u32 rank() const {
+        if constexpr (lane_blocks > 1) return blockIdx.x % lane_blocks * blockDim.x + threadIdx.x;
+        return threadIdx.x;
+    }
+    __device__ __forceinline__ u32 size() const { return lane_blocks * blockDim.x; }
+    __device__ __forceinline__ void sync() {
+        if constexpr (lane_blocks > 1) {
+            gather();
+            detail::cluster_arrive();
+            detail::cluster_wait();
+        } else {
+            __syncthreads();
+        }
+    }
 
-    // Makes the threads agree on whether the lane has ended.
+    // Waits until all blocks of the lane run.
+    __device__ __forceinline__ void gather() {
+        if (!together) detail::cluster_wait();
+        together = true;
+    }
+
+    // Makes the threads of a block agree on whether the lane has ended.
     __device__ __forceinline__ bool agree() {
         ended = __syncthreads_or(ended);
         return ended;
@@ -80,6 +133,7 @@ struct Lane {
     __device__ __forceinline__ void finish(u32 lanes) {
         // Every thread has read its epoch.
         __syncthreads();
+        gather();
         const u64 epoch = launches + 1;
         if (threadIdx.x == 0) *(volatile u64 *)(epochs + 8 * blockIdx.x) = epoch;
         if (lanes == gridDim.x) return;

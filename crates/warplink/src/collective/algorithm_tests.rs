@@ -23,6 +23,8 @@ pub(in crate::collective) fn machine(world: usize) -> Machine {
         kernels: TransferKernels::default(),
         packet_bytes: 64 << 10,
         plain_bytes: 128 << 10,
+        cluster_blocks: 1,
+        most_blocks: 132,
         most_lanes: 128,
         forced_lanes: None,
         forced_threads: None,

@@ -77,6 +77,9 @@ pub(super) struct Machine {
     pub(super) plain_bytes: usize,
     /// Maximum lanes that move data. If ranks share a device, it must have space for all of them.
     pub(super) most_lanes: usize,
+    /// Maximum blocks of a lane, and of a launch that has lanes of several blocks.
+    pub(super) cluster_blocks: usize,
+    pub(super) most_blocks: usize,
     /// Lanes and threads fixed by options.
     pub(super) forced_lanes: Option<usize>,
     pub(super) forced_threads: Option<usize>,

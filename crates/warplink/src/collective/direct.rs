@@ -14,8 +14,9 @@ use crate::program::section::{ScratchInstance, WorkspaceLayout};
 use crate::topology;
 use std::sync::Arc;
 
-/// Maximum lanes of a kernel that shares the workspace: 128 for data and one to synchronize.
-const MAX_LANES: usize = 129;
+/// Maximum blocks of a kernel that shares the workspace: one for each multiprocessor of any device so far. Most kernels
+/// have a block for each lane, at most 128 for data and one to synchronize.
+pub(super) const MAX_BLOCKS: usize = 160;
 
 /// Minimum bytes of a launch, so that each rank has some elements.
 const MIN_LAUNCH_BYTES: usize = 4096;
@@ -77,7 +78,7 @@ impl Direct {
         let layout = WorkspaceLayout::of(&scratch);
         Ok(Self {
             rank,
-            workspace: SharedWorkspace::join(context, layout, MAX_LANES, |peer| {
+            workspace: SharedWorkspace::join(context, layout, MAX_BLOCKS, |peer| {
                 // In a hybrid cube mesh, other ranks cannot be mapped, and the program does not access them.
                 let positions = machine.cube.as_ref();
                 positions.is_none_or(|positions| topology::is_cube_link(positions, rank, peer))

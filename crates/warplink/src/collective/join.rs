@@ -1,7 +1,7 @@
 //! Joining collectives: selects the path of a communicator.
 
 use super::choice::Machine;
-use super::direct::Direct;
+use super::direct::{Direct, MAX_BLOCKS};
 use super::engine::EngineCollectives;
 use super::estimate::Estimates;
 use super::messages::Lines;
@@ -79,8 +79,8 @@ impl Collectives {
         let rank = context.rank();
         let model = context.hardware_model()?;
         // Collective, before anything can fail on a single rank.
-        let fewest = fewest_multiprocessors(&context)?;
-        let machine = Self::machine(&context, options, &model, fewest);
+        let [fewest, cluster_blocks] = fewest_multiprocessors(&context)?;
+        let machine = Self::machine(&context, options, &model, [fewest, cluster_blocks]);
         // If one rank fails, all do, since later steps are collective.
         let mut machine = context.agree_on(machine)?;
         let topology = topology(&context, forced)?;
@@ -215,7 +215,7 @@ impl Collectives {
         context: &RankContext,
         options: &CollectiveOptions,
         model: &HardwareModel,
-        fewest: usize,
+        [fewest, cluster_blocks]: [usize; 2],
     ) -> Result<Machine> {
         let world = context.world();
         if options.path == Some(CollectivePath::Direct) && world > MAX_DIRECT_RANKS {
@@ -263,6 +263,10 @@ impl Collectives {
             plain_bytes: pages(options.workspace_bytes / 5 * 2),
             most_lanes: Machine::most_lanes(multiprocessors, sharing)
                 .min(options.multiprocessors.map_or(usize::MAX, |most| most - 1)),
+            cluster_blocks,
+            most_blocks: (multiprocessors / sharing.max(1))
+                .min(options.multiprocessors.unwrap_or(usize::MAX))
+                .min(MAX_BLOCKS),
             rates: [lanes.stored, lanes.loaded],
             forced_lanes: options.lanes,
             forced_threads: options.threads,
@@ -273,14 +277,18 @@ impl Collectives {
     }
 }
 
-/// Smallest number of multiprocessors among ranks. Collective.
-fn fewest_multiprocessors(context: &RankContext) -> Result<usize> {
-    let own = context.device.properties().multiprocessors as u64;
-    let all = context.all_gather(&own.to_le_bytes())?;
+/// Smallest number of multiprocessors among ranks, and smallest number of blocks of a cluster. Collective.
+fn fewest_multiprocessors(context: &RankContext) -> Result<[usize; 2]> {
+    let properties = context.device.properties();
+    let own = [properties.multiprocessors, properties.cluster_blocks].map(|it| it as u64);
+    let all = context.all_gather(&own.map(u64::to_le_bytes).concat())?;
     // The fewest of all ranks: lanes of all ranks wait for one another, so each must have space for its own.
-    let all = all.iter().filter_map(|one| one.as_slice().try_into().ok());
-    let fewest = all.map(u64::from_le_bytes).min().unwrap_or(own);
-    Ok(usize::try_from(fewest).unwrap_or(usize::MAX))
+    let least = |number: usize| {
+        let words = all.iter().filter_map(|one| one.chunks_exact(8).nth(number)?.try_into().ok());
+        let fewest = words.map(u64::from_le_bytes).min().unwrap_or(own[number]);
+        usize::try_from(fewest).unwrap_or(usize::MAX)
+    };
+    Ok([least(0), least(1)])
 }
 
 /// First rank on another machine.

@@ -9,6 +9,8 @@ pub struct DeviceProperties {
     pub version: String,
     /// Number of multiprocessors, or hardware threads.
     pub multiprocessors: usize,
+    /// Maximum number of blocks of a kernel that can access one another's shared memory; 1 without such clusters.
+    pub cluster_blocks: usize,
     /// Clock rate in Hz.
     pub clock: f64,
     /// Matrix throughput of all multiprocessors in operations per second, for 16-bit and 32-bit floats.

@@ -22,6 +22,9 @@ const MAX_KEPT: usize = 1024;
 /// Elements of a row that a thread handles at a time.
 const UNIT: usize = 8;
 
+/// Minimum threads of each of several blocks of a lane.
+const MIN_BLOCK_THREADS: usize = 128;
+
 /// Reason why a row cannot be sent.
 const TOO_LONG: &str = "give the workspace more bytes (CollectiveOptions::workspace_bytes)";
 
@@ -39,6 +42,8 @@ pub(super) struct Shape {
     pub(super) way: Way,
     pub(super) lanes: usize,
     pub(super) threads: usize,
+    /// Blocks of a lane, which divide its threads.
+    pub(super) blocks: usize,
     /// Maximum rows of a launch.
     pub(super) rows: usize,
 }
@@ -48,7 +53,7 @@ pub(in crate::collective) struct FusedLaunches {
     rank: Rank,
     kept: Mutex<Recent<Key, Arc<SharedKernel>>>,
     /// Keyed by the bit length of the number of rows: kernels whose code other calls share.
-    models: Mutex<Recent<(Key, usize, usize), Arc<SharedKernel>>>,
+    models: Mutex<Recent<(Key, [usize; 3]), Arc<SharedKernel>>>,
     /// Keyed by the announcement of the call with a rounded number of rows.
     ways: Mutex<BTreeMap<[u32; 4], Way>>,
 }
@@ -143,7 +148,7 @@ impl FusedLaunches {
             words: described.of(bits as usize).words(shape.way),
             ..key
         };
-        let like = (like, shape.lanes, shape.threads);
+        let like = (like, [shape.lanes, shape.threads, shape.blocks]);
         let model = lock(&self.models).get(&like).cloned();
         let section = |tokens: usize| -> Result<SectionInstance> {
             let program = described
@@ -151,6 +156,7 @@ impl FusedLaunches {
                 .rank_program(machine, shape, self.rank)?;
             let mut section = section(&program)?;
             section.shared_tensors = form.in_place.iter().any(Option::is_some);
+            section.blocks = shape.blocks;
             section.published = matches!(shape.way, Way::Direct | Way::Gathered);
             Ok(section)
         };
@@ -214,6 +220,13 @@ impl Described {
                 let most = room.min(machine.most_lanes).min(self.most_lanes(way));
                 (if room == 0 { 0 } else { call.tokens }, groups, most)
             }
+            Way::Pushed => {
+                // Two rows for each peer, which alternate.
+                let rows = 2 * (world - 1).max(1) * row;
+                let room = machine.plain_bytes / call.dtype.size() / rows;
+                let most = room.min(machine.most_lanes);
+                (if room == 0 { 0 } else { call.tokens }, call.tokens, most)
+            }
             Way::Quantized => {
                 let lanes = self.quantized_rows(machine) / (2 * world);
                 let most = lanes.min(machine.most_lanes);
@@ -224,10 +237,21 @@ impl Described {
         if rows == 0 {
             return Err(too_long());
         }
+        let lanes = machine.lanes(wanted.min(rows), most);
+        let threads = machine.threads(call.width.div_ceil(UNIT));
+        // One block takes long to send and receive a row.
+        let fits = |blocks: &usize| {
+            way == Way::OneShot
+                && *blocks <= machine.cluster_blocks
+                && *blocks * MIN_BLOCK_THREADS <= threads
+                && *blocks * (lanes + 1) <= machine.most_blocks
+        };
+        let blocks = [8, 4, 2].into_iter().find(fits);
         Ok(Shape {
             way,
-            lanes: machine.lanes(wanted.min(rows), most),
-            threads: machine.threads(call.width.div_ceil(UNIT)),
+            lanes,
+            threads,
+            blocks: blocks.unwrap_or(1),
             rows,
         })
     }
@@ -256,7 +280,9 @@ impl Described {
     pub(super) fn parameters(&self, machine: &Machine, shape: &Shape) -> Parameters {
         let room = match shape.way {
             Way::OneShot => machine.packet_bytes / self.call.dtype.size(),
-            Way::Direct | Way::Gathered => machine.plain_bytes / self.call.dtype.size(),
+            Way::Pushed | Way::Direct | Way::Gathered => {
+                machine.plain_bytes / self.call.dtype.size()
+            }
             Way::Quantized => machine.plain_bytes,
         };
         let words = self.words(shape.way).map(|word| i64::from(word as i32));

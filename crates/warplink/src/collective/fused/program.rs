@@ -11,6 +11,7 @@ use std::fmt::Write as _;
 
 const ONE_SHOT: &str = include_str!("one_shot.wlp");
 const DIRECT: &str = include_str!("direct.wlp");
+const PUSHED: &str = include_str!("pushed.wlp");
 const BY_OWNER: &str = include_str!("by_owner.wlp");
 const QUANTIZED: &str = include_str!("quantized.wlp");
 
@@ -40,6 +41,9 @@ pub(super) enum Way {
     /// A rank reads its rows from all ranks, and stores h at all, which compute the remaining results from it: fewer
     /// bytes over links if h is stored at all ranks anyway.
     Gathered,
+    /// Every rank gets all rows in scratch, a few at a time, and computes all of them: for two ranks, the fewest bytes
+    /// over links, and none are loaded from peers.
+    Pushed,
     /// Rows travel as 8-bit floats, to the ranks that own them and back.
     Quantized,
 }
@@ -50,6 +54,7 @@ impl Way {
         match self {
             Self::OneShot => Algorithm::OneShot,
             Self::Direct => Algorithm::Direct,
+            Self::Pushed => Algorithm::Chunks,
             Self::Gathered | Self::Quantized => Algorithm::TwoShot,
         }
     }
@@ -122,6 +127,7 @@ impl Described {
             (true, _) => BY_OWNER,
             (_, Way::OneShot) => ONE_SHOT,
             (_, Way::Direct | Way::Gathered) => DIRECT,
+            (_, Way::Pushed) => PUSHED,
         };
         let everywhere = if by_owner { At::Owned } else { At::Everywhere };
         let outputs: Vec<Tensor> = self.outputs().collect();
@@ -216,10 +222,10 @@ impl Described {
         match self.call.kind {
             _ if self.call.wire == Wire::Fp8 => &[Way::Quantized],
             FusedKind::AllReduce => match (announces, gathers) {
-                (true, true) => &[Way::OneShot, Way::Direct, Way::Gathered],
-                (true, false) => &[Way::OneShot, Way::Direct],
-                (false, true) => &[Way::OneShot, Way::Gathered],
-                (false, false) => &[Way::OneShot],
+                (true, true) => &[Way::OneShot, Way::Pushed, Way::Direct, Way::Gathered],
+                (true, false) => &[Way::OneShot, Way::Pushed, Way::Direct],
+                (false, true) => &[Way::OneShot, Way::Pushed, Way::Gathered],
+                (false, false) => &[Way::OneShot, Way::Pushed],
             },
             _ => &[Way::Direct],
         }

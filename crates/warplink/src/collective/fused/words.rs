@@ -28,7 +28,8 @@ impl Described {
         let quantization = epilogue.quantization.map_or(0, |it| it as u32);
         let what = FUSED
             | (call.kind as u32) << KIND
-            | (way as u32) << WAY
+            // Quantized rows have a wire format of their own, so two bits suffice.
+            | (way as u32 & 3) << WAY
             | (call.dtype as u32) << DTYPE
             | norm << NORM
             | u32::from(epilogue.weight_bias) << BIAS

@@ -25,6 +25,7 @@ pub(super) fn of(
         model: capabilities.name.clone(),
         version: format!("CUDA {major}.{minor}"),
         multiprocessors: capabilities.multiprocessors as usize,
+        cluster_blocks: cluster_blocks(capabilities.compute_capability),
         clock,
         products,
         memory_rate,
@@ -33,6 +34,11 @@ pub(super) fn of(
         shared: false,
         kernel_copies: false,
     }
+}
+
+/// Portable cluster size by compute capability (programming guide, thread block clusters).
+const fn cluster_blocks((major, _): (u32, u32)) -> usize {
+    if major >= 9 { 8 } else { 1 }
 }
 
 /// Operations of a multiprocessor per cycle for 16-bit and 32-bit matrix products, by compute capability

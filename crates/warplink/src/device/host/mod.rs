@@ -169,6 +169,7 @@ impl Device for HostDevice {
             model: "host".to_owned(),
             version: processor_name(),
             multiprocessors: self.threads,
+            cluster_blocks: 1,
             clock: 0.0,
             products: [0.0; 2],
             memory_rate: 0.0,

@@ -8,6 +8,7 @@ fn h200() -> DeviceProperties {
         model: "NVIDIA H200".to_owned(),
         version: String::new(),
         multiprocessors: 132,
+        cluster_blocks: 8,
         clock: 1.98e9,
         products: [1.07e15, 6.7e13],
         memory_rate: 4.9e12,

@@ -100,6 +100,7 @@ mod tests {
                     model: String::new(),
                     version: String::new(),
                     multiprocessors: 0,
+                    cluster_blocks: 1,
                     clock: said / 1e3,
                     products: [said; 2],
                     memory_rate: said,

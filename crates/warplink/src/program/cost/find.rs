@@ -211,6 +211,7 @@ mod tests {
                 model: model.to_owned(),
                 version: String::new(),
                 multiprocessors: 100,
+                cluster_blocks: 1,
                 clock: 0.0,
                 products: [0.0; 2],
                 memory_rate: 0.0,

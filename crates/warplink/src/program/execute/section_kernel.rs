@@ -34,7 +34,11 @@ impl BoundKernels {
         let kernel = module.kernel(KERNEL)?;
         // A cooperative launch takes longer. Blocks that do not fit at first are scheduled when other kernels end, so
         // it suffices that all of them fit on the device together.
-        let launch = Launch::new(section.lanes as u32, section.threads as u32);
+        let blocks = section.blocks.max(1);
+        let launch = Launch::new(
+            (section.lanes * blocks) as u32,
+            (section.threads / blocks) as u32,
+        );
         let ranks_per_device = self.reach.ranks_per_device;
         kernel.check_together(&launch, ranks_per_device)?;
         let launch = kernel.early(launch, ranks_per_device);

@@ -388,6 +388,7 @@ impl Code {
             && of.period == section.period
             && of.shared_tensors == section.shared_tensors
             && of.published == section.published
+            && of.blocks == section.blocks
             && (of.integers.len(), of.tensors.len())
                 == (section.integers.len(), section.tensors.len())
             && integers

@@ -26,10 +26,13 @@ pub struct SectionInstance {
     pub rank: Rank,
     /// Number of ranks.
     pub world: usize,
-    /// Number of lanes; each is one block of the launch.
+    /// Number of lanes; each is one block of the launch, or a cluster of blocks.
     pub lanes: usize,
     /// Threads per lane.
     pub threads: usize,
+    /// Blocks per lane on a device with kernels, which divide its threads: a cluster if there are several, which is
+    /// possible for sections without signals, values and announced tensors.
+    pub blocks: usize,
     /// Outer integers that it uses. They may differ from rank to rank.
     pub integers: BTreeMap<String, i64>,
     /// Parameters that it uses as operators.

@@ -199,6 +199,7 @@ impl<'p> Unroller<'p> {
             world: self.made.world,
             lanes,
             threads,
+            blocks: 1,
             integers,
             operators,
             functions,

@@ -28,6 +28,7 @@ pub(in crate::program::section::compile) fn kernel(
         world,
         lanes,
         threads,
+        blocks,
         period,
         ..
     } = instance;
@@ -35,6 +36,12 @@ pub(in crate::program::section::compile) fn kernel(
     let mut emitter = Emitter::new(instance, aligned, names(instance));
     emitter.traced = traced;
     emitter.body(&mut steps, &section.body)?;
+    if *blocks > 1 && (emitter.waits || emitter.signals || traced || !emitter.announced.is_empty() || !instance.read_as_values().is_empty()) {
+        return refused(
+            format!("lanes of {blocks} blocks with signals, values, announced tensors or times"),
+            "use lanes of one block",
+        );
+    }
     let narrow = emitter.is_narrow() && instance.tensors.iter().all(|t| span(t) <= 1 << 30);
     let lane = Scope::spell(&section.lane);
 
@@ -46,6 +53,9 @@ pub(in crate::program::section::compile) fn kernel(
         // All sizes and indices fit in 32 bits.
         code.line("#define WARPLINK_INDEX int");
     }
+    if *blocks > 1 {
+        code.line(format!("#define WARPLINK_LANE_BLOCKS {blocks}"));
+    }
     code.line("#include <warplink/sections.cuh>");
     code.line("");
     code.line("using namespace warplink;");
@@ -56,11 +66,20 @@ pub(in crate::program::section::compile) fn kernel(
     code.line("");
     binding(&mut code, instance, traced)?;
     code.line("");
+    let bounds = if *blocks > 1 {
+        "__cluster_dims__(lane_blocks, 1, 1) __launch_bounds__(threads / lane_blocks)"
+    } else {
+        "__launch_bounds__(threads)"
+    };
     code.open(format!(
-        "extern \"C\" __global__ void __launch_bounds__(threads) {KERNEL}(const __grid_constant__ Binding at, u64 signals) {{"
+        "extern \"C\" __global__ void {bounds} {KERNEL}(const __grid_constant__ Binding at, u64 signals) {{"
     ));
     code.line("Lane self(signals, at.epochs);");
-    code.line(format!("const Index {lane} = blockIdx.x;"));
+    code.line(if *blocks > 1 {
+        format!("const Index {lane} = blockIdx.x / lane_blocks;")
+    } else {
+        format!("const Index {lane} = blockIdx.x;")
+    });
     if instance.factor().is_some() {
         code.line("ScaledSum::set(at.factor);");
     }
@@ -110,12 +129,13 @@ pub(in crate::program::section::compile) fn kernel(
     Ok(code.into_text())
 }
 
+fn refused<T>(text: String, help: &'static str) -> Result<T> {
+    Err(Error::new(ErrorKind::Unsupported, text)
+        .with_operation("compile a kernel section")
+        .with_help(help))
+}
+
 fn check(instance: &SectionInstance) -> Result<()> {
-    let refused = |text: String, help: &'static str| {
-        Err(Error::new(ErrorKind::Unsupported, text)
-            .with_operation("compile a kernel section")
-            .with_help(help))
-    };
     let mut factors = instance.operators.values().filter_map(|op| op.factor());
     if factors.any(|factor| Some(factor) != instance.factor()) {
         let text = "a kernel with several factors; expected the same in all sums".to_owned();
@@ -126,7 +146,7 @@ fn check(instance: &SectionInstance) -> Result<()> {
         let text = format!("a kernel for {world} ranks; expected at most {MAX_PLACES}");
         return refused(text, "run it on fewer ranks");
     }
-    if instance.threads < world || !instance.threads.is_multiple_of(32) {
+    if instance.threads < world || !instance.threads.is_multiple_of(32 * instance.blocks) {
         let text = format!(
             "lanes of {} threads; expected a multiple of 32, and as many as the {world} ranks",
             instance.threads
