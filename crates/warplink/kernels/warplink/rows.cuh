@@ -196,8 +196,9 @@ template <typename Element, typename Operator, typename P> __device__ __forceinl
     return Operator::finish(value, P::count);
 }
 
-// A row that a lane processes. `turn` counts the lane's reductions along rows.
-struct Row {
+// A row that a lane processes. `turn` counts the lane's reductions along rows. `WHOLE`: its length is known to be a
+// multiple of a unit. In its calls, `ALIGNED`: plain places are known to be aligned to 16 bytes.
+template <bool WHOLE = false> struct Row {
     Lane &lane;
     u32 &turn;
     u32 width, units;
@@ -206,7 +207,10 @@ struct Row {
     __device__ __forceinline__ Row(Lane &lane, u32 &turn, u64 width)
         : lane(lane), turn(turn), width((u32)width), units(((u32)width + row_unit - 1) / row_unit), flag(lane.epoch()) {}
 
-    __device__ __forceinline__ u32 count(u32 unit) const { return width - row_unit * unit < row_unit ? width - row_unit * unit : row_unit; }
+    __device__ __forceinline__ u32 count(u32 unit) const {
+        if constexpr (WHOLE) return row_unit;
+        return width - row_unit * unit < row_unit ? width - row_unit * unit : row_unit;
+    }
 
     // Calls `with` for each unit of this thread, with its cached value. The first `KEPT` units are cached in
     // registers; for others, `again` recomputes it.
@@ -243,17 +247,17 @@ struct Row {
 
     // The same for a lane of several blocks: each warp stores its value, and whether the lane has ended, at all blocks.
     template <typename Operator> __device__ __forceinline__ float across_blocks(float value) {
-        __shared__ u64 of_warps[2][32];
-        u64 *values = of_warps[turn++ % 2];
+        detail::ClusterExchange &exchange = detail::ClusterExchange::own();
+        const u32 slot = turn % 2, parity = turn / 2 % 2, number = lane.rank() % 32, warps = lane.size() / 32;
+        turn++;
 #pragma unroll
         for (u32 half = 16; half > 0; half /= 2) value = Operator::combine(value, __shfl_xor_sync(0xffffffffu, value, half));
-        const u32 number = lane.rank() % 32;
         lane.ended = __any_sync(0xffffffffu, lane.ended);
         lane.gather();
-        if (number < lane_blocks) detail::store_in_cluster(values + lane.rank() / 32, number, (u64)lane.ended << 32 | __float_as_uint(value));
-        detail::cluster_arrive();
-        detail::cluster_wait();
-        const u64 stored = number < lane.size() / 32 ? values[number] : (u64)__float_as_uint(Operator::none());
+        if (threadIdx.x == 0) exchange.expect(slot, warps);
+        if (number < lane_blocks) exchange.store(slot, lane.rank() / 32, number, (u64)lane.ended << 32 | __float_as_uint(value));
+        exchange.wait(slot, parity);
+        const u64 stored = number < warps ? ((volatile u64 *)exchange.values[slot])[number] : (u64)__float_as_uint(Operator::none());
         lane.ended = __any_sync(0xffffffffu, stored >> 32 != 0);
         value = __uint_as_float((u32)stored);
 #pragma unroll
@@ -278,8 +282,8 @@ struct Row {
     }
 
     // A unit of a plain operand, whose load is in flight until its values are used.
-    template <typename Element> __device__ __forceinline__ detail::RowUnit<Element> load(u64 at, u32 unit, u32 count) const {
-        return detail::load_row_unit<Element>(at + detail::RowUnit<Element>::bytes * (u64)unit, count, at % 16 == 0);
+    template <typename Element, bool ALIGNED = false> __device__ __forceinline__ detail::RowUnit<Element> load(u64 at, u32 unit, u32 count) const {
+        return detail::load_row_unit<Element>(at + detail::RowUnit<Element>::bytes * (u64)unit, count, ALIGNED || at % 16 == 0);
     }
 
     // The value of the block that contains a unit, from a row with one value per block.
@@ -288,7 +292,7 @@ struct Row {
     }
 
     // The operator's result for a unit of each source, in their order.
-    template <typename Element, typename Operator, typename P>
+    template <typename Element, typename Operator, bool ALIGNED = false, typename P>
     __device__ __forceinline__ void reduce(const P &from, u32 unit, u32 count, float (&value)[row_unit]) const {
         // As many at a time as registers allow.
         constexpr u32 together = P::packets != 0 && P::count > 4 ? 4 : P::count;
@@ -304,7 +308,7 @@ struct Row {
                 if (P::is_packets(i))
                     packets[i - first].load(from.at[i] + 2 * bytes * (u64)unit, count);
                 else
-                    units[i - first] = load<Element>(from.at[i], unit, count);
+                    units[i - first] = load<Element, ALIGNED>(from.at[i], unit, count);
             }
 #pragma unroll
             for (u32 k = 0; k < together; k++) {
@@ -325,7 +329,8 @@ struct Row {
     }
 
     // Stores a unit, rounded, to all targets; nothing if the lane has ended.
-    template <typename Element, typename P> __device__ __forceinline__ void store(const P &to, u32 unit, u32 count, const float (&value)[row_unit]) const {
+    template <typename Element, bool ALIGNED = false, typename P>
+    __device__ __forceinline__ void store(const P &to, u32 unit, u32 count, const float (&value)[row_unit]) const {
         if (lane.ended) return;
         constexpr u32 data = P::packet_data == 0 ? 8 : P::packet_data, bytes = detail::RowUnit<Element>::bytes;
         detail::RowUnit<Element> stored;
@@ -336,7 +341,7 @@ struct Row {
             if (P::is_packets(i))
                 detail::store_row_packets<Element, data>(to.at[i] + 2 * bytes * (u64)unit, stored, count, flag);
             else
-                detail::store_row_unit<Element>(to.at[i] + bytes * (u64)unit, stored, count, to.at[i] % 16 == 0);
+                detail::store_row_unit<Element>(to.at[i] + bytes * (u64)unit, stored, count, ALIGNED || to.at[i] % 16 == 0);
         }
     }
 

@@ -38,27 +38,71 @@ constexpr u32 lane_blocks = WARPLINK_LANE_BLOCKS;
 
 namespace detail {
 
-// Barrier of the threads of a cluster, in two halves; stores before the first are visible after the second.
+// Barrier of the threads of a cluster, in two halves. It orders execution only: a release would wait until all stores
+// at peers have arrived.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
 }
 __device__ __forceinline__ void cluster_wait() {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
-// Stores to the shared memory of a block of the cluster, at the address of `own` in this block's.
-__device__ __forceinline__ void store_in_cluster(u64 *own, u32 block, u64 value) {
+// Values that the warps of a cluster exchange: every warp stores one at every block, in turns that alternate between
+// two slots. A slot's barrier counts the bytes that have arrived, so no fence is needed.
+struct ClusterExchange {
+    u64 barrier[2];
+    u64 values[2][32];
+
+    static __device__ __forceinline__ ClusterExchange &own() {
+        __shared__ ClusterExchange exchange;
+        return exchange;
+    }
+
+    static __device__ __forceinline__ u32 shared(const u64 *word) { return (u32)__cvta_generic_to_shared(word); }
+
+    // By one thread, before it arrives at the cluster's barrier.
+    __device__ __forceinline__ void prepare() {
 #if __CUDA_ARCH__ >= 900
-    const u32 local = (u32)__cvta_generic_to_shared(own);
-    u32 remote;
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(block));
-    asm volatile("st.shared::cluster.u64 [%0], %1;" ::"r"(remote), "l"(value) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(barrier)) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(barrier + 1)) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
-}
+    }
+
+    // Stores a warp's value at a block.
+    __device__ __forceinline__ void store(u32 slot, u32 warp, u32 block, u64 value) {
+#if __CUDA_ARCH__ >= 900
+        u32 place, counter;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(place) : "r"(shared(values[slot] + warp)), "r"(block));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(shared(barrier + slot)), "r"(block));
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(place), "l"(value), "r"(counter) : "memory");
+#endif
+    }
+
+    // By one thread of the block in each turn.
+    __device__ __forceinline__ void expect(u32 slot, u32 warps) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier + slot)), "r"(8 * warps) : "memory");
+#endif
+    }
+
+    // Waits until the values of all warps have arrived; `parity` alternates between the uses of a slot.
+    __device__ __forceinline__ void wait(u32 slot, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+        u32 there = 0;
+        while (there == 0) {
+            asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                         : "=r"(there)
+                         : "r"(shared(barrier + slot)), "r"(parity)
+                         : "memory");
+        }
+#endif
+    }
+};
 
 }  // namespace detail
 
@@ -82,7 +126,11 @@ struct Lane {
 
     // `epochs`: the number of launches so far for each lane, in this rank's memory.
     __device__ __forceinline__ Lane(u64 abort, u64 epochs) : abort(abort), epochs(epochs), ended(false), together(lane_blocks == 1) {
-        if constexpr (lane_blocks > 1) detail::cluster_arrive();
+        if constexpr (lane_blocks > 1) {
+            if (threadIdx.x == 0) detail::ClusterExchange::own().prepare();
+            __syncwarp();
+            detail::cluster_arrive();
+        }
         detail::await_preceding();
         launches = detail::load_relaxed(epochs + 8 * blockIdx.x);
     }
@@ -388,6 +436,18 @@ __device__ __forceinline__ void packet_units(Lane &lane, const Sources &from, co
     Unit<BYTES> units[Sources::count];
     // In flight before the epoch arrives, which determines the packets' slot and flag.
     if constexpr (Sources::packets == 0) load_first<Element, BYTES, WHOLE>(lane, from, whole, units);
+    if constexpr (Sources::packets == 0 && lane_blocks > 1) {
+        // A lane of several blocks has few units for each thread: both first ones are in flight together.
+        Unit<BYTES> second[Sources::count];
+        const u32 next = unit + lane.size();
+        if (next < whole) load_plain<Element, BYTES, WHOLE>(from, next, elements, second);
+        const Flag flag(lane.epoch());
+        if (unit < whole) store_combined<Element, Operator, BYTES, WHOLE>(units, to, unit, elements, flag);
+        if (next < whole) store_combined<Element, Operator, BYTES, WHOLE>(second, to, next, elements, flag);
+        // The loop continues with the third one.
+        if (unit < whole) unit = next < whole ? next + lane.size() : next;
+        if (unit < whole) load_plain<Element, BYTES, WHOLE>(from, unit, elements, units);
+    }
     const Flag flag(lane.epoch());
 #pragma unroll 1
     while (unit < whole) {

@@ -284,7 +284,9 @@ fn fewest_multiprocessors(context: &RankContext) -> Result<[usize; 2]> {
     let all = context.all_gather(&own.map(u64::to_le_bytes).concat())?;
     // The fewest of all ranks: lanes of all ranks wait for one another, so each must have space for its own.
     let least = |number: usize| {
-        let words = all.iter().filter_map(|one| one.chunks_exact(8).nth(number)?.try_into().ok());
+        let words = all
+            .iter()
+            .filter_map(|one| one.chunks_exact(8).nth(number)?.try_into().ok());
         let fewest = words.map(u64::from_le_bytes).min().unwrap_or(own[number]);
         usize::try_from(fewest).unwrap_or(usize::MAX)
     };

@@ -221,11 +221,11 @@ impl Described {
                 (if room == 0 { 0 } else { call.tokens }, groups, most)
             }
             Way::Pushed => {
-                // Two rows for each peer, which alternate.
-                let rows = 2 * (world - 1).max(1) * row;
-                let room = machine.plain_bytes / call.dtype.size() / rows;
-                let most = room.min(machine.most_lanes);
-                (if room == 0 { 0 } else { call.tokens }, call.tokens, most)
+                let room = machine.plain_bytes / call.dtype.size() / ((world - 1).max(1) * row);
+                // A lane has scratch for up to three of its rows.
+                let fits = |lanes: &usize| *lanes * call.tokens.div_ceil(*lanes).min(3) <= room;
+                let most = (1..=machine.most_lanes).rev().find(fits).unwrap_or(0);
+                (if most == 0 { 0 } else { call.tokens }, call.tokens, most)
             }
             Way::Quantized => {
                 let lanes = self.quantized_rows(machine) / (2 * world);
@@ -237,7 +237,15 @@ impl Described {
         if rows == 0 {
             return Err(too_long());
         }
-        let lanes = machine.lanes(wanted.min(rows), most);
+        let mut lanes = machine.lanes(wanted.min(rows), most);
+        if lanes > most {
+            // More are forced than have space.
+            let open = Machine {
+                forced_lanes: None,
+                ..machine.clone()
+            };
+            lanes = open.lanes(most, most);
+        }
         let threads = machine.threads(call.width.div_ceil(UNIT));
         // One block takes long to send and receive a row.
         let fits = |blocks: &usize| {

@@ -251,7 +251,13 @@ fn epilogues_are_put_into_the_text() {
         section.kernel(true).unwrap()
     };
     let all = all_calls(6, 24);
-    for way in [Way::OneShot, Way::Pushed, Way::Direct, Way::Gathered, Way::Quantized] {
+    for way in [
+        Way::OneShot,
+        Way::Pushed,
+        Way::Direct,
+        Way::Gathered,
+        Way::Quantized,
+    ] {
         let these = all.iter().filter(|call| call.ways().contains(&way));
         let texts: Vec<String> = these.map(|call| kernel(call, way)).collect();
         for (number, text) in texts.iter().enumerate() {

@@ -397,6 +397,7 @@ impl Code {
             && tensors.into_iter().all(|(most, own)| {
                 most.name == own.name
                     && most.strides.last() == own.strides.last()
+                    && most.has_dense_rows() == own.has_dense_rows()
                     && sizes(&most.shape, &own.shape)
                     && sizes(&most.strides, &own.strides)
             })

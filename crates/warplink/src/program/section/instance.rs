@@ -79,6 +79,13 @@ pub struct SectionTensor {
     pub strides: Vec<usize>,
 }
 
+impl SectionTensor {
+    /// Whether its rows follow one another without gaps.
+    pub(crate) fn has_dense_rows(&self) -> bool {
+        matches!((&self.shape[..], &self.strides[..]), ([_, width], [stride, 1]) if width == stride)
+    }
+}
+
 /// Memory behind a tensor of a section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum SectionMemory {

@@ -10,7 +10,9 @@ use crate::report::Object;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use runner::FusedRunner;
-use warplink::collective::{Epilogue, Fused as Call, FusedKind, Norm, Quantization, Wire};
+use warplink::collective::{
+    Algorithm, CollectiveOptions, Epilogue, Fused as Call, FusedKind, Norm, Quantization, Wire,
+};
 use warplink::{Communicator, DType};
 
 /// Measure an all-reduce with residual and RMSNorm
@@ -47,6 +49,21 @@ pub(crate) struct Fused {
     /// Implementations to compare with
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["pair", "nccl"])]
     peers: Vec<FusedPeer>,
+    /// Algorithm of the fused kernel [default: chosen by size]
+    ///
+    /// one_shot: all rows as packets; chunks: all rows through scratch, a few at a time; direct: every row is computed
+    /// by one rank and stored at all; two_shot: the same for the sum, from which every rank computes the rest.
+    #[arg(long, value_name = "NAME", value_parser = OneOf(&Algorithm::ALL))]
+    algorithm: Option<Algorithm>,
+    /// Maximum number of multiprocessors for the fused kernel
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..))]
+    multiprocessors: Option<u16>,
+    /// Number of lanes of the fused kernel, each of which takes rows in turn [default: chosen by size]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=128))]
+    lanes: Option<u16>,
+    /// Threads of each lane [default: chosen by size]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
     /// Calls in a sample
     #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(u16).range(1..))]
     calls: u16,
@@ -82,7 +99,14 @@ impl Case for Fused {
     }
 
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
-        let runner = FusedRunner::new(comm, self.call(setup.largest()), &self.peers)?;
+        let options = CollectiveOptions {
+            algorithm: self.algorithm,
+            multiprocessors: self.multiprocessors.map(usize::from),
+            lanes: self.lanes.map(usize::from),
+            threads: self.threads.map(usize::from),
+            ..CollectiveOptions::default()
+        };
+        let runner = FusedRunner::new(comm, self.call(setup.largest()), &options, &self.peers)?;
         let steps = setup.sizes.len() * setup.submissions.len();
         let progress = Setup::progress(comm, steps, "fused");
         let mut rows = Vec::new();

@@ -41,6 +41,7 @@ pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barrier
             scope: constants.clone(),
             aliases: HashMap::new(),
             accesses: Vec::new(),
+            applied: None,
             pending: BTreeSet::new(),
             barriers: barriers.clone(),
             steps: 0,
@@ -76,6 +77,8 @@ struct Access {
     rank: Option<i64>,
     selected: Selected,
     writes: bool,
+    /// The step and the number of its access, for a whole row or value that a function of rows is stored in.
+    stored: Option<(usize, usize)>,
 }
 
 /// Accessed memory.
@@ -104,6 +107,13 @@ impl Access {
             (Some(a), Some(b)) if a != b => true,
             // Selections of two different tensors in the same memory cannot be compared.
             _ if self.tensor != other.tensor => false,
+            // The same thread stores an element in every iteration.
+            _ if self.tensor != Accessed::Any
+                && self.stored.is_some()
+                && self.stored == other.stored =>
+            {
+                true
+            }
             _ => match (self.selected, other.selected) {
                 (Selected::Index(a), Selected::Index(b)) => a != b,
                 (Selected::Part(a, of), Selected::Part(b, others)) => of == others && a != b,
@@ -120,6 +130,8 @@ struct Walk<'s> {
     aliases: HashMap<&'s str, (usize, Selected)>,
     /// Accesses of the current step.
     accesses: Vec<Access>,
+    /// The current step, if it applies a function of rows.
+    applied: Option<usize>,
     /// Accesses since the last barrier.
     pending: BTreeSet<Access>,
     barriers: Barriers,
@@ -162,6 +174,7 @@ impl<'s> Visitor<'s> for Walk<'s> {
             self.pending.clear();
             return;
         }
+        self.applied = matches!(kind, StepKind::Apply(_)).then(|| id(step));
         kind.visit(self);
         let accesses = std::mem::take(&mut self.accesses);
         self.looks += self.pending.len() * accesses.len();
@@ -278,7 +291,12 @@ impl<'s> Walk<'s> {
     fn access(&mut self, place: &'s Place, writes: bool) {
         self.rows(&place.tensor);
         if let Some(operand) = self.operand(&place.tensor) {
-            self.note(operand, place.on.as_ref(), writes);
+            let mut selections = place.tensor.selections.iter();
+            let whole = selections.all(|it| matches!(it, Selection::Index(_)))
+                && !self.aliases.contains_key(place.tensor.name.as_str());
+            let stored = self.applied.filter(|_| writes && whole);
+            let stored = stored.map(|step| (step, self.accesses.len()));
+            self.note(operand, place.on.as_ref(), (writes, stored));
         }
     }
 
@@ -293,13 +311,18 @@ impl<'s> Walk<'s> {
                     let index = self.scope.value(index);
                     selected = index.map_or(Selected::Unknown, Selected::Index);
                 }
-                self.note((tensor, selected), None, false);
+                self.note((tensor, selected), None, (false, None));
             }
         }
     }
 
     /// Records an access to an operand on a rank, unless it holds packets, which their flags order.
-    fn note(&mut self, (index, mut selected): (usize, Selected), on: Option<&Expr>, writes: bool) {
+    fn note(
+        &mut self,
+        (index, mut selected): (usize, Selected),
+        on: Option<&Expr>,
+        (writes, stored): (bool, Option<(usize, usize)>),
+    ) {
         let scratch = self.instance.scratch_of(index);
         if scratch.is_some_and(|scratch| scratch.packing != Packing::Plain) {
             return;
@@ -320,6 +343,7 @@ impl<'s> Walk<'s> {
             rank,
             selected,
             writes,
+            stored,
         });
     }
 

@@ -7,7 +7,7 @@ use crate::commands::bench::report::{Row, micros};
 use crate::names::name_of;
 use crate::report::Object;
 use anyhow::Result;
-use warplink::collective::{Fused, FusedMemory, Quantization, Wire};
+use warplink::collective::{CollectiveOptions, Fused, FusedMemory, Quantization, Wire};
 use warplink::device::{DeviceSlice, Priority, ReduceOp};
 use warplink::{Collectives, Communicator, DType};
 
@@ -62,7 +62,12 @@ fn fours(bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
 
 impl<'a> FusedRunner<'a> {
     /// Every rank makes one at the same time.
-    pub(super) fn new(comm: &'a Communicator, call: Fused, peers: &[FusedPeer]) -> Result<Self> {
+    pub(super) fn new(
+        comm: &'a Communicator,
+        call: Fused,
+        options: &CollectiveOptions,
+        peers: &[FusedPeer],
+    ) -> Result<Self> {
         let bytes = call.bytes(comm.world())?;
         let allocate = |bytes| allocate(comm, bytes);
         let memory = FusedBuffers {
@@ -75,7 +80,7 @@ impl<'a> FusedRunner<'a> {
             scale: allocate(bytes.scale.max(4))?,
             global_scale: allocate(4)?,
         };
-        let own = comm.collectives()?;
+        let own = comm.collectives_with(options)?;
         let (mut others, mut names) = (Vec::new(), Vec::new());
         for peer in peers {
             let method = name_of(peer);
@@ -83,7 +88,8 @@ impl<'a> FusedRunner<'a> {
                 FusedPeer::None => {}
                 FusedPeer::Pair => {
                     names.push("its own two steps".to_owned());
-                    others.push((method, own.clone()));
+                    // Options are those of the fused kernel.
+                    others.push((method, comm.collectives()?));
                 }
                 FusedPeer::Nccl => {
                     if let Some((library, name)) = optional(comm, &method, vendor(comm))? {

@@ -36,7 +36,13 @@ pub(in crate::program::section::compile) fn kernel(
     let mut emitter = Emitter::new(instance, aligned, names(instance));
     emitter.traced = traced;
     emitter.body(&mut steps, &section.body)?;
-    if *blocks > 1 && (emitter.waits || emitter.signals || traced || !emitter.announced.is_empty() || !instance.read_as_values().is_empty()) {
+    if *blocks > 1
+        && (emitter.waits
+            || emitter.signals
+            || traced
+            || !emitter.announced.is_empty()
+            || !instance.read_as_values().is_empty())
+    {
         return refused(
             format!("lanes of {blocks} blocks with signals, values, announced tensors or times"),
             "use lanes of one block",

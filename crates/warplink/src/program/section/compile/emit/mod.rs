@@ -70,6 +70,8 @@ struct Part {
     axes: usize,
     /// Whether it is aligned to 16 bytes if the tensor is.
     aligned: bool,
+    /// Whether it is selected by indices only.
+    indexed: bool,
 }
 
 /// An operand of a step.
@@ -543,12 +545,14 @@ impl<'s> Emitter<'s> {
                     format!("index({})", bare(&index))
                 }
                 Selection::Range(from, to) => {
+                    part.indexed = false;
                     // Rows start at the tensor's start plus a multiple of 16 bytes.
                     part.aligned &= part.axes > 1;
                     let (from, to) = (self.integer(from)?, self.integer(to)?);
                     format!("range({}, {})", bare(&from), bare(&to))
                 }
                 Selection::Part(index, parts) => {
+                    part.indexed = false;
                     // The kernel computes this product and the start of a part, which is smaller than the product
                     // plus the extent.
                     let unit = Box::new(Expr::Number(PART_UNIT));

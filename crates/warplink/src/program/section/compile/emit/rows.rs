@@ -118,6 +118,10 @@ impl Emitter<'_> {
                 return Err(self.refuse(text, "use packets16 or packets8"));
             }
         }
+        let all = targets.iter().flat_map(|group| &group.operands);
+        let whole = all
+            .chain(sources.iter().flatten())
+            .any(|operand| self.has_whole_units(operand));
         code.block(format!("{{  // {}: {application}", self.position), |code| {
             self.row_lines.drain(..).for_each(|line| code.line(line));
             let mut rows = Vec::new();
@@ -154,12 +158,38 @@ impl Emitter<'_> {
                 let is_row = !matches!(given[number], Given::Block(_));
                 place(code, format!("from{number}"), operands, dtype, is_row);
             }
+            let row = if whole { "Row<true>" } else { "Row" };
             code.line(format!(
-                "Row row(self, row_turn, shortest({}));",
+                "{row} row(self, row_turn, shortest({}));",
                 comma(&rows)
             ));
-            self.passes(code, &passes, application, &targets)
+            let aligned: Vec<bool> = sources
+                .iter()
+                .map(|operands| whole && self.are_aligned(operands))
+                .collect();
+            self.passes(code, &passes, application, (&targets, &aligned, whole))
         })
+    }
+
+    /// Whether an operand is a row whose length is a multiple of a unit: rows of 2-byte elements without gaps that are
+    /// all aligned to 16 bytes.
+    fn has_whole_units(&self, operand: &Operand) -> bool {
+        let tensor = &self.instance.tensors[operand.part.tensor];
+        operand.part.axes == 1
+            && self.is_aligned(operand)
+            && operand.part.indexed
+            && tensor.dtype.size() == 2
+            && tensor.has_dense_rows()
+    }
+
+    /// Whether all operands in plain memory are aligned to 16 bytes.
+    fn are_aligned(&self, operands: &[Operand]) -> bool {
+        let mut operands = operands.iter();
+        operands.all(|operand| operand.packing.is_packets() || self.is_aligned(operand))
+    }
+
+    fn is_aligned(&self, operand: &Operand) -> bool {
+        operand.part.aligned && self.aligned[operand.part.tensor]
     }
 
     fn passes(
@@ -167,7 +197,7 @@ impl Emitter<'_> {
         code: &mut Code,
         passes: &Passes<'_>,
         application: &Application,
-        targets: &[Group],
+        (targets, aligned, whole): (&[Group], &[bool], bool),
     ) -> Result<()> {
         let function = passes.function;
         // Values that are uniform for the row after this many levels of reductions.
@@ -226,7 +256,7 @@ impl Emitter<'_> {
                 "const auto pass{pass} = [&](u32 unit, u32 count, Kept &kept{}) {{",
                 taken.concat()
             ));
-            self.elements(code, passes, pass, targets);
+            self.elements(code, passes, pass, (targets, aligned, whole));
             code.close("};");
             let given: Vec<String> = names.iter().map(|name| format!(", {name}")).collect();
             code.line(format!(
@@ -251,7 +281,7 @@ impl Emitter<'_> {
                 "row.each(kept, {}, [&](u32 unit, u32 count, Kept &kept) {{",
                 anew(&again)
             ));
-            self.elements(code, passes, passes.last(), targets);
+            self.elements(code, passes, passes.last(), (targets, aligned, whole));
             code.close("});");
         }
         for (number, group) in targets.iter().enumerate() {
@@ -266,13 +296,23 @@ impl Emitter<'_> {
     }
 
     /// A pass over the elements of a unit.
-    fn elements(&self, code: &mut Code, passes: &Passes<'_>, pass: usize, targets: &[Group]) {
+    fn elements(
+        &self,
+        code: &mut Code,
+        passes: &Passes<'_>,
+        pass: usize,
+        (targets, aligned, whole): (&[Group], &[bool], bool),
+    ) {
         let function = passes.function;
+        let known = |aligned: bool| if aligned { ", true" } else { "" };
         if pass == 0 {
             for (node, _) in function.nodes.iter().enumerate() {
                 if let (true, Some((argument, dtype))) = (passes.live[node], passes.plain(node)) {
                     let element = element_name(dtype);
-                    let loaded = format!("row.load<{element}>(from{argument}.at[0], unit, count)");
+                    let loaded = format!(
+                        "row.load<{element}{}>(from{argument}.at[0], unit, count)",
+                        known(aligned[argument])
+                    );
                     if passes.is_kept(node) {
                         code.line(format!("kept.n{node} = {loaded};"));
                     } else {
@@ -288,9 +328,10 @@ impl Emitter<'_> {
             if let Given::Row(dtype, operator) = passes.given[argument] {
                 code.line(format!("float n{node}[row_unit];"));
                 code.line(format!(
-                    "row.reduce<{}, {}>(from{argument}, unit, count, n{node});",
+                    "row.reduce<{}, {}{}>(from{argument}, unit, count, n{node});",
                     element_name(dtype),
-                    operator_name(operator)
+                    operator_name(operator),
+                    known(aligned[argument])
                 ));
             }
         }
@@ -386,9 +427,10 @@ impl Emitter<'_> {
                 Extent::Pairs => {
                     format!("row.store_pairs(to{number}_{result}, unit, count, stored{number});")
                 }
-                _ => format!(
-                    "row.store<{element}>(to{number}_{result}, unit, count, stored{number});"
-                ),
+                _ => {
+                    let aligned = known(whole && self.are_aligned(&group.operands));
+                    format!("row.store<{element}{aligned}>(to{number}_{result}, unit, count, stored{number});")
+                }
             });
         }
     }

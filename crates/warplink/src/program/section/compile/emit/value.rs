@@ -58,6 +58,7 @@ impl Emitter<'_> {
                 tensor,
                 axes: self.instance.tensors[tensor].shape.len(),
                 aligned: true,
+                indexed: true,
             }),
             (None, None) => Err(self.unknown(name)),
         }
