@@ -51,8 +51,8 @@ pub(crate) struct Fused {
     peers: Vec<FusedPeer>,
     /// Algorithm of the fused kernel [default: chosen by size]
     ///
-    /// one_shot: all rows as packets; chunks: all rows through scratch, a few at a time; direct: every row is computed
-    /// by one rank and stored at all; two_shot: the same for the sum, from which every rank computes the rest.
+    /// one-shot: all rows as packets; chunks: all rows through scratch, a few at a time; direct: every row is computed
+    /// by one rank and stored at all; two-shot: the same for the sum, from which every rank computes the rest.
     #[arg(long, value_name = "NAME", value_parser = OneOf(&Algorithm::ALL))]
     algorithm: Option<Algorithm>,
     /// Maximum number of multiprocessors for the fused kernel
