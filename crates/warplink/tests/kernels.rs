@@ -193,12 +193,14 @@ fn every_fused_call_compiles() {
         let OperationKind::Kernel(section) = &rank_program.operations[0].kind else {
             panic!("{name}: {:?} is no kernel", rank_program.operations[0]);
         };
+        let architecture = cuda::ARCHITECTURES[number % cuda::ARCHITECTURES.len()];
+        let clusters = name.contains("OneShot") && architecture != "sm_80";
         let section = SectionInstance {
             published: program.to_string().contains(" with "),
+            blocks: if clusters { 4 } else { 1 },
             ..SectionInstance::clone(section)
         };
         let text = section.kernel(number % 2 == 0).expect("a kernel");
-        let architecture = cuda::ARCHITECTURES[number % cuda::ARCHITECTURES.len()];
         // For each architecture, as there are four.
         let optimized = Optimized::fully_if(number % 3 == 0);
         if !compiles(name, &text, architecture, optimized) {

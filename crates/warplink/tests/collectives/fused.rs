@@ -57,6 +57,7 @@ fn fused_calls_are_right_and_the_same_on_all_ranks() {
             let algorithms = [
                 None,
                 Some(Algorithm::OneShot),
+                Some(Algorithm::Chunks),
                 Some(Algorithm::Direct),
                 Some(Algorithm::TwoShot),
             ];

@@ -175,6 +175,8 @@ fn faulty_variants_are_refused() {
             "for j",
             "race",
         ),
+        // A row is overwritten while a peer may still read it.
+        (Way::Pushed, "/ each, 3)", "/ each, 2)", "race"),
         // Rows are read before they have arrived.
         (
             Way::Direct,
