@@ -131,6 +131,11 @@ impl StepKind {
         matches!(self, Self::Move(_) | Self::Apply(_) | Self::Value(_))
     }
 
+    /// Whether it applies a function to rows.
+    pub(super) const fn applies(&self) -> bool {
+        matches!(self, Self::Apply(_))
+    }
+
     /// Passes every part of the step to a visitor, in the order in which it is resolved.
     pub(super) fn visit<'s>(&'s self, visitor: &mut impl Visitor<'s>) {
         match self {

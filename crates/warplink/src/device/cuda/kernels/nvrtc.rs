@@ -62,7 +62,7 @@ const SOURCES: [&KernelSource; 6] = [
 ];
 
 /// Headers that kernels may include, by name.
-const HEADERS: [(&CStr, &str); 11] = [
+const HEADERS: [(&CStr, &str); 12] = [
     (
         c"warplink/device.cuh",
         include_str!("../../../../kernels/warplink/device.cuh"),
@@ -82,6 +82,10 @@ const HEADERS: [(&CStr, &str); 11] = [
     (
         c"warplink/elements.cuh",
         include_str!("../../../../kernels/warplink/elements.cuh"),
+    ),
+    (
+        c"warplink/lanes.cuh",
+        include_str!("../../../../kernels/warplink/lanes.cuh"),
     ),
     (
         c"warplink/steps.cuh",

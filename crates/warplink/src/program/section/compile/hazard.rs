@@ -174,7 +174,7 @@ impl<'s> Visitor<'s> for Walk<'s> {
             self.pending.clear();
             return;
         }
-        self.applied = matches!(kind, StepKind::Apply(_)).then(|| id(step));
+        self.applied = kind.applies().then(|| id(step));
         kind.visit(self);
         let accesses = std::mem::take(&mut self.accesses);
         self.looks += self.pending.len() * accesses.len();

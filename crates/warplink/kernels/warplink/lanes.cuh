@@ -1,0 +1,212 @@
+// Lanes of kernel sections, and the flags of their launches; a part of steps.cuh.
+
+#ifndef WARPLINK_LANES_CUH
+#define WARPLINK_LANES_CUH
+
+#include <warplink/memory.cuh>
+
+namespace warplink {
+
+// Blocks of a lane.
+#ifndef WARPLINK_LANE_BLOCKS
+#define WARPLINK_LANE_BLOCKS 1
+#endif
+constexpr u32 lane_blocks = WARPLINK_LANE_BLOCKS;
+
+namespace detail {
+
+// Barrier of the threads of a cluster, in two halves. It orders execution only: a release would wait until all stores
+// at peers have arrived.
+__device__ __forceinline__ void cluster_arrive() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void cluster_wait() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+#endif
+}
+
+// Values that the warps of a cluster exchange: every warp stores one at every block, in turns that alternate between
+// two slots. A slot's barrier counts the bytes that have arrived, so no fence is needed.
+struct ClusterExchange {
+    u64 barrier[2];
+    u64 values[2][32];
+
+    static __device__ __forceinline__ ClusterExchange &own() {
+        __shared__ ClusterExchange exchange;
+        return exchange;
+    }
+
+    static __device__ __forceinline__ u32 shared(const u64 *word) { return (u32)__cvta_generic_to_shared(word); }
+
+    // By one thread, before it arrives at the cluster's barrier.
+    __device__ __forceinline__ void prepare() {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(barrier)) : "memory");
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared(barrier + 1)) : "memory");
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+    }
+
+    // Stores a warp's value at a block.
+    __device__ __forceinline__ void store(u32 slot, u32 warp, u32 block, u64 value) {
+#if __CUDA_ARCH__ >= 900
+        u32 place, counter;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(place) : "r"(shared(values[slot] + warp)), "r"(block));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counter) : "r"(shared(barrier + slot)), "r"(block));
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(place), "l"(value), "r"(counter) : "memory");
+#endif
+    }
+
+    // By one thread of the block in each turn.
+    __device__ __forceinline__ void expect(u32 slot, u32 warps) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared(barrier + slot)), "r"(8 * warps) : "memory");
+#endif
+    }
+
+    // Waits until the values of all warps have arrived; `parity` alternates between the uses of a slot.
+    __device__ __forceinline__ void wait(u32 slot, u32 parity) {
+#if __CUDA_ARCH__ >= 900
+        u32 there = 0;
+        while (there == 0) {
+            asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                         : "=r"(there)
+                         : "r"(shared(barrier + slot)), "r"(parity)
+                         : "memory");
+        }
+#endif
+    }
+};
+
+}  // namespace detail
+
+// Flags of packets of an epoch, from 1 on: `single` in 8-byte packets, which is never 0, `first` and `second` in
+// 16-byte packets, a pair that never repeats. 128-byte packets contain the epoch itself.
+struct Flag {
+    u32 first, second, single;
+    __device__ __forceinline__ explicit Flag(u64 epoch)
+        : first((u32)epoch), second((u32)epoch + (u32)(epoch >> 32)), single((u32)((epoch - 1) % 0xffffffffull) + 1) {}
+};
+
+// State of a lane, in registers.
+struct Lane {
+    u64 abort;
+    u64 epochs;
+    // Before this one.
+    u64 launches;
+    bool ended;
+    // Whether all blocks of the lane are known to run, which has to precede accesses of their shared memory.
+    bool together;
+
+    // `epochs`: the number of launches so far for each lane, in this rank's memory.
+    __device__ __forceinline__ Lane(u64 abort, u64 epochs) : abort(abort), epochs(epochs), ended(false), together(lane_blocks == 1) {
+        if constexpr (lane_blocks > 1) {
+            if (threadIdx.x == 0) detail::ClusterExchange::own().prepare();
+            __syncwarp();
+            detail::cluster_arrive();
+        }
+        detail::await_preceding();
+        launches = detail::load_relaxed(epochs + 8 * blockIdx.x);
+    }
+
+    // Epoch of this launch, from 1 on. Loads earlier in the code are in flight before `launches` has to arrive.
+    __device__ __forceinline__ u64 epoch() const {
+        u64 epoch;
+        asm volatile("add.u64 %0, %1, 1;" : "=l"(epoch) : "l"(launches));
+        return epoch;
+    }
+
+    __device__ __forceinline__ u32 rank() const {
+        if constexpr (lane_blocks > 1) return blockIdx.x % lane_blocks * blockDim.x + threadIdx.x;
+        return threadIdx.x;
+    }
+    __device__ __forceinline__ u32 size() const { return lane_blocks * blockDim.x; }
+    __device__ __forceinline__ void sync() {
+        if constexpr (lane_blocks > 1) {
+            gather();
+            detail::cluster_arrive();
+            detail::cluster_wait();
+        } else {
+            __syncthreads();
+        }
+    }
+
+    // Waits until all blocks of the lane run.
+    __device__ __forceinline__ void gather() {
+        if (!together) detail::cluster_wait();
+        together = true;
+    }
+
+    // Makes the threads of a block agree on whether the lane has ended.
+    __device__ __forceinline__ bool agree() {
+        ended = __syncthreads_or(ended);
+        return ended;
+    }
+
+    // Whether a wait that has polled so often has to end. Checks the abort word every few polls.
+    __device__ __forceinline__ bool gives_up(u32 polls) {
+        if (polls % detail::polls_per_look != 0) return false;
+        if (!ended && detail::load_relaxed(abort) != 0) ended = true;
+        return ended;
+    }
+
+    // The last call of a kernel: advances the epochs of `lanes` lanes. If launches with different numbers of blocks
+    // share the epochs, `lanes` is the largest of these numbers, in all of them, so that all epochs stay equal.
+    __device__ __forceinline__ void finish(u32 lanes) {
+        // Every thread has read its epoch.
+        __syncthreads();
+        gather();
+        const u64 epoch = launches + 1;
+        if (threadIdx.x == 0) *(volatile u64 *)(epochs + 8 * blockIdx.x) = epoch;
+        if (lanes == gridDim.x) return;
+        for (u32 lane = blockIdx.x + gridDim.x * (threadIdx.x + 1); lane < lanes; lane += gridDim.x * blockDim.x)
+            *(volatile u64 *)(epochs + 8 * lane) = epoch;
+    }
+};
+
+// Start times of a lane's steps, in a traced kernel.
+struct Times {
+    u64 words;
+    u64 room;
+    u64 count;
+
+    // `all` is the memory for the times of all lanes: per lane three words, the number of steps, the end of the last
+    // one, and the epoch; then two words for each of `room` steps, its start and its position in the text. Steps
+    // beyond `room` are not recorded.
+    __device__ __forceinline__ Times(u64 all, u64 room)
+        : words(all + (24 + 16 * room) * blockIdx.x), room(room), count(0) {}
+
+    // Nanoseconds, on a clock shared by all blocks.
+    __device__ __forceinline__ static u64 now() {
+        u64 time;
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time)::"memory");
+        return time;
+    }
+
+    __device__ __forceinline__ void step(u64 place) {
+        if (threadIdx.x == 0 && count < room) {
+            volatile u64 *entry = (volatile u64 *)(words + 24 + 16 * count);
+            entry[0] = now();
+            entry[1] = place;
+            ++count;
+        }
+    }
+
+    // After the last step.
+    __device__ __forceinline__ void finish(const Lane &self) {
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            volatile u64 *header = (volatile u64 *)words;
+            header[0] = count;
+            header[1] = now();
+            header[2] = self.launches;
+        }
+    }
+};
+
+}  // namespace warplink
+
+#endif
