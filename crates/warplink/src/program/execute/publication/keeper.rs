@@ -55,6 +55,12 @@ enum Own {
     },
 }
 
+impl Own {
+    fn is_published(&self) -> bool {
+        matches!(self, Self::Published(_))
+    }
+}
+
 impl Keeper {
     pub(super) fn new(
         context: &RankContext,
@@ -355,30 +361,35 @@ impl Keeper {
     fn sweep(&mut self) {
         // The table holds a reference, and so does each peer that is a thread of this process.
         let in_process = self.peers.iter().filter(|peer| peer.in_process).count() - 1;
-        let published = self.own.iter().filter_map(|(number, own)| match own {
-            Own::Published(region) => Some((*number, region)),
-            _ => None,
-        });
         let mut leaving = BTreeSet::new();
-        let mut lent = BTreeSet::new();
-        for (number, region) in published {
+        // Not withdrawn for their age.
+        let mut owned = BTreeSet::new();
+        for (number, own) in &self.own {
+            let (Own::Offered { region, .. } | Own::Published(region)) = own else {
+                continue;
+            };
             let backing = region.memory().backing();
             let stays = if backing.is_borrowed() {
                 backing.is_there()
             } else {
+                owned.insert(*number);
                 region.is_held_elsewhere(1 + in_process)
             };
-            if !stays {
-                leaving.insert(number);
-            } else if backing.is_borrowed() {
-                lent.insert(number);
+            if !stays && own.is_published() {
+                leaving.insert(*number);
             }
         }
         let states = self.own.values();
         let gone = states.filter(|own| matches!(own, Own::Leaving | Own::Withdrawn { .. }));
         let old = lock(&self.known).by_age(gone.count() + leaving.len());
-        let old = old.into_iter().filter(|number| lent.contains(number));
-        leaving.extend(old.take(FEW_ENTRIES));
+        let old = old
+            .into_iter()
+            .filter(|number| !owned.contains(number) && !leaving.contains(number));
+        // This includes allocations that peers have not mapped yet, which can be withdrawn only in a later sweep. If
+        // they were skipped while peers are slow, more recently used ones would be withdrawn, and those of graphs.
+        let oldest: Vec<u64> = old.take(FEW_ENTRIES).collect();
+        let is_published = |number: &u64| self.own.get(number).is_some_and(Own::is_published);
+        leaving.extend(oldest.into_iter().filter(is_published));
         for number in leaving {
             self.withdraw(number, None);
         }

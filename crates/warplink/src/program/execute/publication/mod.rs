@@ -17,6 +17,8 @@
 //! 3. A kernel announces an entry only if its address matches the tensor's. So a stale number in a graph, which
 //!    belongs to another allocation by now, is harmless.
 //! 4. Memory that cannot be shared, or that a peer cannot map, is not offered again.
+//! 5. If numbers run out, the least recently used borrowed allocations are withdrawn, and those that graphs use only
+//!    if few others have numbers, however late peers map them. A graph does not publish withdrawn memory again.
 
 mod keeper;
 mod tables;
