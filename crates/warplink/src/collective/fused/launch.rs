@@ -36,6 +36,9 @@ struct Key {
     aligned: bool,
 }
 
+/// Key of kernels that share code: with lanes, threads and blocks.
+type ModelKey = (Key, [usize; 3]);
+
 /// Execution strategy and launch shape of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Shape {
@@ -53,7 +56,7 @@ pub(in crate::collective) struct FusedLaunches {
     rank: Rank,
     kept: Mutex<Recent<Key, Arc<SharedKernel>>>,
     /// Keyed by the bit length of the number of rows: kernels whose code other calls share.
-    models: Mutex<Recent<(Key, [usize; 3]), Arc<SharedKernel>>>,
+    models: Mutex<Recent<ModelKey, Arc<SharedKernel>>>,
     /// Keyed by the announcement of the call with a rounded number of rows.
     ways: Mutex<BTreeMap<[u32; 4], Way>>,
 }
