@@ -76,7 +76,6 @@ impl Direct {
             Error::new(ErrorKind::Internal, "the programs have nowhere to announce")
         })?;
         let layout = WorkspaceLayout::of(&scratch);
-        let launch_bytes = launch_bytes.clamp(MIN_LAUNCH_BYTES, MAX_LAUNCH_BYTES);
         Ok(Self {
             rank,
             workspace: SharedWorkspace::join(context, layout, MAX_BLOCKS, |peer| {
@@ -84,9 +83,9 @@ impl Direct {
                 let positions = machine.cube.as_ref();
                 positions.is_none_or(|positions| topology::is_cube_link(positions, rank, peer))
             })?,
-            launches: Launches::new(launch_bytes),
+            launches: Launches::default(),
             fused: FusedLaunches::new(rank),
-            launch_bytes,
+            launch_bytes: launch_bytes.clamp(MIN_LAUNCH_BYTES, MAX_LAUNCH_BYTES),
             announcements,
         })
     }

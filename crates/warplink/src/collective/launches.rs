@@ -10,17 +10,11 @@ use crate::program::execute::{CodeWanted, SharedKernel, SharedWorkspace, TellDif
 use crate::program::section::SectionInstance;
 use crate::program::{OperationKind, RankProgram};
 use crate::sync::lock;
-use std::collections::HashSet;
-use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex};
 
 /// Maximum cached calls, and maximum kernels whose code others share.
 const MAX_KEPT: usize = 4096;
 const MAX_MODELS: usize = 512;
-
-/// Bytes of calls whose kernels are compiled in the background when another call of the same kind has compiled its own:
-/// every power of two, as logarithms.
-const AHEAD: RangeInclusive<u32> = 10..=30;
 
 /// Cache key: calls with different keys need different kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -56,43 +50,14 @@ pub(super) struct Launches {
     kept: Mutex<Recent<Shape, Arc<SharedKernel>>>,
     /// For each form, a kernel whose code others share.
     models: Mutex<Recent<Form, Arc<SharedKernel>>>,
-    /// Calls whose kernels of all sizes are compiled already, or in the background; with a count of 0.
-    ahead: Mutex<HashSet<Shape>>,
-    /// Maximum bytes of a tensor in one launch.
-    launch_bytes: usize,
 }
 
-impl Shape {
-    /// The same call with another count.
-    fn of_count(&self, count: usize) -> Self {
-        let call = Call { count, ..self.call };
-        Self { call, ..*self }
-    }
-
-    /// Section of the kernel on rank `rank`.
-    fn section(&self, machine: &Machine, rank: usize, choice: &Choice) -> Result<SectionInstance> {
-        let program = machine.rank_program(rank, &self.call, choice)?;
-        let mut section = section(&program)?;
-        section.shared_tensors = self.overlap == Overlap::Shared;
-        section.published = choice.algorithm == Algorithm::Direct;
-        Ok(section)
-    }
-
-    /// Sections of such calls of every size up to `launch_bytes`, the largest first: its kernel takes longest to
-    /// compile, and applications that try all sizes begin with the smallest.
-    fn all_sizes(
-        self,
-        machine: Machine,
-        rank: usize,
-        launch_bytes: usize,
-    ) -> impl Iterator<Item = SectionInstance> + Send {
-        let sizes = AHEAD.rev().map(|bits| 1_usize << bits);
-        let sizes = sizes.filter(move |bytes| *bytes <= launch_bytes);
-        sizes.filter_map(move |bytes| {
-            let shape = self.of_count(bytes / self.call.dtype.size());
-            let choice = machine.choose(&shape.call).ok()?;
-            shape.section(&machine, rank, &choice).ok()
-        })
+impl Default for Launches {
+    fn default() -> Self {
+        Self {
+            kept: Mutex::new(Recent::new(MAX_KEPT)),
+            models: Mutex::new(Recent::new(MAX_MODELS)),
+        }
     }
 }
 
@@ -120,15 +85,6 @@ impl Form {
 }
 
 impl Launches {
-    pub(super) fn new(launch_bytes: usize) -> Self {
-        Self {
-            kept: Mutex::new(Recent::new(MAX_KEPT)),
-            models: Mutex::new(Recent::new(MAX_MODELS)),
-            ahead: Mutex::default(),
-            launch_bytes,
-        }
-    }
-
     /// The kernel of a call on rank `rank`, created on a miss. A new count of a known form only costs
     /// unrolling its program, since the code is shared.
     pub(super) fn get(
@@ -147,14 +103,22 @@ impl Launches {
         let form = Form::of(shape, &choice);
         let model = lock(&self.models).get(&form).cloned();
         let section = |count: usize| -> Result<SectionInstance> {
-            let other = shape.of_count(count);
+            let call = Call {
+                count,
+                ..shape.call
+            };
             // More chunks for longer data.
             let chunks = if count == shape.call.count {
                 choice.chunks
             } else {
-                machine.shape(choice.algorithm, &other.call).chunks
+                machine.shape(choice.algorithm, &call).chunks
             };
-            other.section(machine, rank, &Choice { chunks, ..choice })
+            let choice = Choice { chunks, ..choice };
+            let program = machine.rank_program(rank, &call, &choice)?;
+            let mut section = section(&program)?;
+            section.shared_tensors = shape.overlap == Overlap::Shared;
+            section.published = choice.algorithm == Algorithm::Direct;
+            Ok(section)
         };
         let mut wanted = CodeWanted {
             section: Arc::new(section(shape.call.count)?),
@@ -174,14 +138,6 @@ impl Launches {
                 wanted.largest = most.and_then(|most| section(most).ok());
                 let made = Arc::new(workspace.kernel(&wanted, tell)?);
                 drop(lock(&self.models).insert(form, made.clone()));
-                let kind = form.shape.of_count(0);
-                // A barrier has no size.
-                if shape.call.count > 0 && lock(&self.ahead).insert(kind) {
-                    let sections = form
-                        .shape
-                        .all_sizes(machine.clone(), rank, self.launch_bytes);
-                    workspace.compile_ahead(sections, shape.aligned);
-                }
                 made
             }
         };
@@ -210,65 +166,5 @@ pub(super) fn section(program: &RankProgram) -> Result<SectionInstance> {
             ErrorKind::Internal,
             "a collective is a program with one kernel",
         )),
-    }
-}
-
-#[cfg(test)]
-#[allow(clippy::unwrap_used)]
-mod tests {
-    use super::*;
-    use crate::collective::algorithm::tests::machine;
-    use crate::collective::call::CollectiveKind;
-    use crate::dtype::DType;
-    use crate::program::section::kernel_text;
-    use std::collections::BTreeSet;
-
-    fn text(section: &SectionInstance) -> String {
-        kernel_text(section, &vec![true; section.tensors.len()]).unwrap()
-    }
-
-    /// Of other sizes between powers of two, a few choose an algorithm of their own.
-    #[test]
-    fn kernels_of_all_sizes_are_compiled_after_the_first() {
-        for (world, kind) in [2, 8]
-            .into_iter()
-            .flat_map(|world| CollectiveKind::ALL.map(|kind| (world, kind)))
-        {
-            if kind == CollectiveKind::Barrier {
-                continue;
-            }
-            let machine = machine(world);
-            let call = Call {
-                kind,
-                op: kind.reduces().then_some(ReduceOp::Sum),
-                dtype: DType::BF16,
-                count: 1,
-                root: kind.has_root().then_some(1),
-            };
-            let shape = Shape {
-                call,
-                aligned: true,
-                overlap: Overlap::Apart,
-            };
-            let ahead = shape.all_sizes(machine.clone(), 0, usize::MAX);
-            let ahead: BTreeSet<String> = ahead.map(|section| text(&section)).collect();
-            assert!((5..20).contains(&ahead.len()), "{call}: {}", ahead.len());
-            let mut missing = Vec::new();
-            for bits in 10..30 {
-                for bytes in [1_usize << bits, 3 << (bits - 1)] {
-                    let shape = shape.of_count(bytes / 2);
-                    let choice = machine.choose(&shape.call).unwrap();
-                    if !ahead.contains(&text(&shape.section(&machine, 0, &choice).unwrap())) {
-                        missing.push(bytes);
-                    }
-                }
-            }
-            assert!(
-                missing.len() <= 2 && !missing.iter().any(|bytes| bytes.is_power_of_two()),
-                "{call}: {missing:?}"
-            );
-            // A launch that is limited needs no kernels above its limit.
-            assert_eq!(shape.all_sizes(machine, 0, 4096).count(), 3);
-        }
     }
 }

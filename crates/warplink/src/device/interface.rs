@@ -7,7 +7,7 @@ use super::config::DeviceKind;
 use super::fault::Fault;
 use super::identity::DeviceIdentity;
 use super::links::LinkQuery;
-use super::module::{Module, ModuleSource, ModuleSources};
+use super::module::{Module, ModuleSource};
 use super::properties::DeviceProperties;
 use super::slice::DeviceSlice;
 use super::staging_memory::StagingMemory;
@@ -241,11 +241,6 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
     /// [`ErrorKind::Driver`](crate::ErrorKind::Driver), with the compiler's messages, if compiling or loading
     /// fails.
     unsafe fn load_module(&self, source: &ModuleSource) -> Result<Module>;
-
-    /// Compiles the CUDA C++ of `sources` in the background into the cache on disk, where
-    /// [`load_module`](Self::load_module) finds it. Takes the sources one by one, on other threads. Does not block; the
-    /// host device does nothing.
-    fn compile_ahead(&self, _sources: ModuleSources) {}
 
     /// Creates a FIFO of `slots` (a power of two) through which kernels of this device pass triggers to a
     /// thread of this process.

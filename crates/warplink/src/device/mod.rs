@@ -79,7 +79,7 @@ pub use interface::{AllocationKind, Device, Export, Opening, Piece, Segment};
 pub use launch::{Argument, Launch};
 pub use links::{DeviceLink, DeviceLinks, LinkEnd, LinkQuery, PeerAccess};
 pub(crate) use module::{HostLanes, LaneFuture};
-pub use module::{Kernel, KernelResources, Module, ModuleSource, ModuleSources};
+pub use module::{Kernel, KernelResources, Module, ModuleSource};
 pub(crate) use packets::{MAX_BLOCKS as MAX_PACKET_BLOCKS, PACKET, PacketShape};
 pub use packets::{PacketLine, PacketPart};
 pub use pci::PciAddress;

@@ -56,9 +56,6 @@ pub(crate) enum CudaCode {
     Written(Arc<WriteText>),
 }
 
-/// Sources that are created one by one, as they are needed.
-pub type ModuleSources = Box<dyn Iterator<Item = ModuleSource> + Send>;
-
 /// Generates CUDA C++.
 pub(crate) type WriteText = dyn Fn() -> Result<String> + Send + Sync;
 

@@ -4,7 +4,6 @@ use super::compute::CudaCompute;
 use super::gpu::Gpu;
 use super::kernels::transfer::TransferKernel;
 use super::kernels::user::UserModule;
-use super::kernels::{ahead, cache};
 use super::memory::borrowed;
 use super::memory::fifo::CudaFifoMemory;
 use super::memory::host_memory::HostMemory;
@@ -19,8 +18,8 @@ use crate::deadline::Deadline;
 use crate::device::{
     AllGatherBytes, AllocationKind, Attachment, CollectiveEngine, Compute, Device, DeviceIdentity,
     DeviceKind, DeviceLinks, DeviceProperties, DeviceSlice, Event, Export, Fault, Fifo, FifoReader,
-    LinkQuery, Module, ModuleSource, ModuleSources, Opening, PciAddress, PeerAccess, Pretend,
-    Priority, Segment, StagingMemory, Stream, VendorCommunicator,
+    LinkQuery, Module, ModuleSource, Opening, PciAddress, PeerAccess, Pretend, Priority, Segment,
+    StagingMemory, Stream, VendorCommunicator,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
@@ -247,13 +246,6 @@ impl Device for CudaDevice {
         // SAFETY: the caller vouches for the code.
         let module = unsafe { UserModule::load(&self.gpu, source)? };
         Ok(Module::new(Arc::new(module)))
-    }
-
-    fn compile_ahead(&self, sources: ModuleSources) {
-        // Without a cache on disk the code would be lost.
-        if let Some(directory) = cache::directory() {
-            ahead::compile(directory, self.gpu.capabilities.architecture(), sources);
-        }
     }
 
     fn after_uses(&self, slice: &DeviceSlice, then: Box<dyn FnOnce() + Send>) {

@@ -6,7 +6,7 @@
 //! | `gpu`, `device` | state shared by everything on one GPU; the implementation of `Device` |
 //! | `memory/` | own and borrowed allocations; exporting and importing (`sharing`, `ipc`); blocking copies (`staging`); reuse of freed memory (`block_pool`); returning it to the driver (`reaper`) when that is safe (`gate`) |
 //! | `stream/` | enqueuing and capture; progress of streams (`live`); aborting waits after a fault (`signals`) |
-//! | `kernels/` | compiling (`nvrtc`), in the background where it can be foreseen (`ahead`), caching and loading kernels, including users' (`user`); serialized launches (`serial`); small transfers; element-wise operations |
+//! | `kernels/` | compiling (`nvrtc`), caching and loading kernels, including users' (`user`); serialized launches (`serial`); small transfers; element-wise operations |
 //! | `compute/` | GEMMs by `cublas_lt`, batches by `cublas`; algorithm tuning and scratch memory; prepared launches (`recorded`) |
 //! | `nccl/` | NCCL; collectives over it |
 //! | `nvml/` | NVML: links and peer access of a GPU |

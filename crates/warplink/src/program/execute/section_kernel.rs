@@ -14,13 +14,6 @@ pub(super) struct SectionKernel {
     pub(super) signals: DeviceSlice,
 }
 
-/// Source of a section's kernel on devices that take code; its name is part of the cache key.
-pub(super) fn module_source(
-    text: impl Fn() -> Result<String> + Send + Sync + 'static,
-) -> ModuleSource {
-    ModuleSource::new("kernel section").with_written_cuda(text)
-}
-
 impl BoundKernels {
     /// Compiles and loads the kernel of `section`: `text` on devices that take code, unless a kernel of the same text
     /// is already loaded, or `lanes` on devices that take closures.
@@ -31,7 +24,9 @@ impl BoundKernels {
         text: impl Fn() -> Result<String> + Send + Sync + 'static,
         lanes: SectionLanes,
     ) -> Result<SectionKernel> {
-        let source = module_source(text).with_host_lanes(KERNEL, section.world, lanes);
+        let source = ModuleSource::new("kernel section")
+            .with_written_cuda(text)
+            .with_host_lanes(KERNEL, section.world, lanes);
         // SAFETY: the kernel accesses only what the section names of the workspace, of the memory that a plan holds,
         // and of the tensors of a launch. The verifier has checked that these accesses are in bounds, and a launch
         // checks that its tensors have the section's lengths.

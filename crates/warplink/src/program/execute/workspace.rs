@@ -14,7 +14,7 @@ use super::publication::{Publication, Published, Tables};
 use super::reach::{
     DIRECT_BYTES, EPOCH_BYTES, Reach, UNKNOWN_MEMORY, VERDICT_BYTES, VERDICT_WORDS_BYTES,
 };
-use super::section_kernel::{SectionKernel, module_source};
+use super::section_kernel::SectionKernel;
 use crate::device::{
     Device, DeviceSlice, Fault, Launch, Readying, SerialArguments, SerialKernel, SerialKernels,
     Stream, Word,
@@ -22,8 +22,7 @@ use crate::device::{
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::rank_program::TensorId;
 use crate::program::section::{
-    Addresses, ScratchInstance, SectionInstance, SectionMemory, UNPUBLISHED, WorkspaceLayout,
-    kernel_text,
+    ScratchInstance, SectionInstance, SectionMemory, UNPUBLISHED, WorkspaceLayout, kernel_text,
 };
 use crate::sync::lock;
 use std::collections::BTreeMap;
@@ -169,8 +168,18 @@ impl SharedWorkspace {
 
     /// Words that launches of a section are bound to, without its tensors on this rank.
     fn bind(&self, section: &SectionInstance, aligned: bool) -> Bound {
-        let (mut bound, addresses) = placeholders(&self.kernels.reach, section, self.rank, aligned);
+        let mut bound = self.kernels.reach.addresses(section);
         bound.tables = self.publication.tables().address();
+        let mut addresses = Vec::new();
+        for (number, tensor) in section.tensors.iter().enumerate() {
+            let SectionMemory::Tensor(id) = tensor.memory else {
+                continue;
+            };
+            let offset = (tensor.offset * tensor.dtype.size()) as u64;
+            addresses.push((number * self.world + self.rank, id, offset));
+            // Placeholder: only the alignment of the address is known.
+            bound.tensors[number][self.rank] = if aligned { 16 + offset } else { 1 };
+        }
         let first_place = bound.first_place(section);
         let announced = if section.published {
             section.announced()
@@ -193,23 +202,6 @@ impl SharedWorkspace {
             aligned: bound.aligned(section),
             addresses,
         }
-    }
-
-    /// Compiles the kernels of `sections` in the background, which later calls are expected to need, on devices that take
-    /// code. Takes the sections one by one, on another thread. Does not block.
-    pub(crate) fn compile_ahead(
-        &self,
-        sections: impl Iterator<Item = SectionInstance> + Send + 'static,
-        aligned: bool,
-    ) {
-        // Weak, so that the workspace's memory does not wait for the compiler when it is freed.
-        let (reach, rank) = (Arc::downgrade(&self.kernels.reach), self.rank);
-        let sources = sections.map_while(move |section| {
-            let (bound, _) = placeholders(&*reach.upgrade()?, &section, rank, aligned);
-            let aligned = bound.aligned(&section);
-            Some(module_source(move || kernel_text(&section, &aligned)))
-        });
-        self.device.compile_ahead(Box::new(sources));
     }
 
     /// Kernel of a section from the model's code, if that can serve it; skips code generation.
@@ -369,27 +361,6 @@ impl SharedWorkspace {
         }
         Ok(None)
     }
-}
-
-/// Addresses that launches of a section are bound to, with placeholders for its tensors on `rank`, of which only the
-/// alignment is known; and the words that hold these, as in [`SharedKernel`].
-fn placeholders(
-    reach: &Reach,
-    section: &SectionInstance,
-    rank: Rank,
-    aligned: bool,
-) -> (Addresses, Vec<(usize, TensorId, u64)>) {
-    let mut bound = reach.addresses(section);
-    let mut words = Vec::new();
-    for (number, tensor) in section.tensors.iter().enumerate() {
-        let SectionMemory::Tensor(id) = tensor.memory else {
-            continue;
-        };
-        let offset = (tensor.offset * tensor.dtype.size()) as u64;
-        words.push((number * section.world + rank, id, offset));
-        bound.tensors[number][rank] = if aligned { 16 + offset } else { 1 };
-    }
-    (bound, words)
 }
 
 /// Words that launches of a section are bound to.

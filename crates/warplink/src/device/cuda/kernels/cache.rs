@@ -2,24 +2,17 @@
 //! truncated or corrupted entries are recompiled.
 
 use crate::error::Result;
-use crate::sync::lock;
 use sha2::{Digest, Sha256};
-use std::collections::BTreeSet;
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
 
 /// Overrides the directory of the cache.
 const DIRECTORY_VARIABLE: &str = "WARPLINK_CACHE_DIR";
 
 /// Length of a digest in bytes.
 const DIGEST: usize = 32;
-
-/// Keys of the entries that threads of this process are producing.
-static IN_PROGRESS: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
-static FINISHED: Condvar = Condvar::new();
 
 /// Directory of the cache; `None` if the environment defines none.
 pub(crate) fn directory() -> Option<PathBuf> {
@@ -50,7 +43,7 @@ pub(crate) fn key(parts: &[&str]) -> String {
 }
 
 /// Returns entry `key`, or produces it with `make` and stores it. A cache that cannot be read or written only
-/// costs time. Waits for another thread that is producing the entry.
+/// costs time.
 pub(crate) fn get_or_make(
     directory: Option<&Path>,
     key: &str,
@@ -59,8 +52,7 @@ pub(crate) fn get_or_make(
     let Some(directory) = directory else {
         return make();
     };
-    let _alone = InProgress::begin(key);
-    let path = path_of(directory, key);
+    let path = directory.join(format!("{key}.cubin"));
     if let Some(content) = fs::read(&path).ok().and_then(|bytes| checked(&bytes)) {
         return Ok(content);
     }
@@ -69,36 +61,6 @@ pub(crate) fn get_or_make(
         tracing::debug!(%error, path = %path.display(), "a kernel was not kept on disk");
     }
     Ok(content)
-}
-
-/// Whether entry `key` is stored; its content may be damaged.
-pub(crate) fn contains(directory: &Path, key: &str) -> bool {
-    path_of(directory, key).is_file()
-}
-
-fn path_of(directory: &Path, key: &str) -> PathBuf {
-    directory.join(format!("{key}.cubin"))
-}
-
-/// Held by the thread that produces an entry.
-struct InProgress<'a>(&'a str);
-
-impl<'a> InProgress<'a> {
-    /// Waits until no other thread holds `key`.
-    fn begin(key: &'a str) -> Self {
-        let mut keys = lock(&IN_PROGRESS);
-        while !keys.insert(key.to_owned()) {
-            keys = FINISHED.wait(keys).unwrap_or_else(PoisonError::into_inner);
-        }
-        Self(key)
-    }
-}
-
-impl Drop for InProgress<'_> {
-    fn drop(&mut self) {
-        lock(&IN_PROGRESS).remove(self.0);
-        FINISHED.notify_all();
-    }
 }
 
 /// Content of an entry, if its digest matches.
@@ -172,25 +134,6 @@ mod tests {
         }
         // No temporary file is left.
         assert_eq!(fs::read_dir(&directory).unwrap().count(), 1);
-    }
-
-    #[test]
-    fn one_thread_produces_an_entry_that_several_need() {
-        let root = tempfile::tempdir().unwrap();
-        let makers = AtomicU64::new(0);
-        let make = || {
-            makers.fetch_add(1, Ordering::Relaxed);
-            std::thread::sleep(std::time::Duration::from_millis(50));
-            Ok(vec![5])
-        };
-        let get = || get_or_make(Some(root.path()), "needed by several", make).unwrap();
-        std::thread::scope(|scope| {
-            let threads = [0; 4].map(|_| scope.spawn(get));
-            for thread in threads {
-                assert_eq!(thread.join().unwrap(), [5]);
-            }
-        });
-        assert_eq!(makers.load(Ordering::Relaxed), 1);
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! CUDA C++ kernels, embedded and user-supplied: compilation, cache and loading.
 
-pub(super) mod ahead;
 pub(super) mod cache;
 pub(super) mod elementwise;
 pub(super) mod module;

@@ -4,12 +4,9 @@ use super::cache;
 use crate::device::library::function_table;
 use crate::device::library::{self, NVRTC};
 use crate::error::{Error, ErrorKind, Result};
-use crate::sync::lock;
 use cudarc::nvrtc::sys::nvrtcProgram;
 use std::ffi::{CStr, CString, c_char, c_int};
-use std::path::Path;
-use std::sync::{Condvar, Mutex, Once, OnceLock, PoisonError};
-use std::time::Duration;
+use std::sync::OnceLock;
 
 /// CUDA C++ embedded in the library.
 #[derive(Debug)]
@@ -144,8 +141,6 @@ impl Compiler {
             return Ok(compiler);
         }
         let compiler = Self::resolve(&library::load(&NVRTC)?)?;
-        static LOADED: Once = Once::new();
-        await_at_exit(&LOADED);
         Ok(COMPILER.get_or_init(|| compiler))
     }
 
@@ -193,7 +188,6 @@ impl Compiler {
         let headers = headers.into_iter().collect::<Result<Vec<_>>>()?;
         let header_texts: Vec<_> = headers.iter().map(|text| text.as_ptr()).collect();
         let header_names = HEADERS.map(|(name, _)| name.as_ptr());
-        let _running = Running::begin()?;
         let mut program = Program {
             compiler: self,
             raw: std::ptr::null_mut(),
@@ -239,75 +233,6 @@ impl Compiler {
         }
         Ok(image)
     }
-}
-
-/// Threads that compile.
-struct Compiling {
-    threads: usize,
-    /// Whether the process exits, so that no other thread may begin.
-    ended: bool,
-}
-
-static COMPILING: Mutex<Compiling> = Mutex::new(Compiling {
-    threads: 0,
-    ended: false,
-});
-static COMPILED: Condvar = Condvar::new();
-
-/// How long the exit of the process waits for threads that compile; a kernel takes less than a second.
-const MAX_WAIT: Duration = Duration::from_secs(10);
-
-/// Held by a thread that compiles.
-struct Running;
-
-impl Running {
-    fn begin() -> Result<Self> {
-        let mut compiling = lock(&COMPILING);
-        if compiling.ended {
-            return Err(Error::new(ErrorKind::Closed, "the process exits")
-                .with_operation("compile a kernel"));
-        }
-        compiling.threads += 1;
-        Ok(Self)
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        static COMPILED_ONE: Once = Once::new();
-        // The first compilation may create more statics, which are destroyed before the handler of loading runs.
-        await_at_exit(&COMPILED_ONE);
-        lock(&COMPILING).threads -= 1;
-        COMPILED.notify_all();
-    }
-}
-
-/// Makes the exit of the process wait for threads that compile, once for each `registered`: the exit destroys NVRTC's
-/// statics, and a thread inside NVRTC crashes then. Exit handlers run in reverse order, so this comes after statics are
-/// created. Does nothing in forked processes, which have no such threads.
-fn await_at_exit(registered: &Once) {
-    static PROCESS: OnceLock<u32> = OnceLock::new();
-    unsafe extern "C" {
-        fn atexit(body: extern "C" fn()) -> c_int;
-    }
-    extern "C" fn ending() {
-        if PROCESS.get() != Some(&std::process::id()) {
-            return;
-        }
-        let mut compiling = lock(&COMPILING);
-        compiling.ended = true;
-        let waited = COMPILED.wait_timeout_while(compiling, MAX_WAIT, |left| left.threads > 0);
-        drop(waited.unwrap_or_else(PoisonError::into_inner));
-    }
-    registered.call_once(|| {
-        PROCESS.get_or_init(std::process::id);
-        // SAFETY: `atexit` is declared as in C, and no panic can leave the handler.
-        if unsafe { atexit(ending) } != 0 {
-            tracing::warn!(
-                "the exit of the process does not wait for kernels that are being compiled"
-            );
-        }
-    });
 }
 
 /// An NVRTC program.
@@ -367,19 +292,6 @@ pub(crate) fn machine_code_of(
     further: &[String],
     architecture: &str,
 ) -> Result<Vec<u8>> {
-    let directory = cache::directory();
-    let (code, _) = cached(directory.as_deref(), name, text, further, architecture)?;
-    Ok(code)
-}
-
-/// As [`machine_code_of`], from the cache in `directory`; also returns the key of the entry.
-fn cached(
-    directory: Option<&Path>,
-    name: &str,
-    text: &str,
-    further: &[String],
-    architecture: &str,
-) -> Result<(Vec<u8>, String)> {
     let compiler = Compiler::get()?;
     let (major, minor) = compiler.version()?;
     let version = format!("nvrtc {major}.{minor}");
@@ -387,23 +299,9 @@ fn cached(
     let mut parts = vec![version.as_str(), name, text];
     parts.extend(options.iter().map(String::as_str));
     parts.extend(HEADERS.iter().map(|(_, header)| *header));
-    let key = cache::key(&parts);
-    let compile = || compiler.compile(name, text, &options, architecture);
-    let code = cache::get_or_make(directory, &key, compile)?;
-    Ok((code, key))
-}
-
-/// Stores the machine code of a text in the cache in `directory`, where [`machine_code_of`] finds it. Returns whether it
-/// could be stored.
-pub(super) fn store(
-    directory: &Path,
-    name: &str,
-    text: &str,
-    further: &[String],
-    architecture: &str,
-) -> Result<bool> {
-    let (_, key) = cached(Some(directory), name, text, further, architecture)?;
-    Ok(cache::contains(directory, &key))
+    cache::get_or_make(cache::directory().as_deref(), &cache::key(&parts), || {
+        compiler.compile(name, text, &options, architecture)
+    })
 }
 
 /// A compiled kernel file.
