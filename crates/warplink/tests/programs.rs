@@ -19,10 +19,9 @@ mod subgroups;
 #[path = "programs/trials.rs"]
 mod trials;
 
-use common::{assert_says, delays, kind, pretending, threads, threads_with, world};
+use common::{assert_says, delays, kind, pretending, threads, threads_with, world, worlds};
 use half::{bf16, f16};
 use matmul::{Case, Inputs, Memory};
-use std::collections::BTreeSet;
 use std::time::Duration;
 use warplink::device::Priority;
 use warplink::overlap::{
@@ -71,10 +70,8 @@ fn scatters(comm: &Communicator) -> Vec<Lowering> {
     lowerings::<MatmulReduceScatter>(comm, "matmul_reduce_scatter")
 }
 
-/// Worlds of 1 to 4 ranks, or as many as there are GPUs.
-fn worlds() -> BTreeSet<usize> {
-    [1, 2, 3, 4].into_iter().map(world).collect()
-}
+/// Numbers of ranks, or as many as there are GPUs.
+const RANKS: [usize; 4] = [1, 2, 3, 4];
 
 /// Random delays where the device has them.
 fn delayed(config: &mut warplink::Config) {
@@ -129,21 +126,21 @@ fn every_lowering<T: warplink::dtype::Element>(comm: &Communicator, streams: usi
 
 #[test]
 fn every_lowering_is_right_under_delays_in_f32() {
-    for world in worlds() {
+    for world in worlds(RANKS) {
         threads_with(world, delayed, |comm| every_lowering::<f32>(comm, 2));
     }
 }
 
 #[test]
 fn every_lowering_is_right_under_delays_in_bf16() {
-    for world in worlds() {
+    for world in worlds(RANKS) {
         threads_with(world, delayed, |comm| every_lowering::<bf16>(comm, 1));
     }
 }
 
 #[test]
 fn every_lowering_is_right_under_delays_in_f16() {
-    for world in worlds() {
+    for world in worlds(RANKS) {
         threads_with(world, delayed, |comm| every_lowering::<f16>(comm, 3));
     }
 }

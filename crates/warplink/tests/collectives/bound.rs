@@ -2,7 +2,7 @@
 
 use crate::common::{
     Ranks, Stopwatch, TimedBarrier, assert_all_ended_well, assert_says, assert_survived, delays,
-    kill_self, kind, share_gpus, threads, threads_that_end, threads_with, world,
+    kill_self, kind, share_gpus, threads, threads_that_end, threads_with, world, worlds,
 };
 use crate::expected::{Case, Made, Random};
 use std::sync::Arc;
@@ -78,7 +78,7 @@ fn cases(counts: &[usize]) -> Vec<Case> {
 
 #[test]
 fn copies_are_right_for_few_and_many_ranks() {
-    for ranks in [2, 3, 5, 8].map(world) {
+    for ranks in worlds([2, 3, 5, 8]) {
         threads_with(ranks, delayed, |comm| {
             let collectives = copying(comm);
             let streams = [Priority::Normal, Priority::High]

@@ -1,6 +1,8 @@
 //! Right results: every collective, type, operator, number of ranks and algorithm.
 
-use crate::common::{assert_says, delays, kind, processes, share_gpus, threads_with, world};
+use crate::common::{
+    assert_says, delays, kind, processes, share_gpus, threads_with, world, worlds,
+};
 use crate::expected::{Case, Random};
 use crate::scaled::unhurried;
 use std::time::Duration;
@@ -18,7 +20,7 @@ fn delayed(config: &mut Config) {
 /// so ranks that share a processor make fewer.
 #[test]
 fn random_calls_are_right_for_every_number_of_ranks() {
-    for ranks in (1..=8).map(world) {
+    for ranks in worlds(1..=8) {
         threads_with(ranks, delayed, |comm| {
             let collectives = comm.collectives().unwrap();
             let stream = comm.create_stream(Priority::Normal).unwrap();
@@ -43,7 +45,7 @@ fn random_calls_are_right_for_every_number_of_ranks() {
 /// Calls of some hundred thousand elements, and longer ones of two ranks, of other kinds for each number of ranks.
 #[test]
 fn long_calls_are_right_for_every_number_of_ranks() {
-    for ranks in (2..=8).map(world) {
+    for ranks in worlds(2..=8) {
         threads_with(ranks, unhurried, |comm| {
             let collectives = comm.collectives().unwrap();
             let stream = comm.create_stream(Priority::Normal).unwrap();

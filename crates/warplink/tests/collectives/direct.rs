@@ -2,7 +2,7 @@
 //! when it is freed or a rank is lost.
 
 use crate::common::{
-    Ranks, TimedBarrier, kill_self, kind, processes, threads_that_end, threads_with, world,
+    Ranks, TimedBarrier, kill_self, kind, processes, threads_that_end, threads_with, world, worlds,
 };
 use crate::expected::{Case, Random};
 use std::sync::Arc;
@@ -127,7 +127,7 @@ fn until_let_go(comm: &Communicator, baseline: (usize, usize)) {
 /// All collectives with random inputs: the first calls by chunks, and later ones all directly.
 #[test]
 fn every_collective_goes_directly_once_its_memory_is_known() {
-    for ranks in [2, 3, 8].map(world) {
+    for ranks in worlds([2, 3, 8]) {
         threads_with(
             ranks,
             |_| {},
@@ -186,7 +186,7 @@ fn every_collective_goes_directly_once_its_memory_is_known() {
 /// Random calls, aligned or not, in place or not, on memory that is used again and on fresh memory, beside small ones.
 #[test]
 fn random_calls_are_right_while_memory_becomes_known() {
-    for ranks in [2, 5].map(world) {
+    for ranks in worlds([2, 5]) {
         threads_with(
             ranks,
             |_| {},

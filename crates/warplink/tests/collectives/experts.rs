@@ -2,7 +2,7 @@
 
 use crate::common::{
     Ranks, Stopwatch, TimedBarrier, assert_says, assert_survived, delays, kill_self, kind,
-    processes, threads_that_end, threads_with, world,
+    processes, threads_that_end, threads_with, world, worlds,
 };
 use crate::data::is_without_library;
 use crate::layer::{Buffers, Choices, GUARD_BYTE, Input, download, inputs};
@@ -34,7 +34,7 @@ fn round(
 /// Any routing, on every number of ranks, with rows of any length: compared bit for bit.
 #[test]
 fn tokens_go_to_their_experts_and_come_back_as_weighted_sums() {
-    for ranks in (1..=8).map(world) {
+    for ranks in worlds(1..=8) {
         threads_with(
             ranks,
             |_| {},

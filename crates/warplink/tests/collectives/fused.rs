@@ -1,6 +1,6 @@
 //! Collectives with residual, norm and quantisation: right, and bit for bit the same on all ranks.
 
-use crate::common::{assert_says, threads_that_end, threads_with, world};
+use crate::common::{assert_says, threads_that_end, threads_with, world, worlds};
 use crate::fused_rows::{Made, USUAL, all_wanted, fused};
 use crate::scaled::unhurried;
 use warplink::collective::{
@@ -52,7 +52,7 @@ pub(crate) fn play(comm: &Communicator, collectives: &Collectives, made: &Made, 
 /// With rows that fit at once and in pieces.
 #[test]
 fn fused_calls_are_right_and_the_same_on_all_ranks() {
-    for ranks in [1, 2, 3, 8].map(world) {
+    for ranks in worlds([1, 2, 3, 8]) {
         threads_with(ranks, unhurried, |comm| {
             let algorithms = [
                 None,
@@ -92,7 +92,7 @@ fn fused_calls_are_right_and_the_same_on_all_ranks() {
 /// Where ranks own rows, of the sum or of what is gathered.
 #[test]
 fn fused_calls_of_owned_rows_are_right() {
-    for ranks in [1, 2, 3, 8].map(world) {
+    for ranks in worlds([1, 2, 3, 8]) {
         threads_with(ranks, unhurried, |comm| {
             let collectives = by(comm, None);
             for kind in FusedKind::ALL.into_iter().skip(1) {

@@ -1,7 +1,7 @@
 //! Fused calls to nvfp4, against a reference in `f64` that shares nothing with the library: codes and scales are looked for
 //! among all values that there are.
 
-use crate::common::{threads_with, world};
+use crate::common::{threads_with, world, worlds};
 use crate::fused_rows::{AWKWARD, USUAL, Wanted, fused, quantized};
 use crate::scaled::unhurried;
 use warplink::collective::{CollectiveOptions, Fused, FusedKind, FusedMemory, Quantization, Wire};
@@ -242,7 +242,7 @@ fn exact_rows(comm: &Communicator, collectives: &Collectives, (call, of): (&Fuse
 
 #[test]
 fn codes_and_scales_are_exact() {
-    for ranks in [1, 2, 3, 8].map(world) {
+    for ranks in worlds([1, 2, 3, 8]) {
         threads_with(ranks, unhurried, |comm| {
             let options = CollectiveOptions {
                 workspace_bytes: 2 << 20,

@@ -2,7 +2,7 @@
 //! and awkward numbers, the same on all ranks, of rows of an odd number of elements, in graphs that are replayed with other
 //! inputs each time.
 
-use crate::common::{threads_with, world};
+use crate::common::{threads_with, worlds};
 use crate::fused::{by, play};
 use crate::fused_rows::{Made, Wanted, fused};
 use crate::scaled::unhurried;
@@ -52,7 +52,7 @@ fn table(ranks: usize) -> Vec<(Fused, Wanted)> {
 
 #[test]
 fn every_fused_call_is_right_however_often_it_is_replayed() {
-    for ranks in [1, 2, 3, 8].map(world) {
+    for ranks in worlds([1, 2, 3, 8]) {
         threads_with(ranks, unhurried, |comm| {
             let collectives = by(comm, None);
             for (number, of) in table(ranks).into_iter().enumerate() {

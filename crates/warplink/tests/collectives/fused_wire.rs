@@ -1,6 +1,6 @@
 //! Fused calls whose rows travel as fp8: within the documented error of `f64`, and bit for bit the same on all ranks.
 
-use crate::common::{encode, threads_with, values, world};
+use crate::common::{encode, threads_with, values, worlds};
 use crate::fused_rows::{AWKWARD, Made, USUAL, Wanted, fused, quantized};
 use crate::scaled::unhurried;
 use warplink::collective::{
@@ -247,7 +247,7 @@ fn sums(comm: &Communicator, collectives: &Collectives, call: &Fused, numbers_of
 
 #[test]
 fn quantized_sums_are_within_their_bound_and_the_same_on_all_ranks() {
-    for ranks in [1, 2, 3, 8].map(world) {
+    for ranks in worlds([1, 2, 3, 8]) {
         threads_with(ranks, unhurried, |comm| {
             let collectives = small(comm);
             for kind in FusedKind::ALL {
@@ -280,7 +280,7 @@ fn quantized_sums_are_within_their_bound_and_the_same_on_all_ranks() {
 /// Of what arrives, the norm and its quantisation are as accurate as without.
 #[test]
 fn epilogues_follow_quantized_sums() {
-    for ranks in [1, 2, 3].map(world) {
+    for ranks in worlds([1, 2, 3]) {
         threads_with(ranks, unhurried, |comm| {
             let collectives = small(comm);
             let stream = comm.create_stream(Priority::Normal).unwrap();

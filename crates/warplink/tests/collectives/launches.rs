@@ -1,6 +1,6 @@
 //! Many calls: in a row, in graphs, on several streams, of several communicators.
 
-use crate::common::{is_rank, kind, number_from_env, tell, threads_with, world};
+use crate::common::{kind, number_from_env, tell, threads_with, world, worlds};
 use crate::endurance::{Endurance, Mix};
 use crate::expected::Random;
 use std::time::{Duration, Instant};
@@ -64,12 +64,7 @@ fn thousands_of_mixed_calls_stay_right() {
         count("WARPLINK_TEST_CALLS", 700),
         count("WARPLINK_TEST_REPLAYS", 3),
     );
-    let mut worlds = [2, 4].map(world).to_vec();
-    if !is_rank() {
-        // A rank knows its own world alone, and takes part in all groups of the test.
-        worlds.dedup();
-    }
-    for ranks in worlds {
+    for ranks in worlds([2, 4]) {
         threads_with(
             ranks,
             |_| {},

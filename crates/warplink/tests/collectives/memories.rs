@@ -1,6 +1,6 @@
 //! Every collective on memory of every kind.
 
-use crate::common::{share_gpus, threads_with, world};
+use crate::common::{share_gpus, threads_with, world, worlds};
 use crate::direct::{SOON, direct};
 use crate::expected::{Case, Made, Random};
 use crate::scaled::unhurried;
@@ -124,7 +124,7 @@ fn calls(comm: &Communicator, collectives: &Collectives, case: Case, memory: &Me
 /// Short and of some thousands, in place and not, at any start.
 #[test]
 fn every_collective_is_right_on_memory_of_every_kind() {
-    for ranks in [2, 3].map(world) {
+    for ranks in worlds([2, 3]) {
         threads_with(ranks, unhurried, |comm| {
             let collectives = direct(comm);
             let mut random = Random::new(51 + ranks as u64);
@@ -174,7 +174,7 @@ fn long_collectives_are_right_on_memory_of_every_kind() {
 /// Memory that is allocated for a call and freed after it, often where another was before.
 #[test]
 fn every_collective_is_right_on_new_memory_for_each_call() {
-    for ranks in [2, 3].map(world) {
+    for ranks in worlds([2, 3]) {
         threads_with(ranks, unhurried, |comm| {
             let collectives = direct(comm);
             let stream = comm.create_stream(Priority::Normal).unwrap();

@@ -2,7 +2,7 @@
 
 use crate::common::{
     Ranks, Stopwatch, TimedBarrier, assert_says, assert_survived, delays, kill_self, kind,
-    processes, threads_that_end, threads_with, world,
+    processes, threads_that_end, threads_with, world, worlds,
 };
 use crate::data::is_without_library;
 use crate::expected::Random;
@@ -35,7 +35,7 @@ fn small() -> CollectiveOptions {
 /// Groups of random messages, several in flight, on every number of ranks. The longest go through a chunk many times.
 #[test]
 fn random_groups_are_right_for_every_number_of_ranks() {
-    for ranks in (1..=8).map(world) {
+    for ranks in worlds(1..=8) {
         threads_with(ranks, delayed, |comm| {
             let collectives = comm.collectives_with(&small()).unwrap();
             let stream = comm.create_stream(Priority::Normal).unwrap();

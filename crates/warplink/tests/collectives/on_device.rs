@@ -2,7 +2,7 @@
 
 use crate::common::{
     Stopwatch, TimedBarrier, assert_says, delays, kind, processes, threads, threads_that_end,
-    threads_with, world,
+    threads_with, world, worlds,
 };
 use crate::data::library;
 use crate::expected::Random;
@@ -177,7 +177,7 @@ fn delayed(config: &mut Config) {
 
 #[test]
 fn parts_of_sizes_in_device_memory_come_to_their_ranks() {
-    for ranks in (1..=4).map(world) {
+    for ranks in worlds(1..=4) {
         threads_with(ranks, delayed, |comm| {
             rounds(comm, &comm.collectives().unwrap(), ranks as u64);
         });
@@ -199,7 +199,7 @@ fn processes_exchange_parts_of_sizes_in_device_memory() {
 /// The counts change from launch to launch, and nobody tells the host.
 #[test]
 fn a_graph_serves_all_counts() {
-    for ranks in [2, 4].map(world) {
+    for ranks in worlds([2, 4]) {
         threads(ranks, |comm| {
             let collectives = comm.collectives().unwrap();
             let stream = comm.create_stream(Priority::Normal).unwrap();

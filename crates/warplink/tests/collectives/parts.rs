@@ -1,6 +1,6 @@
 //! All-to-all with a size for each pair of ranks, given on the host.
 
-use crate::common::{TimedBarrier, assert_says, threads_that_end, threads_with, world};
+use crate::common::{TimedBarrier, assert_says, threads_that_end, threads_with, world, worlds};
 use crate::data::is_without_library;
 use crate::expected::Random;
 use std::time::Duration;
@@ -150,7 +150,7 @@ pub(crate) fn rounds(comm: &Communicator, collectives: &Collectives, count: usiz
 
 #[test]
 fn parts_of_any_sizes_come_to_their_ranks() {
-    for ranks in (1..=8).map(world) {
+    for ranks in worlds(1..=8) {
         threads_with(
             ranks,
             |_| {},

@@ -1,6 +1,6 @@
 //! Every type and operator of what reduces, by each algorithm.
 
-use crate::common::{share_gpus, threads_with, world};
+use crate::common::{share_gpus, threads_with, world, worlds};
 use crate::direct::{SOON, direct};
 use crate::expected::{Case, Made, Random};
 use std::time::Instant;
@@ -43,7 +43,7 @@ fn call(
 /// On 1 to 8 ranks through the workspace, by algorithms in turn, with results of all-reduce that are the same on all.
 #[test]
 fn every_type_and_operator_is_reduced_on_every_number_of_ranks() {
-    for ranks in (1..=8).map(world) {
+    for ranks in worlds(1..=8) {
         threads_with(
             ranks,
             |_| {},
@@ -103,7 +103,7 @@ fn every_type_and_operator_is_reduced_on_every_number_of_ranks() {
 /// reduce-scatter in turn.
 #[test]
 fn every_type_and_operator_is_reduced_directly() {
-    for ranks in (2..=8).map(world) {
+    for ranks in worlds(2..=8) {
         if ranks < 2 {
             return;
         }

@@ -1,6 +1,6 @@
 //! The same inputs give the same bits: on all ranks, from call to call, and by every algorithm.
 
-use crate::common::{share_gpus, threads_with, world};
+use crate::common::{share_gpus, threads_with, world, worlds};
 use crate::expected::{Case, Random};
 use crate::scaled::unhurried;
 use std::time::{Duration, Instant};
@@ -102,7 +102,7 @@ fn until_direct(
 /// types of floats.
 #[test]
 fn floats_are_reduced_to_the_same_bits_however_often_and_by_every_algorithm() {
-    for ranks in [2, 3, 8].map(world) {
+    for ranks in worlds([2, 3, 8]) {
         threads_with(ranks, unhurried, |comm| {
             let stream = comm.create_stream(Priority::Normal).unwrap();
             let direct = by(comm, Some(Algorithm::Direct));

@@ -1,6 +1,8 @@
 //! Sums of values that are multiplied by a factor beforehand.
 
-use crate::common::{TimedBarrier, assert_says, kind, threads_that_end, threads_with, world};
+use crate::common::{
+    TimedBarrier, assert_says, kind, threads_that_end, threads_with, world, worlds,
+};
 use crate::data::is_without_library;
 use crate::expected::{Case, Random};
 use std::time::Duration;
@@ -45,7 +47,7 @@ fn by(comm: &Communicator, algorithm: Option<Algorithm>) -> Collectives {
 /// Of all three collectives in every type of floats, with other factors in a row, by each algorithm that there is.
 #[test]
 fn scaled_sums_of_floats_are_right_by_every_algorithm() {
-    for ranks in [1, 2, 3, 8].map(world) {
+    for ranks in worlds([1, 2, 3, 8]) {
         threads_with(ranks, unhurried, |comm| {
             let stream = comm.create_stream(Priority::Normal).unwrap();
             let algorithms = [

@@ -105,6 +105,16 @@ pub fn world(wanted: usize) -> usize {
     }
 }
 
+/// The [`world`] of each of `wanted`, but none twice in a row.
+pub fn worlds(wanted: impl IntoIterator<Item = usize>) -> Vec<usize> {
+    let mut worlds: Vec<usize> = wanted.into_iter().map(world).collect();
+    if !is_rank() {
+        // A rank that is a process knows its own world alone, and takes part in all groups of its test.
+        worlds.dedup();
+    }
+    worlds
+}
+
 fn gpus() -> usize {
     device::count(DeviceKind::Cuda).unwrap()
 }

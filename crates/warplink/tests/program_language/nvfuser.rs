@@ -1,6 +1,6 @@
 //! The host programs that nvFuser prints, written in the language: docs/nvfuser.md.
 
-use crate::common::world;
+use crate::common::worlds;
 use crate::products::{element, product};
 use crate::run::Run;
 use warplink::DType;
@@ -13,7 +13,7 @@ const HANDLES: &str = include_str!("../../../../examples/programs/nvfuser_share_
 
 /// `linear` of gathered rows, with weights as [out, in].
 fn all_gather_linear(text: &str, [rows, weights, bias, result]: [&'static str; 4]) {
-    for ranks in [1, 2, 4].map(world) {
+    for ranks in worlds([1, 2, 4]) {
         let ([m, n, k], streams) = ([3 * ranks, 5, 4], 1 + ranks % 3);
         for dtype in [DType::BF16, DType::F32] {
             let run = Run {
@@ -53,7 +53,7 @@ fn the_ring_with_the_get_protocol_runs() {
 #[test]
 fn handles_that_are_shared_once_serve_every_repetition() {
     let (n, repetitions) = (6, 4);
-    for ranks in [1, 2, 4].map(world) {
+    for ranks in worlds([1, 2, 4]) {
         let run = Run {
             text: HANDLES,
             parameters: Parameters::from([("n", n as i64), ("repetitions", repetitions as i64)]),

@@ -1,6 +1,6 @@
 //! A peer that is the rank itself: the transfer is a copy, so that a ring needs no case for one rank.
 
-use crate::common::{kind, world};
+use crate::common::{kind, world, worlds};
 use crate::run::Run;
 use warplink::program::{DiagnosticKind, Parameters, Program, verify};
 use warplink::{Communicator, DeviceKind};
@@ -159,7 +159,7 @@ fn a_product_is_stored_at_its_own_rank() {
         wait take
         B = copy(R)
     }";
-    for ranks in [1, 2].map(world) {
+    for ranks in worlds([1, 2]) {
         let run = Run {
             text,
             parameters: Parameters::from([("n", 2)]),

@@ -1,6 +1,6 @@
 //! Products: transposed operands, biases, and what of memory they can read.
 
-use crate::common::world;
+use crate::common::{world, worlds};
 use crate::run::Run;
 use warplink::program::{Parameters, Program, unroll};
 
@@ -132,7 +132,7 @@ fn stored_products_may_be_transposed() {
         C = copy(R)
     }";
     let n = 16;
-    for ranks in [1, 2].map(world) {
+    for ranks in worlds([1, 2]) {
         let run = Run {
             text,
             parameters: Parameters::from([("n", n as i64)]),

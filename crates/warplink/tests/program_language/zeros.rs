@@ -1,6 +1,6 @@
 //! Tensors that start at 0, and sums that need no first step.
 
-use crate::common::world;
+use crate::common::worlds;
 use crate::run::Run;
 use warplink::program::{OperationKind, Parameters, Program, unroll, verify};
 
@@ -121,7 +121,7 @@ fn sums_around_a_ring_start_at_zero() {
         "I" => f64::from(u8::from(index.is_multiple_of(n + 1))),
         _ => (10 * rank + index) as f64,
     };
-    for ranks in [1, 2, 4].map(world) {
+    for ranks in worlds([1, 2, 4]) {
         let run = Run {
             text,
             parameters: Parameters::from([("n", n as i64)]),

@@ -1,6 +1,6 @@
 //! The example programs with kernels, and two of the library's own.
 
-use crate::common::{delays, kind, threads_with, time_on_processor, world};
+use crate::common::{delays, kind, threads_with, time_on_processor, worlds};
 use crate::play::{Launches, play};
 use std::time::Duration;
 use warplink::device::ReduceOp;
@@ -149,7 +149,7 @@ fn examples_are_verified_for_every_world_and_length() {
 
 #[test]
 fn examples_give_what_they_mean() {
-    for ranks in [2, 3, 4].map(world) {
+    for ranks in worlds([2, 3, 4]) {
         threads_with(ranks, delayed, |comm| {
             for (program, only) in all() {
                 if only.is_some_and(|only| only != comm.world()) {

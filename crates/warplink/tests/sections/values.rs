@@ -1,6 +1,6 @@
 //! Kernels whose lanes read counts and rows from memory: what they give, and what ends a launch.
 
-use crate::common::{decode, delays, encode, kind, threads_with, world};
+use crate::common::{decode, delays, encode, kind, threads_with, worlds};
 use crate::play::{Launches, play_with};
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority};
@@ -81,7 +81,7 @@ fn is_untouched(bytes: &[u8]) -> bool {
 
 #[test]
 fn rows_go_where_counts_and_indices_in_memory_say() {
-    for ranks in [2, 3, 8].map(world) {
+    for ranks in worlds([2, 3, 8]) {
         threads_with(ranks, delayed, |comm| {
             for (text, rows) in [(ALL_TO_ALL_V, "rows"), (DISPATCH, "tokens")] {
                 for counts in Counts::ALL {
