@@ -329,12 +329,13 @@ impl Machine {
         } else {
             stored / LANE_STORES
         };
-        // Long transfers amortize more lanes.
-        let most = if direct && bytes >= LONG {
-            2.0 * most
-        } else {
-            most
+        // Long transfers amortize more lanes. The root of a reduce has to take in what it loads and what others store.
+        let long = if bytes >= LONG { 2.0 } else { 1.0 };
+        let root = match call.kind {
+            CollectiveKind::Reduce => 2.0,
+            _ => 1.0,
         };
+        let most = if direct { long * root * most } else { most };
         let each = if direct {
             DIRECT_LANE_BYTES
         } else {
