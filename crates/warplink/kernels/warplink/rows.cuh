@@ -93,16 +93,26 @@ template <typename Element, u32 DATA> struct RowPackets {
             if (elements * i < count) packet[i] = load_packet<DATA>(at + 2 * DATA * i);
     }
 
-    // Waits for the packets; false if the lane has ended.
-    __device__ __forceinline__ bool settle(Lane &lane, u64 at, u32 count, Flag flag, RowUnit<Element> &unit) {
+    // Loads those packets again that have not arrived; whether all had.
+    __device__ __forceinline__ bool reload(u64 at, u32 count, Flag flag) {
         bool there = true;
 #pragma unroll
         for (u32 i = 0; i < number; i++) {
-            if (elements * i < count) there &= await_packet(lane, at + 2 * DATA * i, packet[i], flag);
+            if (elements * i >= count || carries(packet[i], flag)) continue;
+            packet[i] = load_packet<DATA>(at + 2 * DATA * i);
+            there = false;
+        }
+        return there;
+    }
+
+    __device__ __forceinline__ RowUnit<Element> unit() const {
+        RowUnit<Element> unit;
+#pragma unroll
+        for (u32 i = 0; i < number; i++) {
 #pragma unroll
             for (u32 k = 0; k < DATA / 4; k++) unit.word[DATA / 4 * i + k] = packet[i].unit.word[k];
         }
-        return there;
+        return unit;
     }
 };
 
@@ -310,11 +320,23 @@ template <bool WHOLE = false> struct Row {
                 else
                     units[i - first] = load<Element, ALIGNED>(from.at[i], unit, count);
             }
+            // All that are missing are loaded again together: one after the other, each would take a load's latency after
+            // the previous one has arrived.
+            bool there = P::packets == 0;
+            for (u32 polls = 1; !there && !lane.ended; polls++) {
+                there = true;
+#pragma unroll
+                for (u32 k = 0; k < together; k++) {
+                    const u32 i = first + k;
+                    if (i < P::count && P::is_packets(i)) there &= packets[k].reload(from.at[i] + 2 * bytes * (u64)unit, count, flag);
+                }
+                if (!there) lane.gives_up(polls);
+            }
 #pragma unroll
             for (u32 k = 0; k < together; k++) {
                 const u32 i = first + k;
                 if (i >= P::count) continue;
-                if (P::is_packets(i)) packets[k].settle(lane, from.at[i] + 2 * bytes * (u64)unit, count, flag, units[k]);
+                if (P::is_packets(i)) units[k] = packets[k].unit();
                 float next[row_unit];
                 units[k].values(next);
 #pragma unroll

@@ -6,6 +6,7 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::RankProgram;
+use crate::program::cost::lanes::Lanes;
 use crate::program::cost::{HardwareModel, SimulateOptions, Submission, simulate_with};
 use crate::sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
@@ -105,6 +106,11 @@ impl Estimates {
         }
         lock(&self.found).insert(key, best.1);
         best.1
+    }
+
+    /// The model's figures of lanes.
+    pub(super) fn lanes(&self) -> Lanes {
+        self.model.lanes()
     }
 
     /// Estimated seconds of a program's launch.

@@ -22,8 +22,16 @@ const MAX_KEPT: usize = 1024;
 /// Elements of a row that a thread handles at a time.
 const UNIT: usize = 8;
 
-/// Minimum threads of each of several blocks of a lane.
+/// Minimum threads of each of several blocks of a lane, and maximum blocks of a launch that has such lanes: with more,
+/// launches take longer (measured, docs/performance.md).
 const MIN_BLOCK_THREADS: usize = 128;
+const MAX_CLUSTERED: usize = 66;
+
+/// Loads with a fence after them, which the simulated steps lack: for each further row of a lane in [`Way::Pushed`],
+/// which the next one does not hide completely, and for access to peers' tensors. Fitted to measured times
+/// (docs/performance.md).
+const PUSHED_ROW: f64 = 2.0;
+const ACCESS: f64 = 4.0;
 
 /// Reason why a row cannot be sent.
 const TOO_LONG: &str = "give the workspace more bytes (CollectiveOptions::workspace_bytes)";
@@ -249,13 +257,15 @@ impl Described {
             };
             lanes = open.lanes(most, most);
         }
-        let threads = machine.threads(call.width.div_ceil(UNIT));
+        // With half as many threads, a row's signals and waits take less time.
+        let units = if way == Way::Pushed { 2 } else { 1 };
+        let threads = machine.threads(call.width.div_ceil(units * UNIT));
         // One block takes long to send and receive a row.
         let fits = |blocks: &usize| {
             way == Way::OneShot
                 && *blocks <= machine.cluster_blocks
                 && *blocks * MIN_BLOCK_THREADS <= threads
-                && *blocks * (lanes + 1) <= machine.most_blocks
+                && *blocks * (lanes + 1) <= machine.most_blocks.min(MAX_CLUSTERED)
         };
         let blocks = [8, 4, 2].into_iter().find(fits);
         Ok(Shape {
@@ -274,7 +284,14 @@ impl Described {
         let programs = (0..machine.world).map(|rank| piece.rank_program(machine, &shape, rank));
         let programs: Vec<RankProgram> = programs.collect::<Result<_>>()?;
         let pieces = self.call.tokens.div_ceil(shape.rows) as f64;
-        Ok(machine.estimates.seconds(&programs)? * pieces)
+        let lanes = machine.estimates.lanes();
+        let missing = match way {
+            Way::Pushed => PUSHED_ROW * (shape.rows.div_ceil(shape.lanes) - 1) as f64,
+            Way::Direct | Way::Gathered => ACCESS,
+            Way::OneShot | Way::Quantized => 0.0,
+        };
+        let seconds = machine.estimates.seconds(&programs)? + missing * (lanes.load + lanes.fence);
+        Ok(seconds * pieces)
     }
 
     pub(super) fn rank_program(

@@ -217,28 +217,45 @@ fn faulty_variants_are_refused() {
     }
 }
 
-/// Links limit many rows: results derived from h, which all ranks store, are not sent as well.
+/// The fastest strategy and its shape as measured on two GPUs of a server (docs/performance.md). Links limit many rows:
+/// results derived from h, which all ranks store, are not sent as well.
 #[test]
-fn many_rows_send_h_alone() {
+fn the_number_of_rows_selects_the_strategy() {
     let estimates = Estimates::new(&shipped("h200-2").unwrap()).unwrap();
     let machine = Machine {
         packet_bytes: 512 << 10,
         plain_bytes: 4 << 20,
+        cluster_blocks: 8,
         estimates,
         ..machine(2)
     };
     let epilogues = calls(1, 8192, &[FusedKind::AllReduce], Wire::Exact);
     let [norm, sum] = [0, 10].map(|number| epilogues[number]);
-    for (tokens, faster) in [(1, false), (1024, true), (8192, true)] {
-        let [gathered, others] = [true, false].map(|gathers| {
-            let call = norm.of(tokens);
-            let ways = call.ways().iter();
-            let ways = ways.filter(|way| (**way == Way::Gathered) == gathers);
-            let seconds = ways.map(|way| call.seconds(&machine, *way).unwrap());
-            seconds.fold(f64::INFINITY, f64::min)
-        });
-        println!("{tokens}: {gathered:e}, others {others:e}");
-        assert_eq!(gathered < others, faster, "{tokens}");
+    for (tokens, fastest, expected) in [
+        (1, Way::OneShot, [1, 1024, 8]),
+        (4, Way::OneShot, [4, 1024, 8]),
+        (8, Way::OneShot, [8, 1024, 4]),
+        (16, Way::OneShot, [16, 1024, 2]),
+        (32, Way::OneShot, [32, 1024, 2]),
+        (48, Way::Pushed, [64, 512, 1]),
+        (128, Way::Pushed, [128, 512, 1]),
+        (256, Way::Pushed, [128, 512, 1]),
+        (512, Way::Gathered, [128, 1024, 1]),
+        (1024, Way::Gathered, [128, 1024, 1]),
+        (8192, Way::Gathered, [128, 1024, 1]),
+    ] {
+        let call = norm.of(tokens);
+        let seconds = |way: &Way| call.seconds(&machine, *way).unwrap();
+        let mut ways = call.ways().to_vec();
+        ways.sort_by(|a, b| seconds(a).total_cmp(&seconds(b)));
+        assert_eq!(ways[0], fastest, "{tokens} tokens");
+        let shape = call.shape(&machine, fastest).unwrap();
+        let [lanes, threads, blocks] = expected;
+        assert_eq!(
+            (shape.lanes, shape.threads, shape.blocks),
+            (lanes, threads, blocks),
+            "{tokens} tokens"
+        );
     }
     assert!(!sum.ways().contains(&Way::Gathered));
 }
