@@ -6,8 +6,9 @@ use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::machine::Actor;
 use crate::program::section::Part;
+use crate::program::site::Site;
 use crate::program::verify::diagnostics::Diagnostics;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 
 /// Limit on recorded differences.
 const MAX_KEPT: usize = 4096;
@@ -18,12 +19,17 @@ type Words = (Rank, Place, usize);
 /// Values that a step announces or expects.
 type Announced = (Actor, Vec<u32>);
 
+/// An `agree` in any launch: rank, lane, peer and place.
+pub(super) type Agreement = (u32, u32, Rank, Site);
+
 /// Last announcements of each rank, and mismatches with expected ones.
 #[derive(Debug, Default)]
 pub(super) struct Announcements {
     last: BTreeMap<Words, Announced>,
-    /// Expected values with the step that expects them, and the announcement found instead.
-    differ: Vec<(Announced, Option<Announced>)>,
+    /// Expected values with the step that expects them, its peer, and the announcement found instead.
+    differ: Vec<(Announced, Rank, Option<Announced>)>,
+    /// Steps that found what they expect, and the peer, where kernels read words.
+    agreed: Vec<(Actor, Rank)>,
 }
 
 impl Announcements {
@@ -49,12 +55,43 @@ impl Run<'_> {
         let of_launch =
             there.filter(|(other, _)| (other.launch, other.rank as Rank) == (actor.launch, peer));
         let same = of_launch.is_some_and(|(_, theirs)| theirs == values);
-        if !same && self.announcements.differ.len() < MAX_KEPT {
+        if same && self.words.are_read() {
+            self.announcements.agreed.push((actor, peer));
+        } else if !same && self.announcements.differ.len() < MAX_KEPT {
             let expected = (actor, values.to_vec());
-            self.announcements
-                .differ
-                .push((expected, of_launch.cloned()));
+            let found = of_launch.cloned();
+            self.announcements.differ.push((expected, peer, found));
         }
+    }
+
+    /// Steps that find what they expect, where kernels read words.
+    pub(super) fn agreed(&self) -> HashSet<Agreement> {
+        self.agreements(self.announcements.agreed.iter().copied())
+    }
+
+    /// Steps that find something else than they expect.
+    pub(super) fn differing(&self) -> HashSet<Agreement> {
+        let differ = self.announcements.differ.iter();
+        self.agreements(differ.map(|((actor, _), peer, _)| (*actor, *peer)))
+    }
+
+    fn agreements(&self, steps: impl Iterator<Item = (Actor, Rank)>) -> HashSet<Agreement> {
+        // Listing the steps of a lane takes long, so do it once for each lane of a launch.
+        let mut lanes: BTreeMap<_, Vec<(u32, Rank)>> = BTreeMap::new();
+        for (actor, peer) in steps {
+            let lane = (actor.launch, actor.rank, actor.lane);
+            lanes.entry(lane).or_default().push((actor.step, peer));
+        }
+        let mut found = HashSet::new();
+        for ((launch, rank, lane), steps) in lanes {
+            let listed = self.steps(launch as usize, rank as Rank, lane as usize);
+            for (step, peer) in steps {
+                let listed = listed.as_ref().ok().and_then(|all| all.get(step as usize));
+                let site = listed.map(|step| step.site.clone()).unwrap_or_default();
+                found.insert((rank, lane, peer, site));
+            }
+        }
+        found
     }
 
     /// Records that a lane forwards announcements, if everything it copies was announced in this launch.
@@ -90,7 +127,7 @@ pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
         let words: Vec<String> = values.iter().map(ToString::to_string).collect();
         words.join(", ")
     };
-    for ((actor, values), other) in &run.announcements.differ {
+    for ((actor, values), _, other) in &run.announcements.differ {
         let mut places = vec![place(run, actor)];
         places.extend(other.iter().map(|(other, _)| place(run, other)));
         diagnostics.add(DiagnosticKind::Mismatch, places.clone(), |said| {

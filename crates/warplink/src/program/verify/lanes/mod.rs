@@ -35,7 +35,9 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Program;
 use crate::program::rank_program::RankProgram;
 use crate::program::section::{MAX_PERIOD, SectionInstance};
+use agreement::Agreement;
 use run::Run;
+use std::collections::HashSet;
 
 /// Limit on the simulated steps of all lanes in all launches, each counted with its operands; bounds the time.
 const MAX_STEPS: usize = 1 << 24;
@@ -218,7 +220,8 @@ fn too_large() -> Diagnostic {
 }
 
 /// Simulates launches in the order of `sequence`, which names kernels by number, under every valuation until one shows
-/// a violation.
+/// a violation. A valuation in which ranks announce different values is of a launch that fails, as the program wants it;
+/// unless an `agree` fails in every valuation.
 pub(super) fn follow(
     ranks: &[RankProgram],
     kernels: &[Launch<'_>],
@@ -226,26 +229,27 @@ pub(super) fn follow(
     diagnostics: &mut Diagnostics<'_>,
 ) -> Vec<Does> {
     let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
+    let simulate = |valuation| {
+        let mut run = Run::new(ranks, kernels, sequence, valuation)?;
+        let machine = run.go()?;
+        match run.failed.take() {
+            Some(diagnostic) => Err(diagnostic),
+            None => Ok((run, machine)),
+        }
+    };
     let mut all: Option<Vec<Does>> = None;
-    // A valuation in which ranks announce different values is of a launch that fails.
-    let mut differs = None;
+    let (mut agreed, mut differing) = (HashSet::new(), Vec::new());
     for valuation in Valuation::of(sections.copied()) {
-        let run = Run::new(ranks, kernels, sequence, *valuation).and_then(|mut run| {
-            let machine = run.go()?;
-            match run.failed.take() {
-                Some(diagnostic) => Err(diagnostic),
-                None => Ok((run, machine)),
-            }
-        });
-        let (run, machine) = match run {
+        let (run, machine) = match simulate(*valuation) {
             Ok(run) => run,
             Err(diagnostic) => {
                 diagnostics.add_made(diagnostic);
                 return Vec::new();
             }
         };
+        agreed.extend(run.agreed());
         if run.words.are_read() && run.announcements.differ() {
-            differs = Some((run, machine));
+            differing.push((*valuation, run.differing()));
             continue;
         }
         report::report(&run, &machine, diagnostics);
@@ -258,7 +262,11 @@ pub(super) fn follow(
             break;
         }
     }
-    if let (None, Some((run, machine))) = (&all, differs) {
+    let never = |(_, steps): &(Valuation, HashSet<Agreement>)| !steps.is_subset(&agreed);
+    if diagnostics.list.is_empty()
+        && let Some((valuation, _)) = differing.into_iter().find(|one| never(one))
+        && let Ok((run, machine)) = simulate(valuation)
+    {
         report::report(&run, &machine, diagnostics);
         return run.done();
     }
