@@ -221,7 +221,7 @@ fn too_large() -> Diagnostic {
 
 /// Simulates launches in the order of `sequence`, which names kernels by number, under every valuation until one shows
 /// a violation. A valuation in which ranks announce different values is of a launch that fails, as the program wants it;
-/// unless an `agree` fails in every valuation.
+/// unless all are, or an `agree` fails in every valuation.
 pub(super) fn follow(
     ranks: &[RankProgram],
     kernels: &[Launch<'_>],
@@ -262,9 +262,10 @@ pub(super) fn follow(
             break;
         }
     }
-    let never = |(_, steps): &(Valuation, HashSet<Agreement>)| !steps.is_subset(&agreed);
+    let fails =
+        |(_, steps): &(Valuation, HashSet<Agreement>)| all.is_none() || !steps.is_subset(&agreed);
     if diagnostics.list.is_empty()
-        && let Some((valuation, _)) = differing.into_iter().find(|one| never(one))
+        && let Some((valuation, _)) = differing.into_iter().find(|one| fails(one))
         && let Ok((run, machine)) = simulate(valuation)
     {
         report::report(&run, &machine, diagnostics);
