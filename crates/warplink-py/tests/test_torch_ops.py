@@ -117,7 +117,10 @@ def again(rank, world, _, place):
     ops, group = torch.ops.warplink, dist.group.WORLD
     space, name = group.workspace("cpu"), group.group_name
     # In the place of a GPU's collectives.
-    group._on_gpu = calls_on_host(space.communicator)
+    direct = group._on_gpu = calls_on_host(space.communicator)
+    awaited, by_python = direct._collectives, direct.now
+    own = awaited._collectives
+    direct._watch, direct._groups = space.communicator.watch(own, 30.0), []
     longer = {part: getattr(path, part) for part in ("direct_workspace", "_check", "_check_scatter", "faster")}
 
     def gone(*_, **__):
@@ -139,8 +142,12 @@ def again(rank, world, _, place):
 
             first = call()
             expected = whole @ b.detach()
-            for decision in (Decision(True, True), Decision(False, False)):
-                space.decisions.update({key: decision for key in space.plans})
+            # With the collectives' native code, and in Python where there are other groups.
+            for fuses, groups in ((True, []), (False, [direct, None]), (False, [direct])):
+                direct._groups = groups
+                native = len(groups) == 1
+                direct._collectives, direct.now = (own, gone) if native else (awaited, by_python)
+                space.decisions.update({key: Decision(fuses, fuses) for key in space.plans})
                 vars(path).update(dict.fromkeys(longer, gone))
                 found = call()
                 vars(path).update(longer)
