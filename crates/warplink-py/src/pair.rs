@@ -23,8 +23,6 @@ pub(crate) struct RecentPair {
     /// Weak, since nothing removes the calls of a group that is dropped.
     group: Py<PyWeakrefReference>,
     call: Call,
-    kind: String,
-    how: Option<(String, String)>,
     matrix: Option<Py<PyTuple>>,
     target: Py<PyTuple>,
     keeps: bool,
@@ -37,7 +35,7 @@ impl RecentPair {
     #[allow(clippy::too_many_arguments, reason = "they are Python's arguments")]
     fn new(
         group: &Bound<'_, PyAny>,
-        kind: String,
+        kind: &str,
         count: usize,
         how: Option<(String, String)>,
         matrix: Option<Py<PyTuple>>,
@@ -51,9 +49,7 @@ impl RecentPair {
         };
         Ok(Self {
             group: PyWeakrefReference::new(group)?.unbind(),
-            call: collective_options::call(&kind, count, element, op, None)?,
-            kind,
-            how,
+            call: collective_options::call(kind, count, element, op, None)?,
             matrix,
             target,
             keeps,
@@ -96,7 +92,7 @@ impl RecentPair {
         let results = PyList::empty(py);
         if self.call.kind == CollectiveKind::AllGather {
             let whole = target_like(left)?.into_bound(py);
-            if !self.collective(&direct, streams, [&whole, left, left])? {
+            if !self.collective(&direct, streams, [&whole, left])? {
                 return Ok(None);
             }
             for b in bs {
@@ -108,7 +104,7 @@ impl RecentPair {
         } else {
             let whole = product(left, &bs.get_item(0)?)?;
             let part = target_like(&whole)?.into_bound(py);
-            if !self.collective(&direct, streams, [&part, &whole, &part])? {
+            if !self.collective(&direct, streams, [&part, &whole])? {
                 return Ok(None);
             }
             results.append(part)?;
@@ -116,48 +112,45 @@ impl RecentPair {
         self.finish.call1(py, (results,)).map(Some)
     }
 
-    /// Enqueues the collective between a target and a source, the shorter one of which is `part`. Raises what went
-    /// wrong so far. Returns false, with nothing done, where it takes more than that.
+    /// Enqueues the collective between a target and a source. Raises what went wrong so far. Returns false, with nothing
+    /// done, where calls block.
     fn collective(
         &self,
         direct: &Bound<'_, PyAny>,
         (of_torch, stream): (&Bound<'_, PyAny>, &Stream),
-        [target, source, part]: [&Bound<'_, PyAny>; 3],
+        [target, source]: [&Bound<'_, PyAny>; 2],
     ) -> PyResult<bool> {
         let py = direct.py();
+        if direct.getattr(intern!(py, "_waits_block"))?.is_truthy()? {
+            return Ok(false);
+        }
         let collectives = direct.getattr(intern!(py, "_collectives"))?;
         let watch = direct.getattr(intern!(py, "_watch"))?;
-        let (Ok(collectives), Ok(watch), true) = (
-            collectives.cast::<Collectives>(),
-            watch.cast::<Watch>(),
-            calls_are_simple(direct)?,
-        ) else {
-            let (kind, how) = (&self.kind, self.how.as_ref());
-            let arguments = (kind, target, source, part, how, py.None(), true);
-            return direct
-                .call_method1(intern!(py, "now"), arguments)?
-                .extract();
-        };
+        let (collectives, watch) = (collectives.cast::<Collectives>()?, watch.cast::<Watch>()?);
         // PyTorch keeps their memory until the stream is past it.
         let memory = [address(target)?, address(source)?];
+        let several = direct.getattr(intern!(py, "_groups"))?.len()? > 1
+            && direct
+                .call_method1(intern!(py, "_begin"), (of_torch,))?
+                .is_truthy()?;
         let enqueued = collectives.get().enqueue_at(py, &self.call, stream, memory);
-        // Groups that are made later follow it.
-        direct.setattr(intern!(py, "_stream"), of_torch)?;
-        if enqueued.is_err() || watch.get().has_failed() {
+        if let Err(error) = enqueued {
             // Raises the first failure, if that is why.
             direct.call_method0(intern!(py, "_check"))?;
+            return Err(error);
         }
-        enqueued?;
+        if several {
+            direct.call_method1(intern!(py, "_end"), (of_torch, true))?;
+        } else {
+            // Groups that are made later follow it.
+            direct.setattr(intern!(py, "_stream"), of_torch)?;
+        }
+        if watch.get().has_failed() {
+            direct.call_method0(intern!(py, "_check"))?;
+        }
         stream.settle(py)?;
         Ok(true)
     }
-}
-
-/// Whether calls follow none of another group, and nobody waits for each of them.
-fn calls_are_simple(direct: &Bound<'_, PyAny>) -> PyResult<bool> {
-    let py = direct.py();
-    let alone = direct.getattr(intern!(py, "_groups"))?.len()? == 1;
-    Ok(alone && !direct.getattr(intern!(py, "_waits_block"))?.is_truthy()?)
 }
 
 /// `left @ right`, without a gradient, like all results of the operations.
