@@ -29,6 +29,7 @@ mod moves;
 mod number;
 mod overlap;
 mod owner;
+mod pair;
 mod parts;
 mod place;
 mod program;
@@ -73,6 +74,8 @@ mod _warplink {
     use super::memory::{Memory, View};
     #[pymodule_export]
     use super::overlap::{CapturedOverlap, OverlapLauncher, OverlapPlan};
+    #[pymodule_export]
+    use super::pair::RecentPair;
     #[pymodule_export]
     use super::program::{Program, Report};
     #[pymodule_export]

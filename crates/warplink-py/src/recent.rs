@@ -4,6 +4,7 @@
 //! A later one runs in [`RecentCalls::call`] alone, if nothing about it is special.
 
 use crate::overlap::OverlapLauncher;
+use crate::pair::RecentPair;
 use crate::stream::{Stream, Turns};
 use crate::watch::Watch;
 use pyo3::intern;
@@ -21,8 +22,8 @@ const MAX_CALLS: usize = 4096;
 pub(crate) struct RecentCalls(Mutex<HashMap<Signature, Py<RecentCall>>>);
 
 /// How a call of a fused operation runs again: as the plan with the key `call` of `space`, a
-/// `warplink.torch.workspace.Workspace`, on results of `sizes`; or as `plain(space, A, Bs)`, its collective and its
-/// matmuls, if there is a decision for that. `prepare(A)` returns the left operand as the plan reads it, if it is not A itself, and
+/// `warplink.torch.workspace.Workspace`, on results of `sizes`; or as `pair`, its collective and its matmuls, if there is
+/// a decision for that. `prepare(A)` returns the left operand as both read it, if it is not A itself, and
 /// `finish(results)` the results of the operation.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
@@ -33,7 +34,7 @@ pub(crate) struct RecentCall {
     sizes: Vec<Py<PyTuple>>,
     prepare: Option<Py<PyAny>>,
     finish: Py<PyAny>,
-    plain: Option<Py<PyAny>>,
+    pair: Py<RecentPair>,
     process: u32,
 }
 
@@ -141,14 +142,14 @@ impl RecentCalls {
 #[pymethods]
 impl RecentCall {
     #[new]
-    #[pyo3(signature = (space, call, sizes, finish, prepare=None, plain=None))]
+    #[pyo3(signature = (space, call, sizes, finish, pair, prepare=None))]
     fn new(
         space: &Bound<'_, PyAny>,
         call: Py<PyAny>,
         sizes: Vec<Py<PyTuple>>,
         finish: Py<PyAny>,
+        pair: Py<RecentPair>,
         prepare: Option<Py<PyAny>>,
-        plain: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         Ok(Self {
             space: PyWeakrefReference::new(space)?.unbind(),
@@ -156,7 +157,7 @@ impl RecentCall {
             sizes,
             prepare,
             finish,
-            plain,
+            pair,
             process: std::process::id(),
         })
     }
@@ -175,24 +176,28 @@ impl RecentCall {
         let Some(space) = self.space.bind(py).upgrade() else {
             return Ok(None);
         };
-        let Some(stream) = open_stream(&space)? else {
+        let Some((of_torch, stream)) = open_streams(&space)? else {
             return Ok(None);
         };
-        if !self.fuses(&space)? {
-            let Some(plain) = &self.plain else {
-                return Ok(None);
-            };
-            let results = plain.call1(py, (space, a, bs))?;
-            return Ok((!results.is_none(py)).then_some(results));
-        }
+        let fuses = self.fuses(&space)?;
         // A plan that was dropped is made again by all ranks.
-        if !space.getattr(intern!(py, "plans"))?.contains(&self.call)? {
+        if fuses && !space.getattr(intern!(py, "plans"))?.contains(&self.call)? {
             return Ok(None);
         }
         let left = match &self.prepare {
             Some(prepare) => prepare.bind(py).call1((a,))?,
             None => a.clone(),
         };
+        if !fuses {
+            let results = self
+                .pair
+                .get()
+                .run(&space, (&of_torch, stream.get()), &left, bs)?;
+            if results.is_some() {
+                space.call_method1(intern!(py, "note"), (&self.call,))?;
+            }
+            return Ok(results);
+        }
         let results = PyList::empty(py);
         for sizes in &self.sizes {
             results.append(a.call_method1(intern!(py, "new_empty"), (sizes,))?)?;
@@ -257,17 +262,16 @@ impl RecentCall {
         let turns = space.getattr(intern!(py, "turns"))?;
         let launcher = launcher.cast::<OverlapLauncher>()?.get();
         launcher.launch_at(py, turns.cast::<Turns>()?.get(), stream, addresses)?;
-        if stream.is_of_host() {
-            // PyTorch has no streams there.
-            stream.synchronize(py, None)?;
-        }
+        stream.settle(py)?;
         Ok(true)
     }
 }
 
-/// The caller's current stream of an open workspace; None if it is not known yet or records a graph, or if the
-/// workspace is closed or has failed.
-fn open_stream<'py>(space: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, Stream>>> {
+/// The caller's current stream of an open workspace, as PyTorch knows it and as Warplink does; None if it is not known
+/// yet or records a graph, or if the workspace is closed or has failed.
+fn open_streams<'py>(
+    space: &Bound<'py, PyAny>,
+) -> PyResult<Option<(Bound<'py, PyAny>, Bound<'py, Stream>)>> {
     let py = space.py();
     if space.getattr(intern!(py, "closed"))?.is_truthy()? {
         return Ok(None);
@@ -276,15 +280,17 @@ fn open_stream<'py>(space: &Bound<'py, PyAny>) -> PyResult<Option<Bound<'py, Str
     if !watch.is_none() && watch.cast::<Watch>()?.get().has_failed() {
         return Ok(None);
     }
-    let known = space.call_method0(intern!(py, "known_stream"))?;
-    let Ok(stream) = known.cast_into::<Stream>() else {
+    let known = space.call_method0(intern!(py, "known_streams"))?;
+    let Ok(known) = known.cast::<PyTuple>() else {
         return Ok(None);
     };
+    let stream = known.get_item(1)?.cast_into::<Stream>()?;
     let recording = stream.get().is_capturing()?;
-    Ok((!recording).then_some(stream))
+    Ok((!recording).then_some((known.get_item(0)?, stream)))
 }
 
-fn address(tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
+/// The address of a tensor's data.
+pub(crate) fn address(tensor: &Bound<'_, PyAny>) -> PyResult<u64> {
     let py = tensor.py();
     tensor.call_method0(intern!(py, "data_ptr"))?.extract()
 }

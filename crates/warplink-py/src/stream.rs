@@ -120,9 +120,12 @@ impl Stream {
         self.raw
     }
 
-    /// Whether it is a stream of the host device.
-    pub(crate) fn is_of_host(&self) -> bool {
-        self.place.device.kind() == DeviceKind::Host
+    /// Blocks until all work is complete on the host device, where PyTorch has no streams.
+    pub(crate) fn settle(&self, py: Python<'_>) -> PyResult<()> {
+        if self.place.device.kind() == DeviceKind::Host {
+            self.synchronize(py, None)?;
+        }
+        Ok(())
     }
 
     /// Whether a graph is being captured on it.

@@ -37,8 +37,8 @@ def calls_on_host(comm):
     class HostCalls(GpuCollectives):
         def __init__(self):
             self._collectives = Awaited(comm.collectives(path="direct"))
-            self._stream, self._rank = comm.create_stream(), comm.rank
-            self._space = SimpleNamespace(current_streams=lambda: (None, self._stream))
+            self._rank, stream = comm.rank, comm.create_stream()
+            self._space = SimpleNamespace(current_streams=lambda: (None, stream))
             self._device, self._waits_block = torch.device("cpu"), False
             self._source = profiling.Source("warplink", comm.rank, comm.size)
 
@@ -53,7 +53,7 @@ def calls_on_host(comm):
 
         def _enqueue(self, name, outputs, inputs, call, asynchronous, further=(), computes=False):
             sources, targets = [readable(t) for t in inputs], [writable(t) for t in outputs]
-            call(self._stream, sources, targets)
+            call(self._space.current_streams()[1], sources, targets)
             for tensor, target in zip(outputs, targets):
                 settle(tensor, target)
             return Done([*outputs, *further])

@@ -117,7 +117,11 @@ def again(rank, world, _, place):
     ops, group = torch.ops.warplink, dist.group.WORLD
     space, name = group.workspace("cpu"), group.group_name
     # In the place of a GPU's collectives.
-    group._on_gpu = calls_on_host(space.communicator)
+    direct = group._on_gpu = calls_on_host(space.communicator)
+    direct._collectives, ended = direct._collectives._collectives, []
+    direct._begin = lambda stream: True
+    direct._end = lambda stream, several: ended.append((stream, several))
+    direct._watch = space.communicator.watch(direct._collectives, 30.0)
     longer = {part: getattr(path, part) for part in ("direct_workspace", "_check", "_check_scatter", "faster")}
 
     def gone(*_, **__):
@@ -139,11 +143,15 @@ def again(rank, world, _, place):
 
             first = call()
             expected = whole @ b.detach()
-            for decision in (Decision(True, True), Decision(False, False)):
-                space.decisions.update({key: decision for key in space.plans})
+            # Alone on the device, and behind another group.
+            for fuses, groups in ((True, []), (False, [direct, None]), (False, [direct])):
+                direct._groups, followed = groups, len(groups) > 1
+                space.decisions.update({key: Decision(fuses, fuses) for key in space.plans})
                 vars(path).update(dict.fromkeys(longer, gone))
                 found = call()
                 vars(path).update(longer)
+                assert ended == [(None, True)] * 2 * followed
+                ended.clear()
                 for one, other in zip(first, found, strict=True):
                     assert (one is None) == (other is None)
                     if one is not None:

@@ -24,8 +24,8 @@ class Recording:
         for module in (ops, workspace, workspaces):
             patch.setattr(module, "is_recording", lambda device: self.now)
         # Native code asks the stream, not these.
-        known = workspace.Workspace.known_stream
-        patch.setattr(workspace.Workspace, "known_stream", lambda space: None if self.now else known(space))
+        known = workspace.Workspace.known_streams
+        patch.setattr(workspace.Workspace, "known_streams", lambda space: None if self.now else known(space))
 
 
 def first_calls(rank, world, _, place):

@@ -647,9 +647,23 @@ class RecentCall:
         call: Any,
         sizes: Sequence[tuple[int, ...]],
         finish: Callable[[list[Any]], Any],
+        pair: RecentPair,
         prepare: Callable[[Any], Any] | None = None,
-        plain: Callable[[Any, Any, list[Any]], Any] | None = None,
     ) -> RecentCall: ...
+
+@final
+class RecentPair:
+    def __new__(
+        cls,
+        group: Any,
+        kind: str,
+        count: int,
+        how: tuple[str, str] | None,
+        matrix: tuple[int, ...] | None,
+        target: tuple[int, ...],
+        keeps: bool,
+        finish: Callable[[list[Any]], Any],
+    ) -> RecentPair: ...
 
 @final
 class RecentCalls:

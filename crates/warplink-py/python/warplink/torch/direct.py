@@ -209,22 +209,19 @@ class GpuMessages:
         call: Callable[..., None],
         before: tuple[Any, ...],
         behind: tuple[Any, ...],
-        plain: bool = False,
     ) -> bool:
         """Has the current stream do ``call``, given the arguments ``before``, the stream, the addresses of ``output`` and
         ``input``, and the arguments ``behind``. Raises what went wrong so far, as a wait would.
 
         False, with nothing done, where more than that is to be done: to tensors that are on another device or not
-        contiguous, unless the caller knows that they are ``plain``, and where waits block. ``_enqueue`` does all of it, for a
-        multiple of the host's time."""
+        contiguous, and where waits block. ``_enqueue`` does all of it, for a multiple of the host's time."""
         if self._waits_block:
             return False
-        if not plain:
-            device = self._device
-            if output.device != device or input.device != device:
-                return False
-            if not (_is_plain(output) and (input is output or _is_plain(input))):
-                return False
+        device = self._device
+        if output.device != device or input.device != device:
+            return False
+        if not (_is_plain(output) and (input is output or _is_plain(input))):
+            return False
         call = profiling.recorded(self._source, name, call, [input], [output])
         stream, borrowed = self._space.current_streams()
         several = self._begin(stream)

@@ -122,14 +122,13 @@ class GpuCollectives(GpuMessages):
         part: torch.Tensor,
         how: tuple[str, str] | None = None,
         root: int | None = None,
-        plain: bool = False,
     ) -> bool:
         """The collective ``kind`` from ``input`` to ``output``, where ``part`` is the shorter one, on the
         current stream without a work; see ``_now``. False also where there are no elements."""
         operator, element = (None, "u8") if how is None else how
         count = part.nbytes if how is None else part.numel()
         behind = (count, element, operator, root)
-        return count > 0 and self._now(kind, output, input, self._collectives.call_at, (kind,), behind, plain)
+        return count > 0 and self._now(kind, output, input, self._collectives.call_at, (kind,), behind)
 
     def _between(
         self,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import weakref
 from contextlib import AbstractContextManager
 from typing import Any, Callable, NamedTuple
 
@@ -24,7 +23,7 @@ from warplink.torch import columns
 from warplink.torch.agreement import Call
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.plans import FusedPlan, are_transposed, copied_back, family, in_memory, moved_back, span, to_front
-from warplink.torch.direct_collectives import GpuCollectives, reduction
+from warplink.torch.direct_collectives import reduction
 from warplink.torch.trials import faster
 from warplink.torch.unfused import all_gathered, group_size, reduce_scattered
 from warplink.torch.workspace import Workspace, is_recording
@@ -116,7 +115,7 @@ def _keep(
     space: Workspace,
     known: _Product,
     finish: Callable[[list[torch.Tensor]], Any],
-    pair: Callable[[GpuCollectives, torch.Tensor, list[torch.Tensor]], Any],
+    pair: warplink.RecentPair,
 ) -> None:
     """Has ``_again`` run calls like this one: ``finish`` makes the operation's result of the plan's, and ``pair`` does
     the same as a direct collective and matmuls. Nothing of these holds the group."""
@@ -124,32 +123,9 @@ def _keep(
         # Copies of right operands are made for each call.
         return
     in_place = not dim and a.is_contiguous()
-    group: Any = weakref.ref(c10d._resolve_process_group(group_name))  # type: ignore[arg-type]
-    call = known.call
-
-    def plain(space: Workspace, a: torch.Tensor, bs: list[torch.Tensor]) -> Any:
-        owner = group()
-        direct = None if owner is None else owner._joined_collectives()
-        if direct is None or direct._device != space.device:
-            return None
-        # A fraction of what a context manager takes.
-        graded = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            result = pair(direct, a, bs)
-        finally:
-            torch._C._set_grad_enabled(graded)
-        if result is not None:
-            space.note(call)
-        return result
-
     prepare = None if in_place else lambda a: to_front(a, dim).contiguous()
-    recent = warplink.RecentCall(space, call, list(known.outputs.values()), finish, prepare, plain)
+    recent = warplink.RecentCall(space, known.call, list(known.outputs.values()), finish, pair, prepare)
     _RECENT.keep(operation, dim, group_name, a, bs, recent)
-
-
-def _multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return torch.mm(a, b) if a.dim() == 2 else torch.matmul(a, b)
 
 
 def all_gather_matmul(
@@ -213,23 +189,15 @@ def _keep_gather(
     known: _Product,
 ) -> None:
     leading, keeps = known.leading, "G" in known.outputs
-    sizes = [*leading, a.shape[-1]]
+    group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    matrix, whole = known.left if a.dim() > 2 else None, (math.prod(leading), a.shape[-1])
 
     def finish(results: list[torch.Tensor]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         if dim or len(leading) > 1:
             results = [moved_back(result, leading, dim) for result in results]
         return (results.pop() if keeps else None), results
 
-    def pair(direct: GpuCollectives, a: torch.Tensor, bs: list[torch.Tensor]) -> Any:
-        part = to_front(a, dim).contiguous()
-        whole = part.new_empty(sizes)
-        if not direct.now("all_gather", whole, part, part, plain=True):
-            return None
-        products = [_multiply(whole, b) for b in bs]
-        if dim:
-            whole, products = whole.movedim(0, dim), [each.movedim(0, dim) for each in products]
-        return (whole if keeps else None), products
-
+    pair = warplink.RecentPair(group, "all_gather", a.nbytes, None, matrix, whole, keeps, finish)
     _keep(operation, dim, group_name, a, bs, space, known, finish, pair)
 
 
@@ -352,23 +320,22 @@ def _keep_scatter(
 ) -> Callable[[list[torch.Tensor]], torch.Tensor]:
     """Returns what makes the operation's result of the plan's."""
     size, leading, average = space.communicator.size, known.leading, operation == "scatter avg"
-    sizes = [*leading, b.shape[1]]
-    in_order = not dim and len(leading) == 1 and 1 not in sizes
+    (part,) = known.outputs.values()
+    in_order = not dim and len(leading) == 1 and 1 not in part
+    group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
+    matrix = known.left if a.dim() > 2 else None
     how = reduction(c10d.ReduceOp(c10d.ReduceOp.AVG if average else c10d.ReduceOp.SUM), a.dtype)
 
-    def finish(results: list[torch.Tensor]) -> torch.Tensor:
+    def ordered(results: list[torch.Tensor]) -> torch.Tensor:
         (result,) = results
-        if average:
-            result /= size
         return result if in_order else copied_back(result, leading, dim)
 
-    def pair(direct: GpuCollectives, a: torch.Tensor, bs: list[torch.Tensor]) -> Any:
-        whole = to_front(_multiply(a, bs[0]), dim).contiguous()
-        part = whole.new_empty(sizes)
-        if not direct.now("reduce_scatter", part, whole, part, how, plain=True):
-            return None
-        return part if in_order else copied_back(part.flatten(0, -2), leading, dim)
+    def finish(results: list[torch.Tensor]) -> torch.Tensor:
+        if average:
+            results[0] /= size
+        return ordered(results)
 
+    pair = warplink.RecentPair(group, "reduce_scatter", math.prod(part), how, matrix, part, False, ordered)
     _keep(operation, dim, group_name, a, [b], space, known, finish, pair)
     return finish
 

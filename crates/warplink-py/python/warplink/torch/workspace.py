@@ -294,12 +294,11 @@ class Workspace:
             self._borrowed[raw] = found
         return found
 
-    def known_stream(self) -> warplink.Stream | None:
-        """``stream``, if it was used before."""
-        if self.device.type != "cuda":
-            return self._own_stream
-        found = self._borrowed.get(current_handle(self.device))
-        return None if found is None else found[1]
+    def known_streams(self) -> tuple[torch.cuda.Stream | None, warplink.Stream] | None:
+        """The streams of ``current_streams``, if they were used before; on the host device, None and ``stream``."""
+        if self.device.type == "cuda":
+            return self._borrowed.get(current_handle(self.device))
+        return None if self._own_stream is None else (None, self._own_stream)
 
     def settle(self, stream: warplink.Stream) -> None:
         """On the host device, where PyTorch has no streams, blocks until ``stream`` is done."""
