@@ -7,12 +7,14 @@
 # TEST_FILTER those of their cases whose name contains it, and LIMIT how many seconds one may take. With EACH=1
 # every case is one, with a service of its own, which a rank that was killed may leave unusable.
 #
-# JOBS=N deals the cases of a test out to N processes at a time, which shortens what is mostly the compilation of kernels; with
-# GPUS_PER_JOB=2 on four GPUs, every other process has the second pair. Lines of logs begin with the seconds since the start.
+# JOBS=N deals the cases of a test out to N processes at a time, which shortens what is mostly the compilation of kernels, but is
+# for tests without short limits only: processes take turns on a GPU, and kernels that wait use up theirs. With GPUS_PER_JOB=2 on
+# four GPUs, every other process has the second pair. Lines of logs begin with the seconds since the start.
 #
 # Counts are said by variables, and how much was done is printed: WARPLINK_TEST_ROUNDS for
 # TESTS=channels TEST_FILTER=a_million_rounds, WARPLINK_TEST_CALLS and WARPLINK_TEST_REPLAYS for TESTS=collectives
-# TEST_FILTER=thousands_of_mixed_calls, which wants a LIMIT for a million calls.
+# TEST_FILTER=thousands_of_mixed_calls, which wants a LIMIT for a million calls. Tests whose cases all compile kernels of their own
+# run some of them; WARPLINK_TEST_EVERY=1 runs all.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . scripts/device-environment.sh

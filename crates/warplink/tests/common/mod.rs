@@ -115,6 +115,13 @@ pub fn worlds(wanted: impl IntoIterator<Item = usize>) -> Vec<usize> {
     worlds
 }
 
+/// Whether to run case `number` of a test whose cases all compile kernels of their own: on GPUs, where that takes seconds
+/// each, every `few`-th, or as `WARPLINK_TEST_EVERY` says.
+pub fn runs_case(number: usize, few: usize) -> bool {
+    let every = number_from_env("WARPLINK_TEST_EVERY").map_or(few, |every| every as usize);
+    kind() == DeviceKind::Host || number.is_multiple_of(every)
+}
+
 fn gpus() -> usize {
     device::count(DeviceKind::Cuda).unwrap()
 }
