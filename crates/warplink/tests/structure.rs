@@ -15,12 +15,17 @@ fn root() -> &'static Path {
 
 /// All sources below a folder, with their text.
 fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
+    files(folder, "rs")
+}
+
+/// All files below a folder with this extension, with their text.
+fn files(folder: &Path, extension: &str) -> Vec<(PathBuf, String)> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
         if path.is_dir() {
-            found.extend(sources(&path));
-        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.extend(files(&path, extension));
+        } else if path.extension().is_some_and(|found| found == extension) {
             let text = std::fs::read_to_string(&path).unwrap();
             found.push((path, text));
         }
@@ -305,6 +310,23 @@ fn lists_in_texts_are_found() {
 }
 
 /// Python has a class for each kind of error, since type checkers do not see what is made at run time.
+/// Programs whose text computes something state what, which `program verify` checks.
+#[test]
+fn every_shipped_program_states_what_it_computes() {
+    let folders = ["src", "../warplink-cli/src", "../../examples"];
+    let programs = folders.map(|folder| files(&root().join(folder), "wlp"));
+    let programs: Vec<_> = programs.into_iter().flatten().collect();
+    assert!(programs.len() > 50, "{}", programs.len());
+    for (path, text) in programs {
+        let computes = text.lines().any(|line| line.contains("output "));
+        // Statements of fused calls are written with their epilogues.
+        let states = ["expect ", "{expected}"]
+            .iter()
+            .any(|word| text.contains(word));
+        assert!(states || !computes, "{} has no expect", path.display());
+    }
+}
+
 #[test]
 fn every_kind_of_error_is_an_exception_of_python() {
     let path = root().join("../warplink-py/python/warplink/errors.py");
