@@ -5,12 +5,12 @@
 //! kernel runs.
 
 use super::context::RankContext;
-use super::known_steps::KnownSteps;
 use super::lane::{SectionLanes, tell_difference};
 use super::lane_times::LaneTimes;
 use super::memory::{PlanMemory, TensorMemory};
 use super::reach::Reach;
 use super::section_kernel::SectionKernel;
+use super::step_cache::StepCache;
 use crate::device::{
     AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, Priority,
     Stream,
@@ -252,7 +252,7 @@ impl BoundKernels {
             launched: None,
             fault: None,
             times: times.map(LaneTimes::clock),
-            known: KnownSteps::default(),
+            cache: StepCache::default(),
         };
         let (written, bound) = (section.clone(), addresses.clone());
         let text = move || {

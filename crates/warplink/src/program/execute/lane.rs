@@ -1,10 +1,10 @@
 //! Interpreter for a lane of a kernel section, on devices that take closures for kernels.
 
-use super::known_steps::KnownSteps;
 use super::lane_times::LaneClock;
 use super::publication::{Published, Tables};
 use super::reach::Reach;
 use super::row_values::{integer, row_arguments, row_bytes};
+use super::step_cache::StepCache;
 use crate::device::{
     Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, ReduceOp, Values, combine,
 };
@@ -61,7 +61,7 @@ struct LaneInput<'a> {
     tell: &'a TellDifference,
     /// Where to record the start times of steps, for a trace.
     times: Option<&'a LaneClock>,
-    known: &'a KnownSteps,
+    cache: &'a StepCache,
 }
 
 /// Lanes of a section, reused across launches.
@@ -75,7 +75,7 @@ pub(super) struct SectionLanes {
     /// Raised if ranks make different calls, to abort waits that would never end.
     pub(super) fault: Option<Arc<Fault>>,
     pub(super) times: Option<LaneClock>,
-    pub(super) known: KnownSteps,
+    pub(super) cache: StepCache,
 }
 
 impl SectionLanes {
@@ -97,7 +97,7 @@ impl SectionLanes {
                 }),
             tell: &*self.tell,
             times: self.times.as_ref(),
-            known: &self.known,
+            cache: &self.cache,
         };
         run_lane(block, input).await.inspect_err(|error| {
             if let (ErrorKind::Mismatch, Some(fault)) = (error.kind(), &self.fault) {
@@ -127,7 +127,7 @@ async fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
     let (epoch_word, ended_word) = (reach.state.word(0)?, reach.state.word(8)?);
     let epoch = block.value(&epoch_word);
     let lane = block.index() as usize;
-    let announced = input.known.announced(section).iter().copied();
+    let announced = input.cache.announced(section).iter().copied();
     let mut run = Lane {
         block,
         input,
@@ -195,9 +195,9 @@ struct Buffers {
 impl Lane<'_> {
     /// Steps of the lane, as far as the values that it reads are known, with the tensors `missing` unreachable.
     fn steps(&self, missing: &[usize]) -> Result<Arc<[LaneStep]>> {
-        let (section, lane, known) = (self.section, self.lane, self.input.known);
-        if !known.read_values(section) {
-            return known.steps(section, lane, self.epoch, missing);
+        let (section, lane, cache) = (self.section, self.lane, self.input.cache);
+        if !cache.read_values(section) {
+            return cache.steps(section, lane, self.epoch, missing);
         }
         let reachable = |tensor: usize| !missing.contains(&tensor);
         let steps = section.steps_where(lane, self.epoch, &reachable, &|word| {

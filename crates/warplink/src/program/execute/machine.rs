@@ -36,7 +36,7 @@ const BLOCKS: u32 = 64;
 const EXTENT: usize = 192;
 
 /// Bytes of a rank's description: a hash of its model, and one of its device's identity.
-const TOLD_BYTES: usize = 32;
+const MODEL_BYTES: usize = 32;
 
 impl RankContext {
     /// The hardware model that all ranks use. Blocks until every rank has called it, and on a machine that was never
@@ -49,22 +49,22 @@ impl RankContext {
         let found = HardwareModel::find(&description, self.world());
         let (own, origin) = self.agree_on(found)?;
         let text = own.to_json()?;
-        let told = Told {
+        let described = RankModel {
             origin,
             model: Sha256::digest(&text).into(),
             device: identity(&*self.device, &description),
         };
-        let all = self.gather_in_step(&told.encode())?;
-        let all: Vec<Told> = all
+        let all = self.gather_in_step(&described.encode())?;
+        let all: Vec<RankModel> = all
             .iter()
-            .map(|bytes| Told::decode(bytes))
+            .map(|bytes| RankModel::decode(bytes))
             .collect::<Result<_>>()?;
         let first = &all[0];
         let mut model = own;
         if all.iter().any(|other| other.model != first.model) {
             // The exchange is collective, so all ranks take part although only rank 0's text is used.
             let texts = self.gather_in_step(text.as_bytes())?;
-            if told.model != first.model {
+            if described.model != first.model {
                 tracing::warn!(
                     own = %model.name,
                     "ranks have different hardware models; rank 0's is used on all"
@@ -76,13 +76,13 @@ impl RankContext {
         if first.origin != Origin::Derived || !self.can_measure(&all)? {
             return Ok(model);
         }
-        let machine: Vec<&str> = all.iter().map(|told| &*told.device).collect();
+        let machine: Vec<&str> = all.iter().map(|described| &*described.device).collect();
         let machine = machine.join("; ");
-        let known = (self.rank() == 0)
+        let cached = (self.rank() == 0)
             .then(|| calibration::known(&machine))
             .flatten();
-        let known = self.gather_in_step(&encode(&known)?)?;
-        let figures = match decode(&known[0])? {
+        let cached = self.gather_in_step(&encode(&cached)?)?;
+        let figures = match decode(&cached[0])? {
             Some(figures) => figures,
             None => {
                 let Some(figures) = self.measured(&description)? else {
@@ -103,13 +103,13 @@ impl RankContext {
 
     /// Whether measured figures are meaningful: all ranks are on this machine, with equal devices of their own. Equal
     /// on all ranks.
-    fn can_measure(&self, all: &[Told]) -> Result<bool> {
+    fn can_measure(&self, all: &[RankModel]) -> Result<bool> {
         let near = (0..self.world()).map(|rank| self.memory.is_near(self.group.job_rank(rank)?));
         let near = near
             .collect::<Result<Vec<bool>>>()?
             .into_iter()
             .all(|near| near);
-        let alike = all.iter().all(|told| told.model == all[0].model);
+        let alike = all.iter().all(|described| described.model == all[0].model);
         Ok(near && alike && self.world() > 1 && self.ranks_per_device()? == 1)
     }
 
@@ -164,13 +164,13 @@ fn identity(device: &dyn Device, description: &DeviceDescription) -> String {
 }
 
 /// Description of a rank.
-struct Told {
+struct RankModel {
     origin: Origin,
-    model: [u8; TOLD_BYTES],
+    model: [u8; MODEL_BYTES],
     device: String,
 }
 
-impl Told {
+impl RankModel {
     fn encode(&self) -> Vec<u8> {
         let mut bytes = vec![match self.origin {
             Origin::Named => 0,
@@ -186,7 +186,7 @@ impl Told {
         let wrong = || {
             Error::new(
                 ErrorKind::Protocol,
-                "a rank tells of its model in another way",
+                "a rank encodes its model in another way",
             )
         };
         let (origin, rest) = bytes.split_first().ok_or_else(wrong)?;

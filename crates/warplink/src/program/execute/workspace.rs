@@ -8,13 +8,13 @@
 
 use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelMemory};
-use super::known_steps::KnownSteps;
 use super::lane::{SectionLanes, TellDifference, packet_flag};
 use super::publication::{Publication, Published, Tables};
 use super::reach::{
     DIRECT_BYTES, EPOCH_BYTES, Reach, UNKNOWN_MEMORY, VERDICT_BYTES, VERDICT_WORDS_BYTES,
 };
 use super::section_kernel::SectionKernel;
+use super::step_cache::StepCache;
 use crate::device::{
     Device, DeviceSlice, Fault, Launch, Readying, SerialArguments, SerialKernel, SerialKernels,
     Stream, Word,
@@ -154,7 +154,7 @@ impl SharedWorkspace {
         slice: &DeviceSlice,
         (stream, is_recorded): (&Stream, bool),
     ) -> Option<Published> {
-        let (number, start) = self.publication.place(slice, stream, is_recorded);
+        let (number, start) = self.publication.entry(slice, stream, is_recorded);
         (number != UNPUBLISHED).then_some(Published { number, start })
     }
 
@@ -259,7 +259,7 @@ impl SharedWorkspace {
             launched: Some((self.publication.tables().clone(), bound.first_place)),
             fault: Some(self.fault.clone()),
             times: None,
-            known: KnownSteps::default(),
+            cache: StepCache::default(),
         };
         let SectionKernel { kernel, launch, .. } =
             self.kernels.load(&*self.device, &section, text, lanes)?;
@@ -430,7 +430,7 @@ impl SharedKernel {
         }
         for (word, id, offset) in self.places.iter().filter(|_| reachable) {
             let tensor = tensors.get(*id).ok_or_else(missing)?;
-            let (number, start) = self.publication.place(tensor, stream, is_recorded);
+            let (number, start) = self.publication.entry(tensor, stream, is_recorded);
             own[*word] = number;
             own[*word + 1] = start + offset;
         }

@@ -20,7 +20,7 @@
 //! 5. If numbers run out, the least recently used borrowed allocations are withdrawn, and those that graphs use only
 //!    if few others have numbers, however late peers map them. A graph does not publish withdrawn memory again.
 
-mod keeper;
+mod publisher;
 mod tables;
 
 pub(crate) use tables::{Published, Tables};
@@ -31,7 +31,7 @@ use crate::error::{Rank, Result};
 use crate::memory::{Heard, MemoryRegistry, Notice, PeerHandle};
 use crate::program::section::UNPUBLISHED;
 use crate::sync::lock;
-use keeper::Keeper;
+use publisher::Publisher;
 use std::collections::HashMap;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, Weak};
@@ -54,21 +54,21 @@ pub(crate) struct Publication {
     in_flight: Arc<InFlight>,
     number: u64,
     tables: Arc<Tables>,
-    known: Arc<Mutex<Known>>,
+    used: Arc<Mutex<UsedAllocations>>,
     events: Arc<Events>,
 }
 
 /// Allocations that calls have used, by identity.
 #[derive(Debug)]
-struct Known {
-    by_identity: HashMap<u64, Place>,
+struct UsedAllocations {
+    by_identity: HashMap<u64, TableEntry>,
     free: Vec<u64>,
     /// Number of uses so far, a logical clock for their age.
     met: u64,
 }
 
 #[derive(Debug)]
-enum Place {
+enum TableEntry {
     Entry {
         number: u64,
         uses: Arc<InUse<Departure>>,
@@ -121,7 +121,7 @@ struct Departure {
 #[derive(Debug)]
 struct Events {
     queue: Sender<Event>,
-    waiting: Mutex<Option<Keeper>>,
+    waiting: Mutex<Option<Publisher>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -133,8 +133,8 @@ impl Publication {
         let number = begun.as_ref().map(|publication| &publication.number);
         let numbers = context.exchange().gather("publish memory", number)?;
         let publication = begun?;
-        let keeper = Keeper::new(context, &numbers, &publication, received)?;
-        *lock(&publication.events.waiting) = Some(keeper);
+        let publisher = Publisher::new(context, &numbers, &publication, received)?;
+        *lock(&publication.events.waiting) = Some(publisher);
         // A peer's offer arrives after all ranks have exchanged their numbers, but possibly before this rank's thread
         // exists.
         publication.events.start();
@@ -144,7 +144,7 @@ impl Publication {
     /// Creates tables, and listens to peers until it is dropped.
     fn begin(context: &RankContext, queue: Sender<Event>) -> Result<Self> {
         let tables = Tables::new(&context.device, context.world())?;
-        let known = Known {
+        let used = UsedAllocations {
             by_identity: HashMap::new(),
             free: (0..ENTRIES as u64).rev().collect(),
             met: 0,
@@ -154,9 +154,9 @@ impl Publication {
             waiting: Mutex::default(),
             thread: Mutex::default(),
         });
-        let told = Arc::downgrade(&events);
+        let weak = Arc::downgrade(&events);
         let number = context.memory.listen(move |heard| {
-            if let Some(events) = told.upgrade() {
+            if let Some(events) = weak.upgrade() {
                 events.hear(heard);
             }
         });
@@ -165,7 +165,7 @@ impl Publication {
             in_flight: context.in_flight.clone(),
             number,
             tables: Arc::new(tables),
-            known: Arc::new(Mutex::new(known)),
+            used: Arc::new(Mutex::new(used)),
             events,
         })
     }
@@ -177,18 +177,18 @@ impl Publication {
 
     /// Location of `slice` for a launch on `stream`: the number of its allocation and the byte offset in it.
     /// Publishes a new allocation. Does not block.
-    pub(crate) fn place(
+    pub(crate) fn entry(
         &self,
         slice: &DeviceSlice,
         stream: &Stream,
         is_recorded: bool,
     ) -> (u64, u64) {
         let identity = slice.backing().identity();
-        let mut known = lock(&self.known);
-        known.met += 1;
-        let now = known.met;
-        let (number, uses, is_new) = match known.by_identity.get_mut(&identity) {
-            Some(Place::Entry {
+        let mut used = lock(&self.used);
+        used.met += 1;
+        let now = used.met;
+        let (number, uses, is_new) = match used.by_identity.get_mut(&identity) {
+            Some(TableEntry::Entry {
                 number,
                 uses,
                 met,
@@ -198,9 +198,9 @@ impl Publication {
                 *before |= is_recorded;
                 (*number, uses.clone(), false)
             }
-            Some(Place::Never(_)) => return (UNPUBLISHED, 0),
+            Some(TableEntry::Never(_)) => return (UNPUBLISHED, 0),
             None => {
-                let Some(number) = known.free.pop() else {
+                let Some(number) = used.free.pop() else {
                     return (UNPUBLISHED, 0);
                 };
                 let departure = Departure {
@@ -208,17 +208,17 @@ impl Publication {
                     events: Arc::downgrade(&self.events),
                 };
                 let uses = Arc::new(InUse::new(departure, &self.in_flight));
-                let place = Place::Entry {
+                let entry = TableEntry::Entry {
                     number,
                     uses: uses.clone(),
                     met: now,
                     is_recorded,
                 };
-                known.by_identity.insert(identity, place);
+                used.by_identity.insert(identity, entry);
                 (number, uses, true)
             }
         };
-        drop(known);
+        drop(used);
         // If it is withdrawn in the meantime, the launch finds no address in the table.
         uses.note(stream);
         if is_new {
@@ -295,12 +295,12 @@ impl Events {
     /// Starts the thread if it has work.
     fn start(&self) {
         let mut waiting = lock(&self.waiting);
-        let Some(keeper) = waiting.take_if(|keeper| keeper.has_work()) else {
+        let Some(publisher) = waiting.take_if(|publisher| publisher.has_work()) else {
             return;
         };
         let thread = std::thread::Builder::new()
             .name("warplink-publication".to_owned())
-            .spawn(move || keeper.run());
+            .spawn(move || publisher.run());
         match thread {
             Ok(thread) => *lock(&self.thread) = Some(thread),
             Err(error) => {
@@ -310,21 +310,21 @@ impl Events {
     }
 }
 
-impl Known {
+impl UsedAllocations {
     /// Numbers in use, least recently used first and those used by graphs last, if few numbers are free or `leaving`,
     /// which will be free soon; otherwise empty.
     fn by_age(&self, leaving: usize) -> Vec<u64> {
         if self.free.len() + leaving >= FEW_ENTRIES {
             return Vec::new();
         }
-        let entries = self.by_identity.values().filter_map(|place| match place {
-            Place::Entry {
+        let entries = self.by_identity.values().filter_map(|entry| match entry {
+            TableEntry::Entry {
                 number,
                 met,
                 is_recorded,
                 ..
             } => Some((*is_recorded, *met, *number)),
-            Place::Never(_) => None,
+            TableEntry::Never(_) => None,
         });
         let mut entries: Vec<(bool, u64, u64)> = entries.collect();
         entries.sort_unstable();
@@ -332,19 +332,19 @@ impl Known {
     }
 
     /// Removes the entry of a number, and returns it if it was in use.
-    fn forget(&mut self, number: u64) -> Option<Place> {
-        let of =
-            |place: &Place| matches!(place, Place::Entry { number: other, .. } if *other == number);
-        let identity = self.by_identity.iter().find(|(_, place)| of(place));
+    fn forget(&mut self, number: u64) -> Option<TableEntry> {
+        let of = |entry: &TableEntry| matches!(entry, TableEntry::Entry { number: other, .. } if *other == number);
+        let identity = self.by_identity.iter().find(|(_, entry)| of(entry));
         let identity = *identity?.0;
         self.by_identity.remove(&identity)
     }
 
     /// Marks an allocation as unpublishable, and drops marks of freed ones.
     fn never(&mut self, backing: &Arc<dyn Backing>) {
-        self.by_identity
-            .retain(|_, place| !matches!(place, Place::Never(gone) if gone.strong_count() == 0));
-        let place = Place::Never(Arc::downgrade(backing));
-        self.by_identity.insert(backing.identity(), place);
+        self.by_identity.retain(
+            |_, entry| !matches!(entry, TableEntry::Never(gone) if gone.strong_count() == 0),
+        );
+        let entry = TableEntry::Never(Arc::downgrade(backing));
+        self.by_identity.insert(backing.identity(), entry);
     }
 }

@@ -12,14 +12,14 @@ const MAX_STEPS: usize = 1 << 14;
 /// Cache of resolved steps. The steps of a lane hardly depend on the launch, and resolving them takes longer than
 /// executing them on small data, so later launches reuse them.
 #[derive(Default)]
-pub(super) struct KnownSteps {
+pub(super) struct StepCache {
     announced: OnceLock<Vec<usize>>,
     reads_values: OnceLock<bool>,
-    steps: Mutex<Known>,
+    steps: Mutex<CachedSteps>,
 }
 
 #[derive(Default)]
-struct Known {
+struct CachedSteps {
     steps: BTreeMap<Key, Arc<[LaneStep]>>,
     count: usize,
 }
@@ -27,7 +27,7 @@ struct Known {
 /// Cache key: lane, epoch modulo its period, and the announced tensors that some rank does not reach.
 type Key = (usize, u64, Vec<usize>);
 
-impl KnownSteps {
+impl StepCache {
     /// Tensors that lanes announce.
     pub(super) fn announced(&self, section: &SectionInstance) -> &[usize] {
         self.announced.get_or_init(|| section.announced())
@@ -55,11 +55,11 @@ impl KnownSteps {
         let reachable = |tensor: usize| !missing.contains(&tensor);
         let steps = section.steps_where(lane, epoch, &reachable, &|_| None)?;
         let steps: Arc<[LaneStep]> = steps.into();
-        let mut known = lock(&self.steps);
-        if known.count + steps.len() <= MAX_STEPS
-            && known.steps.insert(key, steps.clone()).is_none()
+        let mut cached = lock(&self.steps);
+        if cached.count + steps.len() <= MAX_STEPS
+            && cached.steps.insert(key, steps.clone()).is_none()
         {
-            known.count += steps.len();
+            cached.count += steps.len();
         }
         Ok(steps)
     }

@@ -1,7 +1,7 @@
 //! Background thread that publishes allocations, maps those of the peers, and releases both.
 
 use super::super::context::RankContext;
-use super::{Event, FEW_ENTRIES, Known, Publication, Tables};
+use super::{Event, FEW_ENTRIES, Publication, Tables, UsedAllocations};
 use crate::device::{Backing, DeviceSlice};
 use crate::error::{Rank, Result};
 use crate::memory::{MemoryRegistry, Message, Notice, PeerHandle, Region, RemoteRegion};
@@ -16,17 +16,17 @@ const SWEEP_INTERVAL: Duration = Duration::from_millis(100);
 
 /// State of the thread.
 #[derive(Debug)]
-pub(super) struct Keeper {
+pub(super) struct Publisher {
     rank: Rank,
     /// For each rank of the group, its rank in the job and the number of its publication.
     peers: Vec<Peer>,
     memory: Arc<MemoryRegistry>,
     tables: Arc<Tables>,
-    known: Arc<Mutex<Known>>,
+    used: Arc<Mutex<UsedAllocations>>,
     events: Receiver<Event>,
     /// Event received before the thread was started.
     first: Mutex<Option<Event>>,
-    own: BTreeMap<u64, Own>,
+    own: BTreeMap<u64, OwnState>,
     /// Mapped allocations of peers, by rank and number.
     mapped: BTreeMap<(Rank, u64), RemoteRegion>,
 }
@@ -40,7 +40,7 @@ struct Peer {
 
 /// State of an allocation of this rank.
 #[derive(Debug)]
-enum Own {
+enum OwnState {
     /// Peers in `left` have not mapped it yet.
     Offered {
         region: Region,
@@ -55,13 +55,13 @@ enum Own {
     },
 }
 
-impl Own {
+impl OwnState {
     fn is_published(&self) -> bool {
         matches!(self, Self::Published(_))
     }
 }
 
-impl Keeper {
+impl Publisher {
     pub(super) fn new(
         context: &RankContext,
         numbers: &[u64],
@@ -82,7 +82,7 @@ impl Keeper {
             peers,
             memory: context.memory.clone(),
             tables: publication.tables.clone(),
-            known: publication.known.clone(),
+            used: publication.used.clone(),
             events,
             first: Mutex::default(),
             own: BTreeMap::new(),
@@ -208,7 +208,7 @@ impl Keeper {
                     };
                     self.memory.notify(peer.job_rank, message);
                 }
-                self.own.insert(number, Own::Offered { region, left });
+                self.own.insert(number, OwnState::Offered { region, left });
             }
             Err(error) => {
                 tracing::debug!(%error, "memory cannot be shared, and goes through the workspace");
@@ -219,20 +219,20 @@ impl Keeper {
 
     /// Frees a number that no peer knows; `never` is marked as unpublishable.
     fn free(&mut self, number: u64, never: Option<&Arc<dyn Backing>>) {
-        let mut known = lock(&self.known);
-        let place = known.forget(number);
+        let mut used = lock(&self.used);
+        let removed = used.forget(number);
         if let Some(backing) = never {
-            known.never(backing);
+            used.never(backing);
         }
-        drop(known);
+        drop(used);
         // The release notice arrives later and needs no reply. The number stays reserved until then.
         self.own.insert(
             number,
-            Own::Withdrawn {
+            OwnState::Withdrawn {
                 left: BTreeSet::new(),
             },
         );
-        drop(place);
+        drop(removed);
     }
 
     fn hear(&mut self, rank: Rank, entry: u64, notice: Notice) {
@@ -277,7 +277,7 @@ impl Keeper {
 
     /// Records that a peer has mapped an allocation of this rank.
     fn taken(&mut self, rank: Rank, entry: u64) {
-        let Some(Own::Offered { region, left }) = self.own.get_mut(&entry) else {
+        let Some(OwnState::Offered { region, left }) = self.own.get_mut(&entry) else {
             return;
         };
         left.remove(&rank);
@@ -287,7 +287,7 @@ impl Keeper {
         let region = region.clone();
         match self.tables.set(self.rank, entry, region.memory()) {
             Ok(()) => {
-                self.own.insert(entry, Own::Published(region));
+                self.own.insert(entry, OwnState::Published(region));
             }
             Err(error) => {
                 tracing::debug!(%error, "an allocation stays unpublished");
@@ -298,7 +298,7 @@ impl Keeper {
 
     /// Withdraws an allocation that a peer cannot map.
     fn refused(&mut self, entry: u64) {
-        if let Some(Own::Offered { region, .. }) = self.own.get(&entry) {
+        if let Some(OwnState::Offered { region, .. }) = self.own.get(&entry) {
             let backing = region.memory().backing().clone();
             self.withdraw(entry, Some(&backing));
         }
@@ -310,24 +310,24 @@ impl Keeper {
         if let Err(error) = self.tables.clear(self.rank, entry) {
             tracing::debug!(%error, "an entry of a table stays");
         }
-        let mut known = lock(&self.known);
-        let place = known.forget(entry);
+        let mut used = lock(&self.used);
+        let removed = used.forget(entry);
         if let Some(backing) = never {
-            known.never(backing);
+            used.never(backing);
         }
-        drop(known);
+        drop(used);
         // Dropping the region ends the registration; the memory is held until all peers have released it.
-        let before = self.own.insert(entry, Own::Leaving);
+        let before = self.own.insert(entry, OwnState::Leaving);
         drop(before);
-        // Dropping the place sends the release notice once no stream uses the allocation.
-        drop(place);
+        // Dropping the entry sends the release notice once no stream uses the allocation.
+        drop(removed);
     }
 
     /// Asks peers to release an allocation: all streams that may have used it have completed.
     fn past(&mut self, entry: u64) {
         match self.own.get_mut(&entry) {
-            Some(own @ Own::Leaving) => {
-                *own = Own::Withdrawn {
+            Some(own @ OwnState::Leaving) => {
+                *own = OwnState::Withdrawn {
                     left: (0..self.peers.len())
                         .filter(|rank| *rank != self.rank)
                         .collect(),
@@ -336,13 +336,13 @@ impl Keeper {
                     self.notify(rank, entry, Notice::Withdrawn);
                 }
             }
-            Some(Own::Withdrawn { left }) if left.is_empty() => self.reuse(entry),
+            Some(OwnState::Withdrawn { left }) if left.is_empty() => self.reuse(entry),
             _ => {}
         }
     }
 
     fn let_go(&mut self, rank: Rank, entry: u64) {
-        let Some(Own::Withdrawn { left }) = self.own.get_mut(&entry) else {
+        let Some(OwnState::Withdrawn { left }) = self.own.get_mut(&entry) else {
             return;
         };
         if left.remove(&rank) && left.is_empty() {
@@ -353,7 +353,7 @@ impl Keeper {
     /// Makes the number available for another allocation.
     fn reuse(&mut self, entry: u64) {
         self.own.remove(&entry);
-        lock(&self.known).free.push(entry);
+        lock(&self.used).free.push(entry);
     }
 
     /// Withdraws allocations without other references, borrowed ones whose memory is gone, and if numbers run out, the
@@ -365,7 +365,7 @@ impl Keeper {
         // Not withdrawn for their age.
         let mut owned = BTreeSet::new();
         for (number, own) in &self.own {
-            let (Own::Offered { region, .. } | Own::Published(region)) = own else {
+            let (OwnState::Offered { region, .. } | OwnState::Published(region)) = own else {
                 continue;
             };
             let backing = region.memory().backing();
@@ -380,15 +380,16 @@ impl Keeper {
             }
         }
         let states = self.own.values();
-        let gone = states.filter(|own| matches!(own, Own::Leaving | Own::Withdrawn { .. }));
-        let old = lock(&self.known).by_age(gone.count() + leaving.len());
+        let gone =
+            states.filter(|own| matches!(own, OwnState::Leaving | OwnState::Withdrawn { .. }));
+        let old = lock(&self.used).by_age(gone.count() + leaving.len());
         let old = old
             .into_iter()
             .filter(|number| !owned.contains(number) && !leaving.contains(number));
         // This includes allocations that peers have not mapped yet, which can be withdrawn only in a later sweep. If
         // they were skipped while peers are slow, more recently used ones would be withdrawn, and those of graphs.
         let oldest: Vec<u64> = old.take(FEW_ENTRIES).collect();
-        let is_published = |number: &u64| self.own.get(number).is_some_and(Own::is_published);
+        let is_published = |number: &u64| self.own.get(number).is_some_and(OwnState::is_published);
         leaving.extend(oldest.into_iter().filter(is_published));
         for number in leaving {
             self.withdraw(number, None);
@@ -398,7 +399,7 @@ impl Keeper {
     /// Releases everything. No launch uses it any more.
     fn end(&mut self) {
         for (number, own) in std::mem::take(&mut self.own) {
-            if matches!(own, Own::Withdrawn { .. }) {
+            if matches!(own, OwnState::Withdrawn { .. }) {
                 continue;
             }
             let _ = self.tables.clear(self.rank, number);
@@ -410,7 +411,7 @@ impl Keeper {
         for (rank, number) in mapped.keys() {
             let _ = self.tables.clear(*rank, *number);
         }
-        let places = std::mem::take(&mut lock(&self.known).by_identity);
-        drop(places);
+        let entries = std::mem::take(&mut lock(&self.used).by_identity);
+        drop(entries);
     }
 }
