@@ -85,12 +85,12 @@ pub(crate) struct Proxy {
     cpus: Vec<usize>,
     fault: Arc<Fault>,
     /// Held during a stop or a launch.
-    run: Mutex<Run>,
+    run: Mutex<ProxyThread>,
     thread: Mutex<Option<Thread>>,
 }
 
 /// State of the thread.
-enum Run {
+enum ProxyThread {
     /// The thread sends its leftover work when it ends.
     Running(Receiver<Drained>),
     /// The reader is kept if no work was left over, so that the thread can be started again.
@@ -162,7 +162,7 @@ impl Proxy {
             config,
             cpus: device.local_cpus(),
             fault: device.fault().clone(),
-            run: Mutex::new(Run::Stopped(None)),
+            run: Mutex::new(ProxyThread::Stopped(None)),
             thread: Mutex::default(),
         };
         let running = proxy.spawn(reader)?;
@@ -170,7 +170,7 @@ impl Proxy {
         Ok(Arc::new(proxy))
     }
 
-    fn spawn(&self, reader: FifoReader) -> Result<Run> {
+    fn spawn(&self, reader: FifoReader) -> Result<ProxyThread> {
         let (shared, fault, fifo) = (self.shared.clone(), self.fault.clone(), self.fifo.clone());
         let worker = Worker::new(shared, fault, fifo, reader, self.config);
         let (sender, ended) = mpsc::channel();
@@ -184,7 +184,7 @@ impl Proxy {
             })
             .map_err(|error| Error::io("start the proxy", &error))?;
         *lock(&self.thread) = Some(thread.thread().clone());
-        Ok(Run::Running(ended))
+        Ok(ProxyThread::Running(ended))
     }
 
     /// Starts the thread again after a stop without leftover work, with the existing connections. Their kernels must
@@ -196,7 +196,7 @@ impl Proxy {
     pub(crate) fn launch(&self) -> Result<()> {
         self.check()?;
         let mut run = lock(&self.run);
-        let Run::Stopped(reader) = &mut *run else {
+        let ProxyThread::Stopped(reader) = &mut *run else {
             return Ok(());
         };
         let mut reader = reader.take().ok_or_else(|| {
@@ -207,7 +207,7 @@ impl Proxy {
         })?;
         let resumed = reader.discard(Deadline::after(GRACE));
         if let Err(error) = resumed.and_then(|()| self.fifo.resume()) {
-            *run = Run::Stopped(Some(reader));
+            *run = ProxyThread::Stopped(Some(reader));
             return Err(error.with_operation("launch the proxy"));
         }
         let set = |stopping, ended| {
@@ -310,7 +310,7 @@ impl Proxy {
 
     /// Drops the resources of a stopped proxy's connections. It cannot be launched again.
     pub(crate) fn release(&self) {
-        if let Run::Stopped(reader) = &mut *lock(&self.run) {
+        if let ProxyThread::Stopped(reader) = &mut *lock(&self.run) {
             *reader = None;
         }
         let mut state = lock(&self.shared.state);
@@ -333,12 +333,12 @@ impl Proxy {
     pub(crate) fn stop(&self, deadline: Deadline) -> Result<()> {
         // Held throughout, so that no launch comes in between.
         let mut run = lock(&self.run);
-        let Run::Running(ended) = &*run else {
+        let ProxyThread::Running(ended) = &*run else {
             return self.check();
         };
         self.begin_stop(deadline);
         let drained = ended.recv_timeout(deadline.remaining() + GRACE);
-        *run = Run::Stopped(None);
+        *run = ProxyThread::Stopped(None);
         self.check()?;
         let failed = |error: Error| Err(error.with_operation("stop the proxy"));
         match drained.map(|drained| drained.keep_reader(&mut run)) {
@@ -373,12 +373,12 @@ impl Drained {
     }
 
     /// Keeps the reader if a launch is possible, and returns the rest.
-    fn keep_reader(self, run: &mut Run) -> (u64, usize, Option<Error>) {
+    fn keep_reader(self, run: &mut ProxyThread) -> (u64, usize, Option<Error>) {
         let (is_complete, rest) = (
             self.is_complete(),
             (self.unsent, self.uncopied, self.unfinished),
         );
-        *run = Run::Stopped(Some(self.reader).filter(|_| is_complete));
+        *run = ProxyThread::Stopped(Some(self.reader).filter(|_| is_complete));
         rest
     }
 }

@@ -13,7 +13,7 @@ use crate::sync::lock;
 use std::sync::{Arc, Mutex};
 
 #[derive(Debug)]
-struct Branch {
+struct GraphBranch {
     operations: Arc<[HostOperation]>,
     worker: Option<Worker>,
 }
@@ -21,7 +21,7 @@ struct Branch {
 /// An executable graph.
 #[derive(Debug)]
 pub(super) struct RecordedGraph {
-    branches: Vec<Branch>,
+    branches: Vec<GraphBranch>,
     marks: usize,
     launching: Mutex<()>,
 }
@@ -41,7 +41,7 @@ impl RecordedGraph {
             let worker = (branch > 0)
                 .then(|| Worker::start(number << 16 | branch as u64, fault.clone(), delays))
                 .transpose()?;
-            Ok(Branch {
+            Ok(GraphBranch {
                 operations: operations.into(),
                 worker,
             })

@@ -83,9 +83,9 @@ impl Gemm {
 impl Grid {
     fn seconds(&self, m: usize, k: usize, n: usize) -> f64 {
         let axes = [
-            Place::on(&self.m, m),
-            Place::on(&self.k, k),
-            Place::on(&self.n, n),
+            AxisPosition::on(&self.m, m),
+            AxisPosition::on(&self.k, k),
+            AxisPosition::on(&self.n, n),
         ];
         let mut logarithm = 0.0;
         for corner in 0..8_usize {
@@ -133,7 +133,7 @@ impl Grid {
 }
 
 /// Position of a size on an axis.
-struct Place {
+struct AxisPosition {
     /// Index of the next smaller size.
     low: usize,
     /// Logarithmic position towards the next size.
@@ -142,7 +142,7 @@ struct Place {
     beyond: f64,
 }
 
-impl Place {
+impl AxisPosition {
     fn on(sizes: &[usize], size: usize) -> Self {
         let above = sizes.partition_point(|known| *known <= size);
         let low = above.saturating_sub(1);

@@ -42,7 +42,7 @@ pub(super) fn endless() -> Error {
 
 /// State of a stream.
 #[derive(Clone, Debug, Default)]
-struct Stream {
+struct StreamState {
     /// Next step.
     next: usize,
     /// Time per bound up to now.
@@ -59,7 +59,7 @@ struct Counter {
 
 /// A timed event.
 #[derive(Clone, Copy, Debug)]
-enum Event {
+enum TimedEvent {
     /// A stream continues.
     Resume(u32),
     /// A counter increases by an amount.
@@ -70,7 +70,7 @@ struct Timer {
     time: f64,
     /// Sequence number: simultaneous timers fire in the order in which they were set.
     number: u64,
-    event: Event,
+    event: TimedEvent,
 }
 
 impl PartialEq for Timer {
@@ -97,7 +97,7 @@ impl Ord for Timer {
 struct Simulation<'a> {
     schedule: &'a Schedule<'a>,
     resources: Resources<'a>,
-    streams: Vec<Stream>,
+    streams: Vec<StreamState>,
     counters: Vec<Counter>,
     timers: BinaryHeap<Reverse<Timer>>,
     timers_set: u64,
@@ -128,7 +128,7 @@ pub(super) fn run(schedule: &Schedule<'_>, timeline: bool) -> Result<Outcome> {
     let mut simulation = Simulation {
         schedule,
         resources: Resources::new(schedule),
-        streams: vec![Stream::default(); streams],
+        streams: vec![StreamState::default(); streams],
         counters: vec![Counter::default(); schedule.counters as usize],
         timers: BinaryHeap::new(),
         timers_set: 0,
@@ -172,8 +172,8 @@ impl Simulation<'_> {
                 && let Some(Reverse(timer)) = self.timers.pop()
             {
                 match timer.event {
-                    Event::Resume(stream) => self.ready.push(stream),
-                    Event::Add(counter, amount, path) => self.add(counter, amount, &path),
+                    TimedEvent::Resume(stream) => self.ready.push(stream),
+                    TimedEvent::Add(counter, amount, path) => self.add(counter, amount, &path),
                 }
             }
         }
@@ -192,7 +192,7 @@ impl Simulation<'_> {
             match step {
                 Step::NotBefore(time) if time > self.now => {
                     stream.path = Path::of(Bound::Host, time);
-                    return self.set(time, Event::Resume(number));
+                    return self.set(time, TimedEvent::Resume(number));
                 }
                 Step::NotBefore(_) => {}
                 Step::Begin(operation) => {
@@ -215,14 +215,14 @@ impl Simulation<'_> {
                     let mut path = stream.path;
                     if seconds > 0.0 {
                         path.add(Bound::Latency, seconds);
-                        self.set(self.now + seconds, Event::Add(counter, amount, path));
+                        self.set(self.now + seconds, TimedEvent::Add(counter, amount, path));
                     } else {
                         self.add(counter, amount, &path);
                     }
                 }
                 Step::Delay(seconds) if seconds > 0.0 => {
                     stream.path.add(Bound::Latency, seconds);
-                    return self.set(self.now + seconds, Event::Resume(number));
+                    return self.set(self.now + seconds, TimedEvent::Resume(number));
                 }
                 Step::Delay(_) => {}
                 Step::Work(work) => return self.resources.start(work, number, self.now),
@@ -230,7 +230,7 @@ impl Simulation<'_> {
         }
     }
 
-    fn set(&mut self, time: f64, event: Event) {
+    fn set(&mut self, time: f64, event: TimedEvent) {
         self.timers_set += 1;
         self.timers.push(Reverse(Timer {
             time,
@@ -256,7 +256,7 @@ impl Simulation<'_> {
     }
 
     fn outcome(self) -> Result<Outcome> {
-        let unfinished = |(number, stream): (usize, &Stream)| {
+        let unfinished = |(number, stream): (usize, &StreamState)| {
             (stream.next < self.schedule.streams[number].len()).then_some(number)
         };
         // A blocked stream has passed its step already, but remains registered with the counter.

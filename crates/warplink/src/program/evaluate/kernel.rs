@@ -27,7 +27,7 @@ pub(super) struct Workspace<'a> {
 }
 
 /// Memory accessible to the lanes of a launch.
-struct Memory<'r, 'a> {
+struct LaunchMemory<'r, 'a> {
     sections: &'r [Vec<&'a SectionInstance>],
     scratch: &'r mut [Vec<Vec<(Value, u64)>>],
     tensors: &'r mut Values,
@@ -71,7 +71,7 @@ impl Run<'_> {
         if (number as u64) < epoch {
             return Ok(());
         }
-        let mut memory = Memory {
+        let mut memory = LaunchMemory {
             sections: &workspace.sections,
             scratch: &mut workspace.scratch,
             tensors: &mut self.memory,
@@ -98,7 +98,7 @@ impl Run<'_> {
     }
 }
 
-impl Domain for Memory<'_, '_> {
+impl Domain for LaunchMemory<'_, '_> {
     type Signal = ();
 
     fn section(&self, number: usize, rank: Rank) -> &SectionInstance {
@@ -176,7 +176,7 @@ impl Domain for Memory<'_, '_> {
     }
 }
 
-impl Memory<'_, '_> {
+impl LaunchMemory<'_, '_> {
     /// Steps of a lane, as far as the values that it reads are known.
     fn steps(&self, number: usize, rank: Rank, lane: usize) -> Result<Vec<LaneStep>, Diagnostic> {
         let section = self.section(number, rank);

@@ -57,12 +57,12 @@ pub(crate) struct SharedKernel {
     places: Vec<(usize, TensorId, u64)>,
     publication: Arc<Publication>,
     signals: DeviceSlice,
-    code: Code,
+    code: KernelCode,
 }
 
 /// Sections that the code of a kernel can serve.
 #[derive(Clone)]
-struct Code {
+struct KernelCode {
     /// A section that the code was generated for; it serves those of the same program whose sizes and integers are no
     /// further from 0.
     largest: Arc<SectionInstance>,
@@ -167,7 +167,7 @@ impl SharedWorkspace {
     }
 
     /// Words that launches of a section are bound to, without its tensors on this rank.
-    fn bind(&self, section: &SectionInstance, aligned: bool) -> Bound {
+    fn bind(&self, section: &SectionInstance, aligned: bool) -> BoundWords {
         let mut bound = self.kernels.reach.addresses(section);
         bound.tables = self.publication.tables().address();
         let mut addresses = Vec::new();
@@ -195,7 +195,7 @@ impl SharedWorkspace {
             let (id, offset) = addresses.iter().find_map(own)?;
             Some((first_place + 2 * number, id, offset))
         });
-        Bound {
+        BoundWords {
             places: places.collect(),
             first_place,
             words: bound.words(section).to_vec(),
@@ -219,10 +219,10 @@ impl SharedWorkspace {
 
     fn shared(
         &self,
-        bound: Bound,
+        bound: BoundWords,
         kernel: SerialKernel,
         launch: Launch,
-        code: Code,
+        code: KernelCode,
     ) -> SharedKernel {
         SharedKernel {
             kernel,
@@ -274,7 +274,7 @@ impl SharedWorkspace {
                 largest = Some(Arc::new(larger.clone()));
             }
         }
-        let code = Code {
+        let code = KernelCode {
             largest: largest.unwrap_or(section),
             aligned: bound.aligned.clone(),
         };
@@ -364,7 +364,7 @@ impl SharedWorkspace {
 }
 
 /// Words that launches of a section are bound to.
-struct Bound {
+struct BoundWords {
     words: Vec<u64>,
     /// Like those of [`SharedKernel`].
     addresses: Vec<(usize, TensorId, u64)>,
@@ -373,7 +373,7 @@ struct Bound {
     aligned: Vec<bool>,
 }
 
-impl Code {
+impl KernelCode {
     /// Whether it serves a section of the same program, rank, lanes and threads. The text depends only on the signs and
     /// upper bounds of integers, extents and strides, so text for the largest values is valid for all smaller ones.
     fn serves(&self, section: &SectionInstance, aligned: &[bool]) -> bool {
@@ -501,7 +501,7 @@ mod tests {
     fn code_serves_sections_of_its_text_that_are_no_larger() {
         let largest = section((1 << 20) - 1, 2, true);
         let aligned = vec![true; largest.tensors.len()];
-        let code = Code {
+        let code = KernelCode {
             largest: Arc::new(largest.clone()),
             aligned: aligned.clone(),
         };

@@ -24,7 +24,7 @@ pub(crate) fn period(
     section: &Section,
     value: &dyn Fn(&Expr) -> Option<i64>,
 ) -> Result<u64, Misuse> {
-    let mut walk = Walk {
+    let mut walk = PeriodWalk {
         value,
         growing: HashSet::from(["epoch"]),
         hidden: Vec::new(),
@@ -36,7 +36,7 @@ pub(crate) fn period(
     walk.misuse.map_or(Ok(walk.period), Err)
 }
 
-struct Walk<'s> {
+struct PeriodWalk<'s> {
     value: &'s dyn Fn(&Expr) -> Option<i64>,
     /// Names of integers that depend on the unreduced epoch.
     growing: HashSet<&'s str>,
@@ -48,7 +48,7 @@ struct Walk<'s> {
     misuse: Option<Misuse>,
 }
 
-impl<'s> Visitor<'s> for Walk<'s> {
+impl<'s> Visitor<'s> for PeriodWalk<'s> {
     fn at(&mut self, position: Position) {
         self.position = position;
     }
@@ -85,7 +85,7 @@ impl<'s> Visitor<'s> for Walk<'s> {
     }
 }
 
-impl<'s> Walk<'s> {
+impl<'s> PeriodWalk<'s> {
     /// Binds a name until the end of the body.
     fn bind(&mut self, name: &'s str, grows: bool) {
         let grew = if grows {

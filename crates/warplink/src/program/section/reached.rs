@@ -18,7 +18,7 @@ impl SectionInstance {
     /// # Errors
     /// A message, if it tests too many tensors.
     pub(crate) fn reachable_cases(&self) -> Result<Vec<Vec<usize>>, String> {
-        let mut walk = Walk::default();
+        let mut walk = ReachWalk::default();
         walk.body(&self.section.body);
         let asked: Vec<&str> = walk.asked.iter().copied().collect();
         if asked.len() > MAX_ASKED {
@@ -45,13 +45,13 @@ impl SectionInstance {
 
 /// Conditions with `reachable`, and their other inputs.
 #[derive(Default)]
-struct Walk<'s> {
+struct ReachWalk<'s> {
     conditions: Vec<&'s Condition>,
     asked: BTreeSet<&'s str>,
     compared: Vec<&'s Condition>,
 }
 
-impl<'s> Visitor<'s> for Walk<'s> {
+impl<'s> Visitor<'s> for ReachWalk<'s> {
     fn condition(&mut self, condition: &'s Condition) {
         let mut asks = false;
         let mut compared = Vec::new();
@@ -73,7 +73,7 @@ impl<'s> Visitor<'s> for Walk<'s> {
     }
 }
 
-impl Walk<'_> {
+impl ReachWalk<'_> {
     /// Outcomes of each condition over all values of the comparisons; `mask` itself if there are too many
     /// comparisons.
     fn outcomes(&self, mask: usize, is: &dyn Fn(&str) -> bool) -> Vec<bool> {

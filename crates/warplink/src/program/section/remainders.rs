@@ -11,7 +11,7 @@ use crate::program::expr::{Expr, Operator};
 /// Number of iterations after which a loop's behaviour repeats, as far as remainders determine it, at most `most`.
 /// `value` evaluates an expression at the start of the loop.
 pub(super) fn period(it: &Loop<StepKind>, value: &dyn Fn(&Expr) -> Option<i64>, most: u64) -> u64 {
-    let mut walk = Walk {
+    let mut walk = RemainderWalk {
         value,
         changing: vec![(&it.over.index, Changing::default())],
         found: Vec::new(),
@@ -54,7 +54,7 @@ impl Default for Changing {
     }
 }
 
-struct Walk<'s> {
+struct RemainderWalk<'s> {
     value: &'s dyn Fn(&Expr) -> Option<i64>,
     /// Names of integers that depend on the index, innermost last.
     changing: Vec<(&'s str, Changing)>,
@@ -62,7 +62,7 @@ struct Walk<'s> {
     found: Vec<u64>,
 }
 
-impl<'s> Walk<'s> {
+impl<'s> RemainderWalk<'s> {
     /// Dependence of an expression on the index; `None` if it is constant.
     fn change(&self, expression: &Expr) -> Option<Changing> {
         match expression {
@@ -107,7 +107,7 @@ impl<'s> Walk<'s> {
     }
 }
 
-impl<'s> Visitor<'s> for Walk<'s> {
+impl<'s> Visitor<'s> for RemainderWalk<'s> {
     fn scoped(&mut self, inner: impl FnOnce(&mut Self)) {
         let known = self.changing.len();
         inner(self);

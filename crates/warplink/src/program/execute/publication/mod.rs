@@ -83,7 +83,7 @@ enum TableEntry {
 
 /// Events for the thread.
 #[derive(Debug)]
-enum Event {
+enum PublisherEvent {
     /// A call has used a new allocation, which was given a number.
     Met {
         number: u64,
@@ -120,7 +120,7 @@ struct Departure {
 /// Queue of the thread, which starts with the first event.
 #[derive(Debug)]
 struct Events {
-    queue: Sender<Event>,
+    queue: Sender<PublisherEvent>,
     waiting: Mutex<Option<Publisher>>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -142,7 +142,7 @@ impl Publication {
     }
 
     /// Creates tables, and listens to peers until it is dropped.
-    fn begin(context: &RankContext, queue: Sender<Event>) -> Result<Self> {
+    fn begin(context: &RankContext, queue: Sender<PublisherEvent>) -> Result<Self> {
         let tables = Tables::new(&context.device, context.world())?;
         let used = UsedAllocations {
             by_identity: HashMap::new(),
@@ -223,7 +223,7 @@ impl Publication {
         uses.note(stream);
         if is_new {
             let allocation = slice.allocation();
-            self.events.send(Event::Met { number, allocation });
+            self.events.send(PublisherEvent::Met { number, allocation });
         }
         (number, slice.offset() as u64)
     }
@@ -232,7 +232,7 @@ impl Publication {
 impl Drop for Publication {
     fn drop(&mut self) {
         self.memory.stop_listening(self.number);
-        self.events.send(Event::Stop);
+        self.events.send(PublisherEvent::Stop);
         let Some(thread) = lock(&self.events.thread).take() else {
             return;
         };
@@ -246,7 +246,7 @@ impl Drop for Publication {
 impl Drop for Departure {
     fn drop(&mut self) {
         if let Some(events) = self.events.upgrade() {
-            events.send(Event::Past {
+            events.send(PublisherEvent::Past {
                 number: self.number,
             });
         }
@@ -254,7 +254,7 @@ impl Drop for Departure {
 }
 
 impl Events {
-    fn send(&self, event: Event) {
+    fn send(&self, event: PublisherEvent) {
         // Sending fails only after the thread has ended, with the publication.
         let _ = self.queue.send(event);
         self.start();
@@ -266,7 +266,7 @@ impl Events {
                 from,
                 entry,
                 handle,
-            } => self.send(Event::Offer {
+            } => self.send(PublisherEvent::Offer {
                 from,
                 entry,
                 handle,
@@ -275,7 +275,7 @@ impl Events {
                 from,
                 entry,
                 notice,
-            } => self.send(Event::Notice {
+            } => self.send(PublisherEvent::Notice {
                 from,
                 entry,
                 notice,
@@ -286,7 +286,7 @@ impl Events {
                     return;
                 }
                 let (done, wait) = channel();
-                self.send(Event::Reclaim(done));
+                self.send(PublisherEvent::Reclaim(done));
                 let _ = wait.recv_timeout(MAX_RECLAIM);
             }
         }

@@ -1,7 +1,7 @@
 //! Background thread that publishes allocations, maps those of the peers, and releases both.
 
 use super::super::context::RankContext;
-use super::{Event, FEW_ENTRIES, Publication, Tables, UsedAllocations};
+use super::{FEW_ENTRIES, Publication, PublisherEvent, Tables, UsedAllocations};
 use crate::device::{Backing, DeviceSlice};
 use crate::error::{Rank, Result};
 use crate::memory::{MemoryRegistry, Message, Notice, PeerHandle, Region, RemoteRegion};
@@ -23,9 +23,9 @@ pub(super) struct Publisher {
     memory: Arc<MemoryRegistry>,
     tables: Arc<Tables>,
     used: Arc<Mutex<UsedAllocations>>,
-    events: Receiver<Event>,
+    events: Receiver<PublisherEvent>,
     /// Event received before the thread was started.
-    first: Mutex<Option<Event>>,
+    first: Mutex<Option<PublisherEvent>>,
     own: BTreeMap<u64, OwnState>,
     /// Mapped allocations of peers, by rank and number.
     mapped: BTreeMap<(Rank, u64), RemoteRegion>,
@@ -66,7 +66,7 @@ impl Publisher {
         context: &RankContext,
         numbers: &[u64],
         publication: &Publication,
-        events: Receiver<Event>,
+        events: Receiver<PublisherEvent>,
     ) -> Result<Self> {
         let mut peers = Vec::with_capacity(numbers.len());
         for (rank, number) in numbers.iter().enumerate() {
@@ -96,7 +96,7 @@ impl Publisher {
         if first.is_none() {
             *first = self.events.try_recv().ok();
         }
-        !matches!(*first, None | Some(Event::Stop))
+        !matches!(*first, None | Some(PublisherEvent::Stop))
     }
 
     /// Processes events until it is stopped.
@@ -117,12 +117,12 @@ impl Publisher {
             };
             match event {
                 None => self.sweep(),
-                Some(Event::Met { number, allocation }) => {
+                Some(PublisherEvent::Met { number, allocation }) => {
                     self.sweep();
                     self.offer(number, allocation);
                 }
-                Some(Event::Past { number }) => self.past(number),
-                Some(Event::Offer {
+                Some(PublisherEvent::Past { number }) => self.past(number),
+                Some(PublisherEvent::Offer {
                     from,
                     entry,
                     handle,
@@ -131,7 +131,7 @@ impl Publisher {
                         self.map(rank, entry, handle);
                     }
                 }
-                Some(Event::Notice {
+                Some(PublisherEvent::Notice {
                     from,
                     entry,
                     notice,
@@ -140,11 +140,11 @@ impl Publisher {
                         self.hear(rank, entry, notice);
                     }
                 }
-                Some(Event::Reclaim(done)) => {
+                Some(PublisherEvent::Reclaim(done)) => {
                     self.sweep();
                     let _ = done.send(());
                 }
-                Some(Event::Stop) => break,
+                Some(PublisherEvent::Stop) => break,
             }
         }
         self.end();

@@ -36,7 +36,7 @@ pub(super) fn id(step: &Step) -> usize {
 pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barriers {
     let mut barriers = Barriers::new();
     loop {
-        let mut walk = Walk {
+        let mut walk = HazardWalk {
             instance,
             scope: constants.clone(),
             aliases: HashMap::new(),
@@ -124,7 +124,7 @@ impl Access {
     }
 }
 
-struct Walk<'s> {
+struct HazardWalk<'s> {
     instance: &'s SectionInstance,
     scope: Scope,
     aliases: HashMap<&'s str, (usize, Selected)>,
@@ -139,7 +139,7 @@ struct Walk<'s> {
     looks: usize,
 }
 
-impl<'s> Visitor<'s> for Walk<'s> {
+impl<'s> Visitor<'s> for HazardWalk<'s> {
     fn scoped(&mut self, inner: impl FnOnce(&mut Self)) {
         let visible = self.scope.len();
         inner(self);
@@ -273,7 +273,7 @@ impl<'s> Visitor<'s> for Walk<'s> {
     }
 }
 
-impl<'s> Walk<'s> {
+impl<'s> HazardWalk<'s> {
     /// Whether the step budget is exhausted; the result is then incomplete.
     fn is_exhausted(&self) -> bool {
         self.steps > MAX_STEPS || self.looks > MAX_LOOKS
