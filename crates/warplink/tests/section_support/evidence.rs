@@ -27,7 +27,7 @@ const TRIES: u64 = 300;
 const OTHERS: Range<usize> = 6..20;
 
 /// At most how many of them while no choice has written every element of the outputs.
-const MOST_OTHERS: usize = 80;
+const MAX_OTHERS: usize = 80;
 
 /// How many turns of the interpreter an accepted program may take after the least choices.
 const TURNS: u64 = 30_000;
@@ -155,7 +155,7 @@ fn others(
         // Few choices may lead to a write.
         let all_written = || unwritten.iter().flatten().all(|unwritten| !unwritten);
         let few = number < OTHERS.start || (stage.spent() < least && number < OTHERS.end);
-        if !few && (all_written() || number >= MOST_OTHERS) {
+        if !few && (all_written() || number >= MAX_OTHERS) {
             break;
         }
         let stage = stage.with(choice);

@@ -6,6 +6,7 @@ pub(crate) mod clock;
 pub(crate) mod peers;
 mod plot;
 pub(crate) mod report;
+mod shape;
 
 use crate::options::Options;
 use anyhow::Result;

@@ -7,6 +7,7 @@ mod template;
 
 use crate::commands::bench::case::{Case, Setup, SizeRange};
 use crate::commands::bench::report::{Figures, compared, job, or_empty};
+use crate::commands::bench::shape::CallShape;
 use crate::memory;
 use crate::names::{OneOf, OneOrBoth, name_of, names_of};
 use crate::options::Options;
@@ -20,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use template::{Template, TemplateKind};
-use warplink::collective::{Algorithm, CollectiveOptions};
+use warplink::collective::Algorithm;
 use warplink::device::ReduceOp;
 use warplink::file::read_regular;
 use warplink::{Communicator, DType, DeviceKind};
@@ -62,18 +63,8 @@ pub(crate) struct CollectiveBench {
     /// Where the output goes: out (separate memory), in (the memory of the input) or both
     #[arg(long, value_name = "PLACE", default_value = "out")]
     place: OneOrBoth<Placement>,
-    /// Algorithm of Warplink's calls [default: chosen by size]
-    #[arg(long, value_name = "NAME", value_parser = OneOf(&Algorithm::ALL))]
-    algorithm: Option<Algorithm>,
-    /// Maximum number of multiprocessors for one of Warplink's calls
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..))]
-    multiprocessors: Option<u16>,
-    /// Number of blocks that move data in one of Warplink's calls [default: chosen by size]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=128))]
-    lanes: Option<u16>,
-    /// Threads of each block [default: chosen by size]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    threads: Option<u16>,
+    #[command(flatten)]
+    shape: CallShape,
     /// Bind Warplink's calls to their memory beforehand, which allows the copy engine
     #[arg(long)]
     bound: bool,
@@ -158,7 +149,7 @@ impl Case for CollectiveBench {
             "{} in place is not compared, since NCCL has none; help: use --place out",
             template::name(self.collective)
         );
-        if let Some(algorithm) = self.algorithm {
+        if let Some(algorithm) = self.shape.algorithm {
             let TemplateKind::Collective(kind) = self.collective else {
                 bail!("--algorithm is {algorithm}; expected none, since messages have only one");
             };
@@ -214,13 +205,7 @@ impl Case for CollectiveBench {
 
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
         let template = self.template();
-        let options = CollectiveOptions {
-            algorithm: self.algorithm,
-            multiprocessors: self.multiprocessors.map(usize::from),
-            lanes: self.lanes.map(usize::from),
-            threads: self.threads.map(usize::from),
-            ..CollectiveOptions::default()
-        };
+        let options = self.shape.options();
         let peers = match &self.peers[..] {
             [] => CollectivePeer::of(setup.kind).get(..1).unwrap_or_default(),
             peers => peers,

@@ -4,15 +4,14 @@ mod runner;
 
 use crate::commands::bench::case::{Case, Setup, SizeRange};
 use crate::commands::bench::report::{Figures, compared, job, or_empty};
+use crate::commands::bench::shape::CallShape;
 use crate::memory;
 use crate::names::OneOf;
 use crate::report::Object;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use runner::FusedRunner;
-use warplink::collective::{
-    Algorithm, CollectiveOptions, Epilogue, Fused as Call, FusedKind, Norm, Quantization, Wire,
-};
+use warplink::collective::{Epilogue, Fused as Call, FusedKind, Norm, Quantization, Wire};
 use warplink::{Communicator, DType};
 
 /// Measure an all-reduce with residual and RMSNorm
@@ -27,6 +26,9 @@ use warplink::{Communicator, DType};
 /// Warplink's result is compared once for each size with the exact sums, and the norm in double precision: 'wrong' is the
 /// number of elements that differ by more than rounding. 'speedup' is the time of the faster peer divided by that of
 /// the fused kernel: below 1, the peer is faster.
+///
+/// Of the algorithms, one-shot sends all rows as packets, and chunks through scratch, a few at a time; direct has every row
+/// computed by one rank and stored at all, and two-shot the sum alone, from which every rank computes the rest.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench fused -n 2\n  \
@@ -49,21 +51,8 @@ pub(crate) struct Fused {
     /// Implementations to compare with
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["pair", "nccl"])]
     peers: Vec<FusedPeer>,
-    /// Algorithm of the fused kernel [default: chosen by size]
-    ///
-    /// one-shot: all rows as packets; chunks: all rows through scratch, a few at a time; direct: every row is computed
-    /// by one rank and stored at all; two-shot: the same for the sum, from which every rank computes the rest.
-    #[arg(long, value_name = "NAME", value_parser = OneOf(&Algorithm::ALL))]
-    algorithm: Option<Algorithm>,
-    /// Maximum number of multiprocessors for the fused kernel
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..))]
-    multiprocessors: Option<u16>,
-    /// Number of lanes of the fused kernel, each of which takes rows in turn [default: chosen by size]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=128))]
-    lanes: Option<u16>,
-    /// Threads of each lane [default: chosen by size]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
-    threads: Option<u16>,
+    #[command(flatten)]
+    shape: CallShape,
     /// Calls in a sample
     #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(u16).range(1..))]
     calls: u16,
@@ -99,13 +88,7 @@ impl Case for Fused {
     }
 
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
-        let options = CollectiveOptions {
-            algorithm: self.algorithm,
-            multiprocessors: self.multiprocessors.map(usize::from),
-            lanes: self.lanes.map(usize::from),
-            threads: self.threads.map(usize::from),
-            ..CollectiveOptions::default()
-        };
+        let options = self.shape.options();
         let runner = FusedRunner::new(comm, self.call(setup.largest()), &options, &self.peers)?;
         let steps = setup.sizes.len() * setup.submissions.len();
         let progress = Setup::progress(comm, steps, "fused");

@@ -1,0 +1,33 @@
+//! Options that fix how Warplink executes the calls of a benchmark, instead of its choice by size.
+
+use crate::names::OneOf;
+use clap::Args;
+use warplink::collective::{Algorithm, CollectiveOptions};
+
+#[derive(Debug, Args)]
+pub(super) struct CallShape {
+    /// Algorithm of Warplink's calls [default: chosen by size]
+    #[arg(long, value_name = "NAME", value_parser = OneOf(&Algorithm::ALL))]
+    pub(super) algorithm: Option<Algorithm>,
+    /// Maximum number of multiprocessors for one of Warplink's calls
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..))]
+    multiprocessors: Option<u16>,
+    /// Number of lanes that move data in one of Warplink's calls [default: chosen by size]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=128))]
+    lanes: Option<u16>,
+    /// Threads of each lane [default: chosen by size]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+}
+
+impl CallShape {
+    pub(super) fn options(&self) -> CollectiveOptions {
+        CollectiveOptions {
+            algorithm: self.algorithm,
+            multiprocessors: self.multiprocessors.map(usize::from),
+            lanes: self.lanes.map(usize::from),
+            threads: self.threads.map(usize::from),
+            ..CollectiveOptions::default()
+        }
+    }
+}
