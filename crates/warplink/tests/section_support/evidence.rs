@@ -10,6 +10,7 @@ use crate::program_support::interpreter::{
     Choice, Fault, Outcome, Random, SOME_VALUES, agreed, mix, race,
 };
 use crate::program_support::meaning::Meaning;
+use std::iter;
 use std::ops::Range;
 use warplink::program::evaluate::Evaluator;
 use warplink::program::{Diagnostic, DiagnosticKind, RankProgram, unroll, verify};
@@ -103,8 +104,10 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
         Ok(_) => {
             let evaluator = Evaluator::new(program, world, 1, parameters)
                 .map_err(|error| format!("accepted, but not evaluated: {error}"))?;
+            let choice = fitting(&stage, sample.seed);
+            let stage = stage.with(choice);
             let outputs = Case::of(ranks, &stage).runs(0..ORDERS)?;
-            Meaning::of((&evaluator, ranks), 1, (SOME_VALUES, &outputs))?;
+            Meaning::of((&evaluator, ranks), 1, (choice, &outputs))?;
             let mut beyond_bounds = None;
             if stage.reads_values {
                 let played = wide.as_ref().unwrap_or(&stage);
@@ -113,7 +116,7 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
             }
             Ok(Shown {
                 class: "accepted".to_owned(),
-                outputs: Some(outputs).filter(|_| as_bound),
+                outputs: Some(outputs).filter(|_| as_bound && choice == SOME_VALUES),
                 beyond: beyond_bounds,
             })
         }
@@ -128,6 +131,20 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
             Ok(refused(format!("refused, {how}")))
         }
     }
+}
+
+/// The first choice of integers that fit together: one may bound another.
+fn fitting(stage: &Stage<'_>, seed: u64) -> Choice {
+    let mut all = iter::once(SOME_VALUES).chain(Choice::all(seed)).take(USUAL);
+    let fits = |choice: &Choice| {
+        if !stage.reads_values {
+            return true;
+        }
+        let stage = stage.with(*choice);
+        let case = Case::of(stage.ranks, &stage);
+        case.rule_of_values(DiagnosticKind::OutOfBounds).is_none()
+    };
+    all.find(fits).unwrap_or(SOME_VALUES)
 }
 
 /// Plays an accepted program with further choices of the integers that lanes read, each of which may leave some outputs
