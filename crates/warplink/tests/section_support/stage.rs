@@ -177,7 +177,7 @@ impl<'a> Stage<'a> {
         periods.fold(1, |all, period| least_common_multiple(all, period.max(1)))
     }
 
-    /// What lanes do that find nothing but 0 or nothing but the greatest values.
+    /// What lanes do that find nothing but 0 or nothing but the greatest values with which they can go on.
     fn survey(&self) -> Survey {
         let mut survey = Survey::default();
         for launch in 0..self.launches() {
@@ -190,7 +190,13 @@ impl<'a> Stage<'a> {
                             Ok(steps) => steps,
                             Err(rule) => {
                                 survey.rules.push(rule);
-                                break;
+                                // A lesser value may lead on.
+                                let last = values.last_mut().filter(|last: &&mut i64| **last > 0);
+                                let Some(last) = last else {
+                                    break;
+                                };
+                                *last -= 1;
+                                continue;
                             }
                         };
                         survey.copies.extend(steps.acts.iter().flat_map(copies));
@@ -256,7 +262,8 @@ impl<'a> Stage<'a> {
         let mut wider = false;
         let mut bounds: BTreeMap<Memory, i64> = BTreeMap::new();
         for read in self.survey().reads {
-            let most = bounds.entry(read.word.memory()).or_default();
+            let most = bounds.entry(read.word.memory()).or_insert(read.most);
+            wider |= read.most != *most;
             *most = read.most.max(*most);
         }
         for ((rank, memory), most) in bounds {
