@@ -9,9 +9,10 @@ use crate::communicator::{Joined, all, find, lock};
 use crate::status::{Failure, Outcome};
 use crate::{log, report, streams};
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use std::time::Duration;
+use warplink::device::before_exit;
 
 /// How long the exit of the process waits for other ranks to end their communicators.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -126,32 +127,35 @@ fn in_background(body: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Registers an exit handler that waits for background threads that close communicators, and prints the report. It does
-/// nothing in forked child processes.
+/// Has the exit of the process wait for background threads that close communicators, and print the report.
 pub(crate) fn at_exit() {
     static REGISTERED: Once = Once::new();
-    static PROCESS: AtomicU32 = AtomicU32::new(0);
-    unsafe extern "C" {
-        fn atexit(body: extern "C" fn()) -> c_int;
+    REGISTERED.call_once(register);
+}
+
+/// As [`at_exit`], after the real library was used. Handlers run in reverse order, and the destructors of libraries are
+/// such handlers, so the real library's would run first.
+pub(crate) fn at_exit_of_real() {
+    static REGISTERED: Once = Once::new();
+    REGISTERED.call_once(register);
+}
+
+fn register() {
+    log::start();
+    if let Err(error) = before_exit(ending) {
+        tracing::warn!(%error, "the exit of the process will not wait for communicators to close");
     }
-    extern "C" fn ending() {
-        if std::process::id() != PROCESS.load(Ordering::Relaxed) {
-            return;
-        }
-        let closing = CLOSED.wait_timeout_while(lock(&CLOSING), PATIENCE, |left| *left > 0);
-        drop(closing.unwrap_or_else(PoisonError::into_inner));
-        if !all().is_empty() {
-            tracing::debug!("the process exits with communicators that were not destroyed");
-            streams::give_back_all();
-        }
-        report::print();
+}
+
+/// Waits for background threads and prints the report. Returns whether threads are left, which may be inside the real
+/// library or the driver.
+fn ending() -> bool {
+    let closing = CLOSED.wait_timeout_while(lock(&CLOSING), PATIENCE, |left| *left > 0);
+    let left = *closing.unwrap_or_else(PoisonError::into_inner).0;
+    if !all().is_empty() {
+        tracing::debug!("the process exits with communicators that were not destroyed");
+        streams::give_back_all();
     }
-    REGISTERED.call_once(|| {
-        PROCESS.store(std::process::id(), Ordering::Relaxed);
-        log::start();
-        // SAFETY: `atexit` is declared as in C, and no panic can leave the handler.
-        if unsafe { atexit(ending) } != 0 {
-            tracing::warn!("the exit of the process will not wait for communicators to close");
-        }
-    });
+    report::print();
+    left > 0
 }

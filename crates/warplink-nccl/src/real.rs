@@ -5,6 +5,7 @@
 
 use crate::abi::UniqueId;
 use crate::communicator::{Joined, RealHandle, lock};
+use crate::leave;
 use crate::status::{Failure, Outcome};
 use crate::table::real;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
@@ -281,6 +282,7 @@ impl Joined {
         let Some(RealHandle(handle)) = lock(&self.real).take() else {
             return;
         };
+        leave::at_exit_of_real();
         // SAFETY: the handle is live, and was removed from the place where other threads find it.
         let ended = unsafe {
             if by_force {
