@@ -2,7 +2,8 @@
 //!
 //! Closing a Warplink job is collective: a rank that closes waits for all others. NCCL programs destroy the
 //! communicators of several ranks one after the other on one thread, and in different orders on different ranks. Jobs
-//! are therefore closed on background threads, which the exit handler of the process waits for.
+//! are therefore closed on background threads, which the exit handler of the process waits for. As in NCCL, ending a null
+//! communicator has no effect.
 
 use crate::abi::Handle;
 use crate::communicator::{Joined, all, find, lock};
@@ -12,7 +13,8 @@ use std::ffi::c_int;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use std::time::Duration;
-use warplink::device::before_exit;
+use warplink::Result;
+use warplink::device::{Priority, before_exit};
 
 /// How long the exit of the process waits for other ranks to end their communicators.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -23,8 +25,12 @@ static CLOSED: Condvar = Condvar::new();
 
 /// # Safety No requirements; all functions of the table have the same signature.
 pub(crate) unsafe fn finalize(comm: Handle) -> Outcome {
+    if comm.is_null() {
+        return Ok(());
+    }
     let comm = find(comm)?;
-    comm.usable()?;
+    comm.joined()?;
+    comm.check_open("finalized")?;
     comm.finalized.store(true, Ordering::Relaxed);
     Ok(())
 }
@@ -32,6 +38,9 @@ pub(crate) unsafe fn finalize(comm: Handle) -> Outcome {
 /// # Safety
 /// As [`finalize`].
 pub(crate) unsafe fn destroy(comm: Handle) -> Outcome {
+    if comm.is_null() {
+        return Ok(());
+    }
     let comm = find(comm)?;
     let failed = comm.failure().is_some() || comm.revoked.load(Ordering::Relaxed);
     let Some(joined) = comm.end() else {
@@ -40,9 +49,13 @@ pub(crate) unsafe fn destroy(comm: Handle) -> Outcome {
     release(&joined);
     in_background(move || {
         joined.end_real(failed);
+        let finished = if failed { Ok(()) } else { finish(&joined) };
         let communicator = joined.communicator.clone();
         drop(joined);
-        if let Err(error) = communicator.close() {
+        let closed = finished
+            .inspect_err(|error| communicator.abort(&format!("its last calls failed: {error}")))
+            .and_then(|()| communicator.close());
+        if let Err(error) = closed {
             tracing::info!("a communicator was not closed cleanly: {error}");
         }
     });
@@ -52,6 +65,9 @@ pub(crate) unsafe fn destroy(comm: Handle) -> Outcome {
 /// # Safety
 /// As [`finalize`].
 pub(crate) unsafe fn abort(comm: Handle) -> Outcome {
+    if comm.is_null() {
+        return Ok(());
+    }
     if let Some(joined) = find(comm)?.end() {
         abandon(joined);
     }
@@ -61,6 +77,9 @@ pub(crate) unsafe fn abort(comm: Handle) -> Outcome {
 /// # Safety
 /// As [`finalize`].
 pub(crate) unsafe fn revoke(comm: Handle, flags: c_int) -> Outcome {
+    if comm.is_null() {
+        return Ok(());
+    }
     if flags != 0 {
         return Err(Failure::argument(
             format!("flags are {flags}; expected 0"),
@@ -69,6 +88,7 @@ pub(crate) unsafe fn revoke(comm: Handle, flags: c_int) -> Outcome {
     }
     let comm = find(comm)?;
     let joined = comm.joined()?;
+    comm.check_open("revoked")?;
     comm.revoked.store(true, Ordering::Relaxed);
     joined.end_real(true);
     joined.communicator.fail("ncclCommRevoke aborted its calls");
@@ -100,6 +120,17 @@ pub(crate) fn abandon(joined: Arc<Joined>) {
     joined.communicator.abort("ncclCommAbort was called");
     release(&joined);
     in_background(move || drop(joined));
+}
+
+/// Waits for calls in flight. A call that other ranks have not made fails after the communicator's timeout, rather than wait
+/// for ever: no rank makes it after they have closed the communicator.
+fn finish(joined: &Joined) -> Result<()> {
+    let Some(served) = joined.served() else {
+        return Ok(());
+    };
+    let stream = joined.communicator.create_stream(Priority::Normal)?;
+    served.collectives.precede(&stream)?;
+    joined.communicator.synchronize(&stream)
 }
 
 /// Releases resources that the caller may destroy next.

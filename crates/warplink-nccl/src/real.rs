@@ -4,7 +4,7 @@
 //! `RTLD_DEEPBIND`, so that its internal calls bind to itself.
 
 use crate::abi::UniqueId;
-use crate::communicator::{Joined, RealHandle, lock};
+use crate::communicator::{Joined, RealHandle, gather, lock};
 use crate::leave;
 use crate::status::{Failure, Outcome};
 use crate::table::real;
@@ -244,7 +244,8 @@ impl Joined {
             Ok(()) => id.bytes.to_vec(),
             Err(_) => Vec::new(),
         };
-        let all = self.communicator.all_gather_bytes(&own)?;
+        let call = "a function of the real NCCL";
+        let all = gather(&self.communicator, call, &own)?;
         made?;
         for (peer, bytes) in all.iter().enumerate() {
             if bytes.len() != id.bytes.len() {
