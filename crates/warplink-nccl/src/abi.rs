@@ -18,6 +18,9 @@ pub(crate) type Window = *mut c_void;
 /// The value of the second member of initialized structures.
 const MAGIC: c_uint = 0xcafe_beef;
 
+/// That of `ncclSimInfo_t`.
+const SIMULATION_MAGIC: c_uint = 0x7468_5283;
+
 /// Value of a configuration member that the caller has not set.
 const UNDEFINED: c_int = c_int::MIN;
 
@@ -191,13 +194,24 @@ impl CallWishes {
 impl Header {
     /// Fails if the structure was not initialized.
     pub(crate) fn check(&self, name: &str) -> Outcome {
-        if self.magic == MAGIC {
+        self.check_magic(MAGIC, name)
+    }
+
+    fn check_magic(&self, magic: c_uint, name: &str) -> Outcome {
+        if self.magic == magic {
             return Ok(());
         }
         Err(Failure::argument(
             format!("{name} was not initialized"),
             "initialize it with the macro of nccl.h",
         ))
+    }
+}
+
+impl Simulation {
+    /// As [`Header::check`].
+    pub(crate) fn check(&self) -> Outcome {
+        self.header.check_magic(SIMULATION_MAGIC, "simInfo")
     }
 }
 

@@ -66,51 +66,48 @@ struct Arguments {
     wishes: CallWishes,
 }
 
-/// Submits a collective, or marks the group as failed.
+/// Submits a collective.
 fn collective(
     name: &'static str,
     kind: CollectiveKind,
     by_real: ByReal,
     given: Outcome<Arguments>,
 ) -> Outcome {
-    let made = || {
-        let given = given?;
-        let comm = find(given.comm)?;
-        comm.usable()?;
-        let dtype = element_type(given.datatype)?;
-        let root = given.root.map(|root| comm.rank_of(root, "root"));
-        let root = root.transpose()?;
-        let op = given.op.map(|op| Operator::find(&comm, op, dtype));
-        let call = Collective {
-            name,
-            by_real,
-            wishes: given.wishes,
-            kind,
-            datatype: given.datatype,
-            dtype,
-            op: op.transpose()?,
-            count: given.count,
-            root,
-            input: given.input as u64,
-            output: given.output as u64,
-            stream: given.stream as u64,
-        };
-        let bytes = given.count.checked_mul(dtype.size());
-        let bytes = bytes.and_then(|bytes| bytes.checked_mul(comm.ranks()));
-        if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
-            return Err(Failure::argument(
-                format!("{} elements are more than memory can hold", given.count),
-                "pass a smaller count",
-            ));
-        }
-        // All ranks pass the same count, so none of them waits for a peer.
-        if given.count == 0 {
-            return Ok(());
-        }
-        call.check_memory(comm.rank())?;
-        group::submit(comm, Call::Collective(call))
+    let given = given?;
+    let comm = find(given.comm)?;
+    comm.usable()?;
+    let dtype = element_type(given.datatype)?;
+    let root = given.root.map(|root| comm.rank_of(root, "root"));
+    let root = root.transpose()?;
+    let op = given.op.map(|op| Operator::find(&comm, op, dtype));
+    let call = Collective {
+        name,
+        by_real,
+        wishes: given.wishes,
+        kind,
+        datatype: given.datatype,
+        dtype,
+        op: op.transpose()?,
+        count: given.count,
+        root,
+        input: given.input as u64,
+        output: given.output as u64,
+        stream: given.stream as u64,
     };
-    made().inspect_err(group::note)
+    let bytes = given.count.checked_mul(dtype.size());
+    let bytes = bytes.and_then(|bytes| bytes.checked_mul(comm.ranks()));
+    if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+        return Err(Failure::argument(
+            format!("{} elements are more than memory can hold", given.count),
+            "pass a smaller count",
+        ));
+    }
+    // All ranks pass the same count, so none of them waits for a peer.
+    if given.count == 0 {
+        return Ok(());
+    }
+    call.check_memory(comm.rank())?;
+    group::submit(comm, Call::Collective(call))
 }
 
 macro_rules! collectives {
@@ -250,33 +247,30 @@ fn message(
     comm: Handle,
     stream: RawStream,
 ) -> Outcome {
-    let made = || {
-        let comm = find(comm)?;
-        comm.usable()?;
-        let peer = comm.rank_of(peer, "peer")?;
-        let dtype = element_type(datatype)?;
-        let bytes = count.checked_mul(dtype.size());
-        if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
-            return Err(Failure::argument(
-                format!("{count} elements are more than memory can hold"),
-                "pass a smaller count",
-            ));
-        }
-        if count > 0 && memory == 0 {
-            return Err(null("the memory"));
-        }
-        let call = Sent {
-            direction,
-            peer,
-            memory,
-            datatype,
-            dtype,
-            count,
-            stream: stream as u64,
-        };
-        group::submit(comm, Call::Message(call))
+    let comm = find(comm)?;
+    comm.usable()?;
+    let peer = comm.rank_of(peer, "peer")?;
+    let dtype = element_type(datatype)?;
+    let bytes = count.checked_mul(dtype.size());
+    if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+        return Err(Failure::argument(
+            format!("{count} elements are more than memory can hold"),
+            "pass a smaller count",
+        ));
+    }
+    if count > 0 && memory == 0 {
+        return Err(null("the memory"));
+    }
+    let call = Sent {
+        direction,
+        peer,
+        memory,
+        datatype,
+        dtype,
+        count,
+        stream: stream as u64,
     };
-    made().inspect_err(group::note)
+    group::submit(comm, Call::Message(call))
 }
 
 fn null(name: &str) -> Failure {

@@ -8,10 +8,10 @@ use crate::watch::Watch;
 use std::collections::HashMap;
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError, RwLock};
 use warplink::device::{Device, DeviceSlice};
 use warplink::memory::Region;
-use warplink::{Collectives, Communicator, DeviceKind, Error};
+use warplink::{Collectives, Communicator, DeviceKind, Error, ErrorKind};
 
 /// Live communicators by handle.
 static ALIVE: RwLock<Option<HashMap<usize, Arc<Comm>>>> = RwLock::new(None);
@@ -88,8 +88,46 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Set in processes that were forked after a communicator was created.
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+/// Fails in processes that were forked after a communicator was created: the threads of their parent's communicators are
+/// missing, locks may be held for ever, and connections are still the parent's.
+pub(crate) fn check_process() -> Outcome {
+    // Relaxed: set before the child's only thread runs.
+    if !FORKED.load(Ordering::Relaxed) {
+        return Ok(());
+    }
+    Err(Failure::usage(
+        "this process was forked from one that had communicators, which only the parent can use",
+        "fork before the first communicator is created, or start a new program",
+    ))
+}
+
+/// Has forked processes notice that they were, from now on.
+fn notice_forks() {
+    static REGISTERED: Once = Once::new();
+    unsafe extern "C" {
+        fn pthread_atfork(
+            before: Option<unsafe extern "C" fn()>,
+            parent: Option<unsafe extern "C" fn()>,
+            child: Option<unsafe extern "C" fn()>,
+        ) -> c_int;
+    }
+    unsafe extern "C" fn forked() {
+        FORKED.store(true, Ordering::Relaxed);
+    }
+    REGISTERED.call_once(|| {
+        // SAFETY: declared as in C; the handler only stores a flag.
+        if unsafe { pthread_atfork(None, None, Some(forked)) } != 0 {
+            tracing::warn!("forked processes cannot be told from their parent");
+        }
+    });
+}
+
 /// The communicator of a handle.
 pub(crate) fn find(handle: Handle) -> Outcome<Arc<Comm>> {
+    check_process()?;
     let alive = ALIVE.read().unwrap_or_else(PoisonError::into_inner);
     let found = alive.as_ref().and_then(|all| all.get(&(handle as usize)));
     found.cloned().ok_or_else(|| {
@@ -103,6 +141,33 @@ pub(crate) fn find(handle: Handle) -> Outcome<Arc<Comm>> {
     })
 }
 
+/// Gathers `bytes` of all ranks, which must all make the call of this name.
+pub(crate) fn gather(
+    communicator: &Communicator,
+    call: &str,
+    bytes: &[u8],
+) -> Result<Vec<Vec<u8>>, Error> {
+    let own = [call.as_bytes(), &[END], bytes].concat();
+    let all = communicator.all_gather_bytes(&own)?;
+    let all = all.into_iter().enumerate().map(|(peer, sent)| {
+        let mut parts = sent.splitn(2, |byte| *byte == END);
+        let other = parts.next().unwrap_or_default();
+        if other == call.as_bytes() {
+            return Ok(parts.next().unwrap_or_default().to_vec());
+        }
+        let other = String::from_utf8_lossy(other.get(..NAME).unwrap_or(other)).into_owned();
+        let message = format!("rank {peer} calls {other}; expected {call}, as this rank calls");
+        Err(Error::new(ErrorKind::Mismatch, message)
+            .with_peer(peer)
+            .with_help("make the same calls in the same order on every rank"))
+    });
+    all.collect()
+}
+
+/// End of the name in a rank's contribution to [`gather`], and the longest name of a peer's that is printed.
+const END: u8 = 0;
+const NAME: usize = 40;
+
 /// All live communicators.
 pub(crate) fn all() -> Vec<Arc<Comm>> {
     let alive = ALIVE.read().unwrap_or_else(PoisonError::into_inner);
@@ -113,6 +178,7 @@ impl Comm {
     /// A communicator whose ranks are still joining.
     pub(crate) fn new(rank: usize, ranks: usize, ordinal: usize, blocking: bool) -> Arc<Self> {
         static NEXT: AtomicUsize = AtomicUsize::new(FIRST);
+        notice_forks();
         let comm = Arc::new(Self {
             handle: NEXT.fetch_add(16, Ordering::Relaxed) + 16,
             rank: rank.into(),
@@ -217,6 +283,18 @@ impl Comm {
             return Err(error.clone().into());
         }
         self.joined()
+    }
+
+    /// Fails if it was finalized or revoked, after which it cannot be `ended` in either way again.
+    pub(crate) fn check_open(&self, ended: &str) -> Outcome {
+        let was = [(&self.finalized, "finalized"), (&self.revoked, "revoked")];
+        let was = was.iter().find(|(is_so, _)| is_so.load(Ordering::Relaxed));
+        was.map_or(Ok(()), |(_, was)| {
+            Err(Failure::argument(
+                format!("the communicator was {was}, and cannot be {ended}"),
+                "destroy it",
+            ))
+        })
     }
 
     /// Records a failure; the first one is kept.

@@ -3,7 +3,7 @@
 //! First, communicators are created concurrently, since one thread may create several ranks that wait for one another.
 //! Then calls are enqueued: for each communicator the collectives in order, and all sends and receives as one exchange.
 
-use crate::abi::{Simulation, check};
+use crate::abi::Simulation;
 use crate::calls::{self, Call};
 use crate::communicator::Comm;
 use crate::status::{Failure, Outcome};
@@ -73,7 +73,7 @@ pub(crate) fn submit(comm: Arc<Comm>, call: Call) -> Outcome {
     now.map_or(Ok(()), |now| calls::make(&[now]))
 }
 
-/// Records that a call of the group failed, so that the group fails.
+/// Records that a function failed within a group, so that the group fails.
 pub(crate) fn note(failure: &Failure) {
     GROUP.with_borrow_mut(|group| {
         if group.depth > 0 {
@@ -115,12 +115,6 @@ pub(crate) unsafe fn end() -> Outcome {
 
 /// # Safety `simulation` must be null or point to an initialized structure.
 pub(crate) unsafe fn simulate(simulation: *mut Simulation) -> Outcome {
-    if !simulation.is_null() {
-        check(simulation, "simInfo")?;
-        // SAFETY: the caller passes a structure.
-        let given = unsafe { simulation.read_unaligned() };
-        given.header.check("the structure")?;
-    }
     let Some(group) = leave()? else {
         return Ok(());
     };
@@ -129,7 +123,9 @@ pub(crate) unsafe fn simulate(simulation: *mut Simulation) -> Outcome {
         return Err(failure);
     }
     if !simulation.is_null() {
-        // SAFETY: the caller passes a structure, as checked above.
+        // SAFETY: the caller passes a structure.
+        unsafe { simulation.read_unaligned() }.check()?;
+        // SAFETY: as above.
         unsafe { (&raw mut (*simulation).estimated_seconds).write_unaligned(UNKNOWN) };
     }
     Ok(())

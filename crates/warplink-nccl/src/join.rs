@@ -1,7 +1,7 @@
 //! Creation of communicators. Each is a separate Warplink job, so that ending one does not affect any other.
 
 use crate::abi::{Config, Handle, UniqueId, Wishes, check, store};
-use crate::communicator::{Comm, Joined, Route, find};
+use crate::communicator::{Comm, Joined, Route, check_process, find, gather};
 use crate::route::route;
 use crate::status::{Failure, Outcome};
 use crate::{devices, group, leave, log, report};
@@ -207,6 +207,7 @@ pub(crate) unsafe fn init_all(comms: *mut Handle, count: c_int, devices: *const 
 ///
 /// # Safety `made` must be valid for a write of a handle until the group ends.
 unsafe fn begin(made: *mut Handle, place: MeetingPlace, blocking: bool) -> Outcome {
+    check_process()?;
     let comm = Comm::new(place.rank, place.ranks, place.ordinal, blocking);
     // SAFETY: as required of the caller.
     unsafe { begin_with(made, &comm, move || Ok(place)) }
@@ -321,12 +322,12 @@ pub(crate) unsafe fn split(
     let communicator = joined.communicator.clone();
     let gather = move |id: Vec<u8>| -> Outcome<Vec<Member>> {
         let own = Member { color, key, id };
-        let all = communicator.all_gather_bytes(&own.to_bytes())?;
+        let all = gather(&communicator, "ncclCommSplit", &own.to_bytes())?;
         let members = all.iter().map(|bytes| Member::from_bytes(bytes));
         members.collect::<Option<_>>().ok_or_else(|| {
             Failure::usage(
-                "another rank does not split its communicator",
-                "call ncclCommSplit at the same time on every rank",
+                "another rank has another version of this library",
+                "install the same version on every rank",
             )
         })
     };
@@ -484,7 +485,7 @@ pub(crate) unsafe fn grow(
     let ordinal = parent.ordinal;
     let communicator = joined.communicator.clone();
     let place = move || {
-        let all = communicator.all_gather_bytes(&given)?;
+        let all = gather(&communicator, "ncclCommGrow", &given)?;
         let id = all.iter().find(|bytes| !bytes.is_empty()).ok_or_else(|| {
             Failure::argument(
                 "no rank passed an id; expected the rank that called ncclCommGetUniqueId to",

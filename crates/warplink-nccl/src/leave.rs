@@ -2,16 +2,19 @@
 //!
 //! Closing a Warplink job is collective: a rank that closes waits for all others. NCCL programs destroy the
 //! communicators of several ranks one after the other on one thread, and in different orders on different ranks. Jobs
-//! are therefore closed on background threads, which the exit handler of the process waits for.
+//! are therefore closed on background threads, which the exit handler of the process waits for. As in NCCL, ending a null
+//! communicator has no effect.
 
 use crate::abi::Handle;
 use crate::communicator::{Joined, all, find, lock};
 use crate::status::{Failure, Outcome};
 use crate::{log, report, streams};
 use std::ffi::c_int;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use std::time::Duration;
+use warplink::Result;
+use warplink::device::{Priority, before_exit};
 
 /// How long the exit of the process waits for other ranks to end their communicators.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -22,8 +25,12 @@ static CLOSED: Condvar = Condvar::new();
 
 /// # Safety No requirements; all functions of the table have the same signature.
 pub(crate) unsafe fn finalize(comm: Handle) -> Outcome {
+    if comm.is_null() {
+        return Ok(());
+    }
     let comm = find(comm)?;
-    comm.usable()?;
+    comm.joined()?;
+    comm.check_open("finalized")?;
     comm.finalized.store(true, Ordering::Relaxed);
     Ok(())
 }
@@ -31,6 +38,9 @@ pub(crate) unsafe fn finalize(comm: Handle) -> Outcome {
 /// # Safety
 /// As [`finalize`].
 pub(crate) unsafe fn destroy(comm: Handle) -> Outcome {
+    if comm.is_null() {
+        return Ok(());
+    }
     let comm = find(comm)?;
     let failed = comm.failure().is_some() || comm.revoked.load(Ordering::Relaxed);
     let Some(joined) = comm.end() else {
@@ -39,9 +49,13 @@ pub(crate) unsafe fn destroy(comm: Handle) -> Outcome {
     release(&joined);
     in_background(move || {
         joined.end_real(failed);
+        let finished = if failed { Ok(()) } else { finish(&joined) };
         let communicator = joined.communicator.clone();
         drop(joined);
-        if let Err(error) = communicator.close() {
+        let closed = finished
+            .inspect_err(|error| communicator.abort(&format!("its last calls failed: {error}")))
+            .and_then(|()| communicator.close());
+        if let Err(error) = closed {
             tracing::info!("a communicator was not closed cleanly: {error}");
         }
     });
@@ -51,6 +65,9 @@ pub(crate) unsafe fn destroy(comm: Handle) -> Outcome {
 /// # Safety
 /// As [`finalize`].
 pub(crate) unsafe fn abort(comm: Handle) -> Outcome {
+    if comm.is_null() {
+        return Ok(());
+    }
     if let Some(joined) = find(comm)?.end() {
         abandon(joined);
     }
@@ -60,6 +77,9 @@ pub(crate) unsafe fn abort(comm: Handle) -> Outcome {
 /// # Safety
 /// As [`finalize`].
 pub(crate) unsafe fn revoke(comm: Handle, flags: c_int) -> Outcome {
+    if comm.is_null() {
+        return Ok(());
+    }
     if flags != 0 {
         return Err(Failure::argument(
             format!("flags are {flags}; expected 0"),
@@ -68,6 +88,7 @@ pub(crate) unsafe fn revoke(comm: Handle, flags: c_int) -> Outcome {
     }
     let comm = find(comm)?;
     let joined = comm.joined()?;
+    comm.check_open("revoked")?;
     comm.revoked.store(true, Ordering::Relaxed);
     joined.end_real(true);
     joined.communicator.fail("ncclCommRevoke aborted its calls");
@@ -101,6 +122,17 @@ pub(crate) fn abandon(joined: Arc<Joined>) {
     in_background(move || drop(joined));
 }
 
+/// Waits for calls in flight. A call that other ranks have not made fails after the communicator's timeout, rather than wait
+/// for ever: no rank makes it after they have closed the communicator.
+fn finish(joined: &Joined) -> Result<()> {
+    let Some(served) = joined.served() else {
+        return Ok(());
+    };
+    let stream = joined.communicator.create_stream(Priority::Normal)?;
+    served.collectives.precede(&stream)?;
+    joined.communicator.synchronize(&stream)
+}
+
 /// Releases resources that the caller may destroy next.
 fn release(joined: &Joined) {
     if let Some(served) = joined.served() {
@@ -126,32 +158,35 @@ fn in_background(body: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Registers an exit handler that waits for background threads that close communicators, and prints the report. It does
-/// nothing in forked child processes.
+/// Has the exit of the process wait for background threads that close communicators, and print the report.
 pub(crate) fn at_exit() {
     static REGISTERED: Once = Once::new();
-    static PROCESS: AtomicU32 = AtomicU32::new(0);
-    unsafe extern "C" {
-        fn atexit(body: extern "C" fn()) -> c_int;
+    REGISTERED.call_once(register);
+}
+
+/// As [`at_exit`], after the real library was used. Handlers run in reverse order, and the destructors of libraries are
+/// such handlers, so the real library's would run first.
+pub(crate) fn at_exit_of_real() {
+    static REGISTERED: Once = Once::new();
+    REGISTERED.call_once(register);
+}
+
+fn register() {
+    log::start();
+    if let Err(error) = before_exit(ending) {
+        tracing::warn!(%error, "the exit of the process will not wait for communicators to close");
     }
-    extern "C" fn ending() {
-        if std::process::id() != PROCESS.load(Ordering::Relaxed) {
-            return;
-        }
-        let closing = CLOSED.wait_timeout_while(lock(&CLOSING), PATIENCE, |left| *left > 0);
-        drop(closing.unwrap_or_else(PoisonError::into_inner));
-        if !all().is_empty() {
-            tracing::debug!("the process exits with communicators that were not destroyed");
-            streams::give_back_all();
-        }
-        report::print();
+}
+
+/// Waits for background threads and prints the report. Returns whether threads are left, which may be inside the real
+/// library or the driver.
+fn ending() -> bool {
+    let closing = CLOSED.wait_timeout_while(lock(&CLOSING), PATIENCE, |left| *left > 0);
+    let left = *closing.unwrap_or_else(PoisonError::into_inner).0;
+    if !all().is_empty() {
+        tracing::debug!("the process exits with communicators that were not destroyed");
+        streams::give_back_all();
     }
-    REGISTERED.call_once(|| {
-        PROCESS.store(std::process::id(), Ordering::Relaxed);
-        log::start();
-        // SAFETY: `atexit` is declared as in C, and no panic can leave the handler.
-        if unsafe { atexit(ending) } != 0 {
-            tracing::warn!("the exit of the process will not wait for communicators to close");
-        }
-    });
+    report::print();
+    left > 0
 }

@@ -4,7 +4,8 @@
 //! `RTLD_DEEPBIND`, so that its internal calls bind to itself.
 
 use crate::abi::UniqueId;
-use crate::communicator::{Joined, RealHandle, lock};
+use crate::communicator::{Joined, RealHandle, gather, lock};
+use crate::leave;
 use crate::status::{Failure, Outcome};
 use crate::table::real;
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
@@ -243,7 +244,8 @@ impl Joined {
             Ok(()) => id.bytes.to_vec(),
             Err(_) => Vec::new(),
         };
-        let all = self.communicator.all_gather_bytes(&own)?;
+        let call = "a function of the real NCCL";
+        let all = gather(&self.communicator, call, &own)?;
         made?;
         for (peer, bytes) in all.iter().enumerate() {
             if bytes.len() != id.bytes.len() {
@@ -281,6 +283,7 @@ impl Joined {
         let Some(RealHandle(handle)) = lock(&self.real).take() else {
             return;
         };
+        leave::at_exit_of_real();
         // SAFETY: the handle is live, and was removed from the place where other threads find it.
         let ended = unsafe {
             if by_force {

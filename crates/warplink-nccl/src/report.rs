@@ -4,7 +4,7 @@ use crate::communicator::lock;
 use crate::leave;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::sync::{Mutex, OnceLock};
+use std::sync::{Mutex, Once, OnceLock};
 use std::time::{Duration, Instant};
 use warplink::variables;
 
@@ -50,11 +50,11 @@ pub(crate) fn note(route: &'static str, name: &'static str, bytes: usize, starte
     entry.time += started.elapsed();
 }
 
-/// Prints the report, if requested.
+/// Prints the report, if requested, once.
 pub(crate) fn print() {
+    static PRINTED: Once = Once::new();
     if is_wanted() {
-        let text = table(&lock(&CALLS));
-        eprint!("{text}");
+        PRINTED.call_once(|| eprint!("{}", table(&lock(&CALLS))));
     }
 }
 

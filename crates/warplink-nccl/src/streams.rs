@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::ThreadId;
 use std::time::Duration;
 use warplink::device::{Device, Priority, Stream};
-use warplink::{Deadline, DeviceKind, Result};
+use warplink::{Deadline, DeviceKind, ErrorKind, Result};
 
 /// `cudaStreamPerThread`, which is a different stream on each thread.
 const PER_THREAD: u64 = 2;
@@ -90,7 +90,16 @@ pub(crate) unsafe extern "C" fn warplink_nccl_host_stream_synchronize(stream: Ra
                 "call cudaStreamSynchronize",
             ));
         }
-        Ok(of_host(stream as u64)?.synchronize(Deadline::after(LIMIT))?)
+        let raw = stream as u64;
+        let ended = of_host(raw)?.synchronize(Deadline::after(LIMIT));
+        if ended
+            .as_ref()
+            .is_err_and(|error| error.kind() != ErrorKind::Timeout)
+        {
+            // As on a GPU, a stream whose calls were aborted can be used again.
+            lock(&OF_HOST).get_or_insert_default().remove(&raw);
+        }
+        Ok(ended?)
     })
 }
 

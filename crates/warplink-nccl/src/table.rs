@@ -11,8 +11,8 @@ use crate::abi::{
 use crate::{calls, group, join, leave, memory, operators, properties, status};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
-/// Declares functions. `fn` functions run in `status::entry`, `raw` functions return their result directly, and `real`
-/// functions exist only in the real library.
+/// Declares functions. `fn` functions run in `status::entry`, `op` functions also fail the group that they are called in,
+/// `raw` functions return their result directly, and `real` functions exist only in the real library.
 macro_rules! table {
     ($($how:ident $name:ident($($argument:ident: $type:ty),* $(,)?) $(-> $result:ty)? $(= $body:path)?;)*) => {
         $(table!(@export $how $name($($argument: $type),*) ($($result)?) ($($body)?));)*
@@ -36,6 +36,14 @@ macro_rules! table {
             status::entry(concat!("nccl", stringify!($name)), || {
                 // SAFETY: the caller passes arguments as NCCL's documentation requires.
                 unsafe { $body($($argument),*) }
+            })
+        });
+    };
+    (@export op $name:ident($($argument:ident: $type:ty),*) () ($body:path)) => {
+        table!(@twins $name($($argument: $type),*) c_int {
+            status::entry(concat!("nccl", stringify!($name)), || {
+                // SAFETY: the caller passes arguments as NCCL's documentation requires.
+                unsafe { $body($($argument),*) }.inspect_err(group::note)
             })
         });
     };
@@ -88,19 +96,19 @@ table! {
 
     // Creation of communicators.
     fn GetUniqueId(id: *mut UniqueId) = join::unique_id;
-    fn CommInitRank(comm: *mut Handle, ranks: c_int, id: UniqueId, rank: c_int) = join::init_rank;
-    fn CommInitRankConfig(comm: *mut Handle, ranks: c_int, id: UniqueId, rank: c_int, config: *mut Config)
+    op CommInitRank(comm: *mut Handle, ranks: c_int, id: UniqueId, rank: c_int) = join::init_rank;
+    op CommInitRankConfig(comm: *mut Handle, ranks: c_int, id: UniqueId, rank: c_int, config: *mut Config)
         = join::init_rank_config;
-    fn CommInitRankScalable(
+    op CommInitRankScalable(
         comm: *mut Handle, ranks: c_int, rank: c_int, id_count: c_int, ids: *mut UniqueId, config: *mut Config,
     ) = join::init_rank_scalable;
-    fn CommInitAll(comms: *mut Handle, count: c_int, devices: *const c_int) = join::init_all;
-    fn CommSplit(comm: Handle, color: c_int, key: c_int, made: *mut Handle, config: *mut Config) = join::split;
-    fn CommShrink(
+    op CommInitAll(comms: *mut Handle, count: c_int, devices: *const c_int) = join::init_all;
+    op CommSplit(comm: Handle, color: c_int, key: c_int, made: *mut Handle, config: *mut Config) = join::split;
+    op CommShrink(
         comm: Handle, excluded: *mut c_int, count: c_int, made: *mut Handle, config: *mut Config, flags: c_int,
     ) = join::shrink;
     fn CommGetUniqueId(comm: Handle, id: *mut UniqueId) = join::unique_id_to_grow;
-    fn CommGrow(
+    op CommGrow(
         comm: Handle, ranks: c_int, id: *const UniqueId, rank: c_int, made: *mut Handle, config: *mut Config,
     ) = join::grow;
 
@@ -127,68 +135,68 @@ table! {
     raw TeamRankToLsa(comm: Handle, team: Team, rank: c_int) -> c_int = properties::team_rank_to_lsa;
 
     // Collectives.
-    fn AllReduce(
+    op AllReduce(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, op: c_int, comm: Handle,
         stream: RawStream,
     ) = calls::all_reduce;
-    fn Broadcast(
+    op Broadcast(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle,
         stream: RawStream,
     ) = calls::broadcast;
-    fn Bcast(memory: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle, stream: RawStream)
+    op Bcast(memory: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle, stream: RawStream)
         = calls::bcast;
-    fn Reduce(
+    op Reduce(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, op: c_int, root: c_int,
         comm: Handle, stream: RawStream,
     ) = calls::reduce;
-    fn AllGather(
+    op AllGather(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, comm: Handle, stream: RawStream,
     ) = calls::all_gather;
-    fn ReduceScatter(
+    op ReduceScatter(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, op: c_int, comm: Handle,
         stream: RawStream,
     ) = calls::reduce_scatter;
-    fn AlltoAll(
+    op AlltoAll(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, comm: Handle, stream: RawStream,
     ) = calls::all_to_all;
-    fn Gather(
+    op Gather(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle,
         stream: RawStream,
     ) = calls::gather;
-    fn Scatter(
+    op Scatter(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle,
         stream: RawStream,
     ) = calls::scatter;
     // Collectives with a per-call configuration.
-    fn AllReduceConfig(
+    op AllReduceConfig(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, op: c_int, comm: Handle, stream: RawStream,
         config: *const CallConfig,
     ) = calls::all_reduce_with;
-    fn BroadcastConfig(
+    op BroadcastConfig(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle, stream: RawStream,
         config: *const CallConfig,
     ) = calls::broadcast_with;
-    fn ReduceConfig(
+    op ReduceConfig(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, op: c_int, root: c_int, comm: Handle, stream: RawStream,
         config: *const CallConfig,
     ) = calls::reduce_with;
-    fn AllGatherConfig(
+    op AllGatherConfig(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, comm: Handle, stream: RawStream,
         config: *const CallConfig,
     ) = calls::all_gather_with;
-    fn ReduceScatterConfig(
+    op ReduceScatterConfig(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, op: c_int, comm: Handle, stream: RawStream,
         config: *const CallConfig,
     ) = calls::reduce_scatter_with;
-    fn AlltoAllConfig(
+    op AlltoAllConfig(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, comm: Handle, stream: RawStream,
         config: *const CallConfig,
     ) = calls::all_to_all_with;
-    fn GatherConfig(
+    op GatherConfig(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle, stream: RawStream,
         config: *const CallConfig,
     ) = calls::gather_with;
-    fn ScatterConfig(
+    op ScatterConfig(
         input: *const c_void, output: *mut c_void, count: usize, datatype: c_int, root: c_int, comm: Handle, stream: RawStream,
         config: *const CallConfig,
     ) = calls::scatter_with;
@@ -198,20 +206,20 @@ table! {
     fn RedOpDestroy(op: c_int, comm: Handle) = operators::destroy;
 
     // Between two ranks.
-    fn Send(
+    op Send(
         memory: *const c_void, count: usize, datatype: c_int, peer: c_int, comm: Handle, stream: RawStream,
     ) = calls::send;
-    fn Recv(
+    op Recv(
         memory: *mut c_void, count: usize, datatype: c_int, peer: c_int, comm: Handle, stream: RawStream,
     ) = calls::receive;
-    fn PutSignal(
+    op PutSignal(
         memory: *const c_void, count: usize, datatype: c_int, peer: c_int, window: Window, offset: usize,
         signal: c_int, context: c_int, flags: c_uint, comm: Handle, stream: RawStream,
     ) = memory::put_signal;
-    fn Signal(
+    op Signal(
         peer: c_int, signal: c_int, context: c_int, flags: c_uint, comm: Handle, stream: RawStream,
     ) = memory::signal;
-    fn WaitSignal(count: c_int, awaited: *mut WaitSignal, comm: Handle, stream: RawStream) = memory::wait_signal;
+    op WaitSignal(count: c_int, awaited: *mut WaitSignal, comm: Handle, stream: RawStream) = memory::wait_signal;
 
     // Groups.
     fn GroupStart() = group::start;

@@ -184,11 +184,20 @@ fn every_function_can_be_called_from_python() {
     assert_done(&run_python("interface.py", &[&names.join(" ")]));
 }
 
-/// A killed rank, an abort, different calls, forks, an exit without destruction, and calls of several communicators in
-/// opposite orders.
+/// A killed rank, an abort, different calls, forks, exits without destruction, a call that is never made by the others, and
+/// calls of several communicators in opposite orders.
 #[test]
 fn faults_end_as_users_of_nccl_expect() {
-    for case in ["killed", "aborted", "different", "forked", "left", "orders"] {
+    for case in [
+        "killed",
+        "aborted",
+        "different",
+        "forked",
+        "left",
+        "uneven",
+        "exits",
+        "orders",
+    ] {
         let ended = run_python("faults.py", &[case]);
         let output = &ended[0].output;
         assert_eq!(ended[0].code, Some(0), "{output}");

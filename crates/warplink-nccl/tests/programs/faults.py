@@ -18,10 +18,13 @@ from ctypes import byref, c_int, c_size_t, c_void_p
 from nccl import (
     COUNT,
     INT32,
+    MAX,
     ON_HOST,
+    INVALID_USAGE,
     REMOTE_ERROR,
     SUCCESS,
     SUM,
+    UINT32,
     UniqueId,
     call,
     has_ended,
@@ -30,6 +33,7 @@ from nccl import (
     memory,
     new_id,
     ok,
+    refused,
     select,
     stream_of,
     sum_of_ranks,
@@ -81,13 +85,13 @@ def reported(comm, limit):
 def is_usable(rank, path):
     """Whether the process can still make communicators and calls."""
     comm = joined(rank, f"{path}.next")
-    sum_of_ranks(comm, rank, RANKS, SECOND)
+    sum_of_ranks(comm, rank, RANKS, FIRST)
     ok("CommDestroy", comm)
 
 
 def alone():
     comm = join(0, 1, new_id())
-    sum_of_ranks(comm, 0, 1, SECOND)
+    sum_of_ranks(comm, 0, 1, FIRST)
     ok("CommDestroy", comm)
 
 
@@ -108,6 +112,7 @@ def killed(rank, path):
         after = time.time() - float(file.read())
     assert code == REMOTE_ERROR and after < REPORTED, f"error {code} after {after:.1f} s: {last_error(comm)}"
     ok("CommAbort", comm)
+    has_ended(stream_of(FIRST, rank))
     alone()
     return f"ncclRemoteError {after:.1f} s after the death"
 
@@ -138,37 +143,76 @@ def aborted(rank, path):
     return text
 
 
+#: What rank 0 calls and what the others call, each with what the error says of it.
+DIFFERENT = [
+    (("AllReduce", COUNT, INT32, SUM), "all_reduce", ("AllGather", COUNT, INT32), "all_gather"),
+    (("AllReduce", 10, INT32, SUM), "10 i32", ("AllReduce", 11, INT32, SUM), "11 i32"),
+    (("AllReduce", 10, INT32, SUM), "i32", ("AllReduce", 10, UINT32, SUM), "u32"),
+    (("AllReduce", 10, INT32, SUM), "sum", ("AllReduce", 10, INT32, MAX), "max"),
+    (("Broadcast", 10, INT32, 0), "root 0", ("Broadcast", 10, INT32, 1), "root 1"),
+    (("AlltoAll", 10, INT32), "all_to_all", ("Reduce", 10, INT32, SUM, 0), "reduce"),
+]
+
+
 def different(rank, path):
     """Ranks make different calls: all get an error that names both."""
-    comm = joined(rank, path)
-    given, _ = memory([1] * COUNT)
+    given, _ = memory([1] * COUNT * RANKS)
     place, _ = memory([0] * COUNT * RANKS)
-    stream = stream_of(FIRST, rank)
-    if rank == 0:
-        ok("AllReduce", given, place, c_size_t(COUNT), INT32, SUM, comm, stream)
-    else:
-        ok("AllGather", given, place, c_size_t(COUNT), INT32, comm, stream)
-    has_ended(stream)
-    code, after = reported(comm, 10)
-    text = last_error(comm)
-    assert code != SUCCESS, "the difference is not reported"
-    assert "all_reduce" in text and "all_gather" in text, text
-    # The others may not have compared yet, and would learn of the abort instead.
-    time.sleep(1)
-    ok("CommAbort", comm)
+    reports = []
+    for number, (first, one, others, other) in enumerate(DIFFERENT):
+        comm = joined(rank, f"{path}.{number}")
+        name, count, *rest = first if rank == 0 else others
+        stream = stream_of(FIRST, rank)
+        ok(name, given, place, c_size_t(count), *rest, comm, stream)
+        has_ended(stream)
+        code, after = reported(comm, 10)
+        text = last_error(comm)
+        assert code == INVALID_USAGE, f"{name} of {count}: error {code}: {text}"
+        assert one in text and other in text, text
+        reports.append(f"{after:.1f} s")
+        # The others may not have compared yet, and would learn of the abort instead.
+        time.sleep(0.5)
+        ok("CommAbort", comm)
+    # Communicators are derived in different ways.
+    comm, made = joined(rank, f"{path}.derived"), c_void_p()
+    arguments = ("CommSplit", comm, 0, 0, byref(made), None)
+    if rank > 0:
+        arguments = ("CommGrow", comm, RANKS + 1, None, -1, byref(made), None)
+    refused(INVALID_USAGE, *arguments)
+    assert "ncclCommSplit" in last_error() and "ncclCommGrow" in last_error(), last_error()
+    # It can still be used.
+    sum_of_ranks(comm, rank, RANKS, FIRST)
+    ok("CommDestroy", comm)
     alone()
-    return f"{after:.1f} s: {text}"
+    return f"{', '.join(reports)}: {text}"
 
 
 def forked(rank, path):
-    """Children that end at once, or start other programs, disturb neither rank."""
+    """Children that end, start other programs, or use what is their parent's, disturb neither rank."""
     comm = joined(rank, path)
     sum_of_ranks(comm, rank, RANKS, FIRST)
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == 0
+    place, _ = memory([1] * COUNT)
+    value = c_int()
+    for arguments in [
+        None,
+        ("AllReduce", place, place, c_size_t(COUNT), INT32, SUM, comm, stream_of(FIRST, rank)),
+        ("CommGetAsyncError", comm, byref(value)),
+        ("CommSplit", comm, 0, 0, byref(c_void_p()), None),
+        ("CommInitRank", byref(c_void_p()), 1, new_id(), 0),
+        ("CommFinalize", comm),
+        ("CommDestroy", comm),
+        ("CommAbort", comm),
+    ]:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)
+            if arguments and call(*arguments) != INVALID_USAGE:
+                os._exit(1)
+            # By the handlers that the library has registered.
+            ctypes.CDLL(None).exit(0)
+        assert os.waitpid(child, 0)[1] == 0, arguments
     assert subprocess.run(["true"], check=False).returncode == 0
+    ok("MemFree", place)
     sum_of_ranks(comm, rank, RANKS, FIRST)
     ok("CommDestroy", comm)
     return ""
@@ -178,6 +222,37 @@ def left(rank, path):
     """The process ends without having destroyed its communicator."""
     comm = joined(rank, path)
     sum_of_ranks(comm, rank, RANKS, FIRST)
+    return ""
+
+
+def uneven(rank, path):
+    """Rank 0 makes a call that no other makes; all destroy the communicator, and the call ends in an error."""
+    os.environ["WARPLINK_TIMEOUT"] = "3"
+    comm = joined(rank, path)
+    place, _ = memory([1] * COUNT)
+    for _ in range(4 if rank == 0 else 3):
+        all_reduce(comm, rank, FIRST, place)
+    ok("CommDestroy", comm)
+    assert has_ended(stream_of(FIRST, rank)) == (rank > 0)
+    return ""
+
+
+def exits(rank, path):
+    """The process ends with its code while a call waits for others, in a group, and in the middle of joining."""
+    import threading
+
+    comm = joined(rank, path)
+    sum_of_ranks(comm, rank, RANKS, FIRST)
+    if rank == 0:
+        place, _ = memory([1] * COUNT)
+        all_reduce(comm, rank, FIRST, place)
+        for body in (lambda: has_ended(stream_of(FIRST, rank)), lambda: join(0, 2, new_id())):
+            threading.Thread(target=body, daemon=True).start()
+        time.sleep(0.5)
+        ok("GroupStart")
+        all_reduce(comm, rank, SECOND, place)
+    else:
+        time.sleep(2)
     return ""
 
 
@@ -216,7 +291,7 @@ def orders(rank, path):
     return f"{calls} calls of {len(mine)} communicators{', one of NCCL' if len(mine) > 2 else ''}"
 
 
-CASES = {case.__name__: case for case in (killed, aborted, different, forked, left, orders)}
+CASES = {case.__name__: case for case in (killed, aborted, different, forked, left, uneven, exits, orders)}
 
 
 def rank_of_case(case, rank, path):

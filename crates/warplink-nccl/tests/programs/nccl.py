@@ -10,7 +10,7 @@ import threading
 from ctypes import byref, c_char_p, c_int, c_size_t, c_void_p
 
 SUCCESS, SYSTEM_ERROR, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR, IN_PROGRESS = 0, 2, 4, 5, 6, 7
-INT32, FLOAT64 = 2, 8
+INT32, UINT32, FLOAT64 = 2, 3, 8
 SUM, PROD, MAX, MIN, AVG = range(5)
 COUNT = 3000
 ON_HOST = os.environ.get("WARPLINK_DEVICE") == "host"

@@ -529,7 +529,8 @@ impl Communicator {
     pub fn close(self) -> Result<()> {
         drop(lock(&self.collectives).take());
         if self.is_world {
-            return self.job.close(|deadline| self.group.barrier(deadline));
+            let closed = self.job.close(|deadline| self.group.barrier(deadline));
+            return closed.inspect_err(|error| self.end(&format!("it was closed: {error}")));
         }
         self.barrier()
     }
@@ -561,8 +562,12 @@ impl Communicator {
     pub fn abort(&self, reason: &str) {
         let reason = format!("it aborted: {reason}");
         self.job.end(&reason);
-        // Ending the job fails its device. Work may also be in streams of another device object of this process, whose
-        // waits only the communicator's fault ends.
+        self.end(&reason);
+    }
+
+    /// Ends work after the job has ended for `reason`, which fails the job's device. Work may also be in streams of
+    /// another device object of this process, whose waits only the communicator's fault ends.
+    fn end(&self, reason: &str) {
         let message = format!("this rank's communicator ended: {reason}");
         let error = Error::new(ErrorKind::Closed, message);
         self.fault.raise(error.with_rank(self.rank()));

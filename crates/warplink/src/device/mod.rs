@@ -30,6 +30,7 @@ mod compute;
 mod config;
 pub mod cuda;
 mod elementwise;
+mod exit;
 mod fault;
 mod fault_set;
 pub(crate) mod host;
@@ -66,6 +67,7 @@ pub use config::{Delays, DeviceConfig, DeviceKind, Pretend};
 pub use elementwise::{
     Elementwise, ElementwiseOp, MAX_ELEMENTWISE_AXES, MAX_ELEMENTWISE_SOURCES, Operand,
 };
+pub use exit::before_exit;
 pub use fault::Fault;
 pub(crate) use fault_set::{FaultSet, Noted};
 pub use host::channel::BlockChannel;

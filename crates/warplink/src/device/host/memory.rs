@@ -6,7 +6,9 @@ use crate::device::{
     AllocationKind, Backing, DeviceKind, DeviceSlice, Fault, Piece, combined_identity,
 };
 use crate::error::{Error, ErrorKind, Result};
+use rustix::mm::{MsyncFlags, msync};
 use std::any::Any;
+use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -218,6 +220,7 @@ pub(super) fn borrow(
     }
     let inside = mappings_of(address, address + bytes as u64);
     let Some(first) = inside.first() else {
+        check_mapped(address, bytes)?;
         let borrowed = Borrowed {
             base: address,
             bytes,
@@ -241,6 +244,22 @@ pub(super) fn borrow(
             .with_operation("borrow memory")
     })?;
     DeviceSlice::whole(Arc::new(borrowed)).slice(offset..end)
+}
+
+/// Fails for memory that the process does not have, such as freed memory, as a GPU's driver does.
+fn check_mapped(address: u64, bytes: usize) -> Result<()> {
+    let page = rustix::param::page_size() as u64;
+    let start = address / page * page;
+    let length = bytes + (address - start) as usize;
+    // SAFETY: without flags that write or invalidate, the call only checks that all pages are mapped.
+    let mapped = unsafe { msync(start as usize as *mut c_void, length, MsyncFlags::ASYNC) };
+    mapped.map_err(|error| {
+        let text = format!("{bytes} bytes at {address:#x} are not memory of this process");
+        Error::invalid(text)
+            .with_operation("borrow memory")
+            .with_code(error.raw_os_error().into())
+            .with_help("pass memory that is allocated, and free it after its last use")
+    })
 }
 
 /// File pieces behind `slice`, for a peer to map, and whether they are a single piece of host memory.
@@ -379,6 +398,15 @@ mod tests {
             pieces(&borrowed).unwrap_err().kind(),
             ErrorKind::Unsupported
         );
+    }
+
+    #[test]
+    fn memory_that_is_not_mapped_is_refused() {
+        let freed = allocate(100, AllocationKind::Plain).unwrap().address();
+        for address in [0x1238, freed] {
+            let error = borrow(address, 64, Arc::new(())).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{address:#x}");
+        }
     }
 
     #[test]

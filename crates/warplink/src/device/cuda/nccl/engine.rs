@@ -1,7 +1,7 @@
 //! Collective engine over NCCL.
 
 use super::operator::{BYTES, data_type, with_operator};
-use super::{Nccl, NcclComm, NcclHandle, UNIQUE_ID, Window};
+use super::{Nccl, NcclComm, NcclHandle, UNIQUE_ID, Window, threads};
 use crate::deadline::Deadline;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::CudaBacking;
@@ -160,10 +160,7 @@ impl NcclEngine {
                     }
                 };
                 // NCCL must not block the thread that raises a fault.
-                if let Err(error) = std::thread::Builder::new()
-                    .name("warplink-nccl-abort".to_owned())
-                    .spawn(end)
-                {
+                if let Err(error) = threads::spawn("abort", end) {
                     tracing::warn!(%error, "NCCL was not shut down");
                 }
             });

@@ -2,6 +2,7 @@
 
 pub(super) mod engine;
 mod operator;
+mod threads;
 pub(super) mod watch;
 
 use crate::deadline::Deadline;
@@ -183,14 +184,11 @@ impl NcclComm {
         // On its own thread, since NCCL waits without bound for a missing rank.
         let (done, result) = channel();
         let joining = context.clone();
-        let spawned = std::thread::Builder::new()
-            .name("warplink-nccl-join".to_owned())
-            .spawn(move || {
-                let joined = join_here(nccl, &joining, id, rank, world);
-                // The receiver is gone if the wait was aborted; dropping the communicator destroys it.
-                let _ = done.send(joined);
-            });
-        spawned.map_err(|error| Error::thread("start the thread that joins NCCL", &error))?;
+        threads::spawn("join", move || {
+            let joined = join_here(nccl, &joining, id, rank, world);
+            // The receiver is gone if the wait was aborted; dropping the communicator destroys it.
+            let _ = done.send(joined);
+        })?;
         loop {
             match result.recv_timeout(Duration::from_millis(10)) {
                 Ok(joined) => return joined,
@@ -363,17 +361,15 @@ impl Drop for NcclComm {
         }
         let (nccl, context) = (self.nccl, self.context.clone());
         let (done, ended) = channel();
-        // On its own thread, since NCCL may wait for other ranks to destroy theirs.
-        let spawned = std::thread::Builder::new()
-            .name("warplink-nccl-leave".to_owned())
-            .spawn(move || {
-                let _entered = context.enter();
-                let _relaxed = context.relax_capture();
-                // SAFETY: taken above, so that this is its only use.
-                let code = unsafe { (nccl.ncclCommDestroy)(raw.into_inner()) };
-                // The receiver is gone if the drop stopped waiting.
-                let _ = done.send(code);
-            });
+        // On its own thread, since NCCL waits for the other ranks of the machine to destroy theirs or to exit.
+        let spawned = threads::spawn("leave", move || {
+            let _entered = context.enter();
+            let _relaxed = context.relax_capture();
+            // SAFETY: taken above, so that this is its only use.
+            let code = unsafe { (nccl.ncclCommDestroy)(raw.into_inner()) };
+            // The receiver is gone if the drop stopped waiting.
+            let _ = done.send(code);
+        });
         match spawned.map(|_| ended.recv_timeout(LEAVING)) {
             Ok(Ok(0)) => {}
             Ok(Ok(code)) => tracing::warn!(code, "an NCCL communicator was not destroyed"),
