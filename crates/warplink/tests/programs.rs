@@ -8,6 +8,8 @@
 mod agreement;
 #[path = "programs/binding.rs"]
 mod binding;
+#[path = "programs/collectives.rs"]
+mod collectives;
 mod common;
 #[path = "programs/matmul.rs"]
 mod matmul;

@@ -7,12 +7,13 @@
 use super::command::{Command, CommandKind};
 use super::memory::Bindings;
 use super::plan::Plan;
-use crate::device::{Graph, InUse, Stream};
+use super::replaced::Replaced;
+use crate::device::{Backing, Graph, InUse, Stream};
 use crate::error::Result;
 use crate::p2p::next_launch;
 use crate::sync::lock;
 use std::collections::VecDeque;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 /// Maximum number of graphs of a plan, and of remembered sets of addresses without a graph.
 const MAX_GRAPHS: usize = 64;
@@ -24,10 +25,18 @@ type Addresses = Box<[u64]>;
 #[derive(Debug)]
 pub(super) struct Launches(Mutex<State>);
 
+/// A captured run.
+#[derive(Debug)]
+struct CapturedRun {
+    graph: InUse<Graph>,
+    /// Memory of direct collectives, which peers may access: as the allocation that it was, not by its address.
+    published: Vec<Arc<dyn Backing>>,
+}
+
 #[derive(Debug, Default)]
 struct State {
     /// In LRU order: the most recently launched one is last.
-    graphs: Vec<(Addresses, InUse<Graph>)>,
+    graphs: Vec<(Addresses, CapturedRun)>,
     /// Sets of addresses that had one run, the most recent one last.
     seen: VecDeque<Addresses>,
     /// Whether runs cannot be captured.
@@ -49,6 +58,15 @@ impl Launches {
 }
 
 impl State {
+    /// Removes and returns the graph of `addresses`, if there is one for memory that was freed since.
+    fn take_stale(&mut self, addresses: &[u64]) -> Option<CapturedRun> {
+        let is_stale = |(known, run): &(Addresses, CapturedRun)| {
+            **known == *addresses && !run.published.iter().all(|backing| backing.is_there())
+        };
+        let place = self.graphs.iter().rposition(is_stale)?;
+        Some(self.graphs.remove(place).1)
+    }
+
     /// The graph of `addresses`, if there is one.
     fn find(&mut self, addresses: &[u64]) -> Option<&InUse<Graph>> {
         let place = self
@@ -59,7 +77,7 @@ impl State {
             let found = self.graphs.remove(place);
             self.graphs.push(found);
         }
-        self.graphs.last().map(|(_, graph)| graph)
+        self.graphs.last().map(|(_, run)| &run.graph)
     }
 
     /// Records a run on `addresses` without a graph. Returns whether a graph is worthwhile, since it was not the
@@ -76,10 +94,10 @@ impl State {
         false
     }
 
-    /// Inserts `graph`; returns the graph that it replaces, the least recently launched one.
-    fn keep(&mut self, addresses: &[u64], graph: InUse<Graph>) -> Option<InUse<Graph>> {
+    /// Inserts `run`; returns the one that it replaces, the least recently launched one.
+    fn keep(&mut self, addresses: &[u64], run: CapturedRun) -> Option<CapturedRun> {
         let evicted = (self.graphs.len() == MAX_GRAPHS).then(|| self.graphs.remove(0).1);
-        self.graphs.push((addresses.into(), graph));
+        self.graphs.push((addresses.into(), run));
         evicted
     }
 }
@@ -103,17 +121,19 @@ impl Plan {
         if self.parts.eager_only.is_some() || stream.is_capturing()? {
             return self.run_on(stream, &memory()?);
         }
+        // Dropped after the lock is released, like evicted graphs.
+        let _stale: Option<CapturedRun>;
         let mut state = lock(&self.parts.launches.0);
+        _stale = state.take_stale(addresses);
         if let Some(graph) = state.find(addresses) {
-            return self.launch(graph, stream);
+            return self.launch_noted(graph, stream);
         }
         let memory = memory()?;
         if state.recurs(addresses) {
             match self.record(&memory) {
-                Ok(graph) => {
-                    let graph = InUse::new(graph, &self.parts.context.in_flight);
-                    let launched = self.launch(&graph, stream);
-                    let evicted = state.keep(addresses, graph);
+                Ok(run) => {
+                    let launched = self.launch_noted(&run.graph, stream);
+                    let evicted = state.keep(addresses, run);
                     drop(state);
                     drop(evicted);
                     return launched;
@@ -128,18 +148,38 @@ impl Plan {
         self.enqueue_on((stream, &self.parts.streams), Some(next_launch()), &memory)
     }
 
-    fn launch(&self, graph: &InUse<Graph>, stream: &Stream) -> Result<()> {
+    fn launch_noted(&self, graph: &InUse<Graph>, stream: &Stream) -> Result<()> {
         graph.note(stream);
-        self.parts.note(stream);
-        graph.launch(stream)
+        self.launch(graph, stream)
     }
 
-    fn record(&self, memory: &Bindings) -> Result<Graph> {
+    fn record(&self, memory: &Bindings) -> Result<CapturedRun> {
         let parts = &self.parts;
         let kinds = &parts.program.streams;
-        parts.memory.pool.record_in_turn(kinds, |caller, streams| {
+        let graph = parts.memory.pool.record_in_turn(kinds, |caller, streams| {
             self.enqueue_on((caller, streams), Some(next_launch()), memory)
+        })?;
+        Ok(CapturedRun {
+            graph: InUse::new(graph, &parts.context.in_flight),
+            published: self.published(memory)?,
         })
+    }
+
+    /// Memory that direct collectives of a run on `memory` access.
+    fn published(&self, memory: &Bindings) -> Result<Vec<Arc<dyn Backing>>> {
+        let parts = &self.parts;
+        let replaced = Replaced::new(&parts.program, &parts.memory, &parts.replaceable, memory)?;
+        let mut published = Vec::new();
+        for command in &parts.commands {
+            let CommandKind::Direct(_, request) = &command.kind else {
+                continue;
+            };
+            for slice in replaced.of_request(request)?.slices() {
+                let backing = slice.backing();
+                published.push(backing.without_owner().unwrap_or_else(|| backing.clone()));
+            }
+        }
+        Ok(published)
     }
 }
 
