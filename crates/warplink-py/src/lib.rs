@@ -11,6 +11,7 @@
 mod array;
 mod block;
 mod bound_call;
+mod call_state;
 mod channel;
 mod collective_options;
 mod collectives;
@@ -27,6 +28,7 @@ mod kernel;
 mod memory;
 mod moves;
 mod number;
+mod operators;
 mod overlap;
 mod owner;
 mod pair;
@@ -57,6 +59,8 @@ mod _warplink {
     #[pymodule_export]
     use super::collectives::Collectives;
     #[pymodule_export]
+    use super::call_state::CallState;
+    #[pymodule_export]
     use super::communicator::Communicator;
     #[pymodule_export]
     use super::element::element_types;
@@ -74,6 +78,8 @@ mod _warplink {
     use super::memory::{Memory, View};
     #[pymodule_export]
     use super::overlap::{CapturedOverlap, OverlapLauncher, OverlapPlan};
+    #[pymodule_export]
+    use super::operators::{GatherOperator, ScatterOperator};
     #[pymodule_export]
     use super::pair::RecentPair;
     #[pymodule_export]

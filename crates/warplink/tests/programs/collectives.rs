@@ -168,7 +168,7 @@ fn collectives_of_plans_on_several_streams_follow_one_another() {
         let graph = plan(&executor, n, None, &memory[0]).capture().unwrap();
         let eager = plan(&executor, n, None, &memory[1]);
         for round in 0..6 {
-            memory.each_ref().map(|memory| memory.fill(comm, n, round));
+            memory.iter().for_each(|memory| memory.fill(comm, n, round));
             for _ in 0..3 {
                 graph.launch(&streams[0]).unwrap();
                 eager.run(&streams[1]).unwrap();

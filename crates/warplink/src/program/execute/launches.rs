@@ -107,8 +107,8 @@ impl Plan {
     /// twice before. `addresses` are those of the memory that `memory` returns, which is called only if needed, in
     /// the order of the tensors' names, which are the same in every call.
     ///
-    /// Launches of one executor's plans must follow one another, since they share scratch memory. If one rank calls
-    /// this, the others must not call `run` or `run_on` instead.
+    /// Launches of one executor's plans must follow one another, and runs of those with collectives, since they share
+    /// scratch memory. If one rank calls this, the others must not call `run` or `run_on` instead.
     ///
     /// # Errors
     /// The errors of [`run_on`](Self::run_on), and of `memory`.
@@ -126,13 +126,13 @@ impl Plan {
         let mut state = lock(&self.parts.launches.0);
         _stale = state.take_stale(addresses);
         if let Some(graph) = state.find(addresses) {
-            return self.launch_noted(graph, stream);
+            return self.launch_in_order(graph, stream);
         }
         let memory = memory()?;
         if state.recurs(addresses) {
             match self.record(&memory) {
                 Ok(run) => {
-                    let launched = self.launch_noted(&run.graph, stream);
+                    let launched = self.launch_in_order(&run.graph, stream);
                     let evicted = state.keep(addresses, run);
                     drop(state);
                     drop(evicted);
@@ -148,9 +148,11 @@ impl Plan {
         self.enqueue_on((stream, &self.parts.streams), Some(next_launch()), &memory)
     }
 
-    fn launch_noted(&self, graph: &InUse<Graph>, stream: &Stream) -> Result<()> {
+    /// Launches a graph; the caller orders it among other work.
+    fn launch_in_order(&self, graph: &InUse<Graph>, stream: &Stream) -> Result<()> {
         graph.note(stream);
-        self.launch(graph, stream)
+        self.parts.note(stream);
+        graph.launch(stream)
     }
 
     fn record(&self, memory: &Bindings) -> Result<CapturedRun> {

@@ -250,7 +250,7 @@ impl Plan {
         })
     }
 
-    /// Launches a graph that has captured runs.
+    /// Launches a graph that has captured runs, in order with other runs of collectives.
     pub(crate) fn launch(&self, graph: &Graph, stream: &Stream) -> Result<()> {
         self.parts.note(stream);
         match &self.parts.collectives {
