@@ -133,9 +133,10 @@ def fused(shapes, seconds, samples, symmetric, say):
             row["gain"] = row[f"{pair}_us"] / row["warplink_us"]
             # Behind its first call, the last decision is this shape's.
             row["fuses"] = next(reversed(space.decisions.values())).eager
+            row["lowering"] = next(reversed(space.plans.values())).plan.lowering if row["fuses"] else None
             rows.append(row)
             theirs = f" | symm_mem {row['symm_mem_us']:6.0f}" if symmetric else ""
-            how = "fused" if row["fuses"] else "plain"
+            how = row["lowering"] or "plain"
             say(
                 f"{m:6}{k:6}{n:6}  {row['op'][:24]:24} {row['matmul_us']:7.0f} | {row[f'{pair}_us']:6.0f} "
                 f"{row[f'{pair}_host_us']:5.0f} | {row['warplink_us']:6.0f} {row['warplink_host_us']:5.0f} "
@@ -242,7 +243,7 @@ def steps(group, device, say):
     left, right = torch.ones(m, k // world, device=device).bfloat16(), torch.ones(k // world, n, device=device).bfloat16()
     whole, product = a.new_empty(m, k), a.new_empty(m, n)
     part = a.new_empty(m // world, n)
-    ops, space = torch.ops.warplink, own.workspace(device)
+    ops, space, bs = torch.ops.warplink, own.workspace(device), [b]
     library = torch.library.Library("warplink_table", "DEF")
     library.define("nothing(Tensor A, Tensor[] Bs, int dim, str group_name, *, bool return_A = True) -> (Tensor?, Tensor[])")
     for key in ("CPU", "CUDA"):
@@ -285,8 +286,9 @@ def steps(group, device, say):
                 say(f"{operation}: {plan.plan.lowering}, copied: {sorted(plan.own)}")
         word = "fused" if fuses else "plain"
         both = {f"fused_all_gather_matmul, {word}": gather, f"fused_matmul_reduce_scatter, {word}": scatter}
+        both[f"the same past PyTorch's dispatcher, {word}"] = lambda: path._GATHER(a, bs, 0, name)
         host_times(both, settle, device, say)
-    stream, bs = space.stream, [b]
+    stream = space.stream
     addresses = {
         "fused_all_gather_matmul": [tensor.data_ptr() for tensor in (a, b, product, whole)],
         "fused_matmul_reduce_scatter": [tensor.data_ptr() for tensor in (left, right, part)],

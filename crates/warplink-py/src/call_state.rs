@@ -1,5 +1,6 @@
 //! State of a workspace of fused operations, which recurring calls use without running Python code.
 
+use crate::order::Order;
 use crate::stream::{Stream, Turns};
 use crate::watch::Watch;
 use pyo3::intern;
@@ -15,7 +16,8 @@ const MAX_NOTED: usize = 64;
 /// What `space`, a `warplink.torch.workspace.Workspace` on `device`, shares with native code: its plans and decisions by
 /// call, its lock, the turns of its streams, and the watch that waits for them, if there is one. `streams` has the
 /// streams that it has used, by handle, as PyTorch and as Warplink know them; `current(index)` returns the handle of the
-/// caller's current stream of the GPU `index`, and is None on the host device, whose stream has the handle 0.
+/// caller's current stream of the GPU `index`, and is None on the host device, whose stream has the handle 0. `order` is
+/// that among kernels of the device.
 #[pyclass(frozen, weakref, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct CallState {
@@ -28,6 +30,7 @@ pub(crate) struct CallState {
     streams: Py<PyDict>,
     current: Option<(Py<PyAny>, Py<PyAny>)>,
     turns: Py<Turns>,
+    order: Py<Order>,
     watch: Option<Py<Watch>>,
     closed: AtomicBool,
     noted: Mutex<Noted>,
@@ -41,27 +44,14 @@ struct Noted {
     calls: VecDeque<Py<PyAny>>,
 }
 
-/// The caller's current stream, as PyTorch knows it and as Warplink does.
-pub(crate) struct CurrentStream<'py> {
-    pub(crate) of_torch: Bound<'py, PyAny>,
-    stream: Bound<'py, Stream>,
-}
-
-impl<'py> CurrentStream<'py> {
-    pub(crate) fn get(&self) -> &Stream {
-        self.stream.get()
-    }
-
-    pub(crate) fn py(&self) -> Python<'py> {
-        self.stream.py()
-    }
-}
-
 #[pymethods]
 impl CallState {
     #[new]
-    #[pyo3(signature = (space, device, lock, plans, decisions, streams, turns, watch, current=None))]
-    #[expect(clippy::too_many_arguments, reason = "they are the parts of a workspace")]
+    #[pyo3(signature = (space, device, lock, plans, decisions, streams, turns, order, watch, current=None))]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "they are the parts of a workspace"
+    )]
     fn new(
         space: &Bound<'_, PyAny>,
         device: &Bound<'_, PyAny>,
@@ -70,6 +60,7 @@ impl CallState {
         decisions: Py<PyDict>,
         streams: Py<PyDict>,
         turns: Py<Turns>,
+        order: Py<Order>,
         watch: Option<Py<Watch>>,
         current: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
@@ -83,6 +74,7 @@ impl CallState {
             streams,
             current: current.map(|current| (current, index)),
             turns,
+            order,
             watch,
             closed: AtomicBool::new(false),
             noted: Mutex::default(),
@@ -114,6 +106,12 @@ impl CallState {
         self.turns.get()
     }
 
+    /// Makes `stream` wait for work of others on the device.
+    pub(crate) fn follow_others(&self, stream: &Bound<'_, Stream>) -> PyResult<()> {
+        let turns = self.turns.bind(stream.py());
+        self.order.get().follow(turns.as_any(), stream.get())
+    }
+
     pub(crate) fn device<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
         self.device.bind(py)
     }
@@ -138,12 +136,16 @@ impl CallState {
     pub(crate) fn current_stream<'py>(
         &self,
         py: Python<'py>,
-    ) -> PyResult<Option<CurrentStream<'py>>> {
+    ) -> PyResult<Option<Bound<'py, Stream>>> {
         // Acquire: pairs with the store in `close`.
         if self.closed.load(Ordering::Acquire) {
             return Ok(None);
         }
-        if self.watch.as_ref().is_some_and(|watch| watch.get().has_failed()) {
+        if self
+            .watch
+            .as_ref()
+            .is_some_and(|watch| watch.get().has_failed())
+        {
             return Ok(None);
         }
         let streams = self.streams.bind(py);
@@ -154,13 +156,10 @@ impl CallState {
         let Some(known) = known else {
             return Ok(None);
         };
-        let known = known.cast::<PyTuple>()?;
-        let found = CurrentStream {
-            of_torch: known.get_item(0)?,
-            stream: known.get_item(1)?.cast_into::<Stream>()?,
-        };
-        let recording = found.get().is_capturing()?;
-        Ok((!recording).then_some(found))
+        let stream = known.cast::<PyTuple>()?.get_item(1)?;
+        let stream = stream.cast_into::<Stream>()?;
+        let recording = stream.get().is_capturing()?;
+        Ok((!recording).then_some(stream))
     }
 
     /// Whether `call` is not decided to be faster as a collective and matmuls.

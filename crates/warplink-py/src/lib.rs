@@ -29,6 +29,7 @@ mod memory;
 mod moves;
 mod number;
 mod operators;
+mod order;
 mod overlap;
 mod owner;
 mod pair;
@@ -55,11 +56,11 @@ mod _warplink {
     #[pymodule_export]
     use super::bound_call::BoundCall;
     #[pymodule_export]
+    use super::call_state::CallState;
+    #[pymodule_export]
     use super::channel::{Connect, Connection, Connections};
     #[pymodule_export]
     use super::collectives::Collectives;
-    #[pymodule_export]
-    use super::call_state::CallState;
     #[pymodule_export]
     use super::communicator::Communicator;
     #[pymodule_export]
@@ -77,9 +78,11 @@ mod _warplink {
     #[pymodule_export]
     use super::memory::{Memory, View};
     #[pymodule_export]
-    use super::overlap::{CapturedOverlap, OverlapLauncher, OverlapPlan};
-    #[pymodule_export]
     use super::operators::{GatherOperator, ScatterOperator};
+    #[pymodule_export]
+    use super::order::Order;
+    #[pymodule_export]
+    use super::overlap::{CapturedOverlap, OverlapLauncher, OverlapPlan};
     #[pymodule_export]
     use super::pair::RecentPair;
     #[pymodule_export]

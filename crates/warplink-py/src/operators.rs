@@ -39,7 +39,11 @@ impl GatherOperator {
         group_name: &str,
         return_A: bool,
     ) -> PyResult<Py<PyAny>> {
-        let operation = if return_A { "gather and keep" } else { "gather" };
+        let operation = if return_A {
+            "gather and keep"
+        } else {
+            "gather"
+        };
         let to = (gather_dim, group_name);
         if let Some(results) = self.calls.get().run(py, operation, to, (A, Bs))? {
             return Ok(results);

@@ -1,9 +1,11 @@
 //! Fused operations of PyTorch as a direct collective and matmuls, for calls that recur.
 
-use crate::call_state::{CallState, CurrentStream};
+use crate::call_state::CallState;
 use crate::collective_options;
 use crate::collectives::Collectives;
+use crate::order::Order;
 use crate::recent::{address, finished};
+use crate::stream::Stream;
 use crate::watch::Watch;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -79,7 +81,7 @@ impl RecentPair {
     pub(crate) fn run(
         &self,
         state: &CallState,
-        stream: &CurrentStream<'_>,
+        stream: &Bound<'_, Stream>,
         left: &Bound<'_, PyAny>,
         bs: &Bound<'_, PyList>,
     ) -> PyResult<Option<Py<PyAny>>> {
@@ -120,7 +122,11 @@ impl RecentPair {
     }
 
     /// The group's collectives on the device of `state`, if there are any.
-    fn direct<'py>(&self, state: &CallState, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
+    fn direct<'py>(
+        &self,
+        state: &CallState,
+        py: Python<'py>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
         if let Some(known) = self.direct.get() {
             return Ok(known.bind(py).upgrade());
         }
@@ -141,7 +147,7 @@ impl RecentPair {
     fn collective(
         &self,
         direct: &Bound<'_, PyAny>,
-        stream: &CurrentStream<'_>,
+        stream: &Bound<'_, Stream>,
         [target, source]: [&Bound<'_, PyAny>; 2],
     ) -> PyResult<bool> {
         let py = direct.py();
@@ -153,22 +159,16 @@ impl RecentPair {
         let (collectives, watch) = (collectives.cast::<Collectives>()?, watch.cast::<Watch>()?);
         // PyTorch keeps their memory until the stream is past it.
         let memory = [address(target)?, address(source)?];
-        let several = direct.getattr(intern!(py, "_groups"))?.len()? > 1
-            && direct
-                .call_method1(intern!(py, "_begin"), (&stream.of_torch,))?
-                .is_truthy()?;
-        let collectives = collectives.get();
-        let enqueued = collectives.enqueue_at(py, &self.call, stream.get(), memory);
+        let order = direct.getattr(intern!(py, "_order"))?;
+        let order = order.cast::<Order>()?.get();
+        order.follow(collectives.as_any(), stream.get())?;
+        let enqueued = collectives
+            .get()
+            .enqueue_at(py, &self.call, stream.get(), memory);
         if let Err(error) = enqueued {
             // Raises the first failure, if that is why.
             direct.call_method0(intern!(py, "_check"))?;
             return Err(error);
-        }
-        if several {
-            direct.call_method1(intern!(py, "_end"), (&stream.of_torch, true))?;
-        } else {
-            // Groups that are made later follow it.
-            direct.setattr(intern!(py, "_stream"), &stream.of_torch)?;
         }
         if watch.get().has_failed() {
             direct.call_method0(intern!(py, "_check"))?;

@@ -3,9 +3,10 @@
 //! The first call with some operands checks them, makes a plan and keeps it here; that takes many operations of Python.
 //! A later one runs in [`RecentCalls::run`] alone, if nothing about it is special.
 
-use crate::call_state::{CallState, CurrentStream};
+use crate::call_state::CallState;
 use crate::overlap::OverlapLauncher;
 use crate::pair::RecentPair;
+use crate::stream::Stream;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple, PyWeakrefMethods, PyWeakrefReference};
@@ -228,7 +229,7 @@ impl RecentCall {
     fn launch(
         &self,
         state: &CallState,
-        stream: &CurrentStream<'_>,
+        stream: &Bound<'_, Stream>,
         addresses: &[u64],
     ) -> PyResult<bool> {
         let py = stream.py();
@@ -236,6 +237,9 @@ impl RecentCall {
             return Ok(false);
         };
         state.note(self.call.clone_ref(py));
+        if plan.getattr(intern!(py, "has_collectives"))?.is_truthy()? {
+            state.follow_others(stream)?;
+        }
         let launcher = plan.getattr(intern!(py, "launcher"))?;
         let launcher = launcher.cast::<OverlapLauncher>()?.get();
         launcher.launch_at(py, state.turns(), stream.get(), addresses)?;

@@ -32,6 +32,9 @@ _PROBE_BYTES = 64
 #: Aborts waits for other members.
 _ENDS = (TimeoutError, *LOSSES)
 
+#: The order among kernels of this process that wait for other ranks, of each device.
+_orders: dict[torch.device, warplink.Order] = {}
+
 
 def current_handle(device: torch.device) -> int:
     """The handle of the caller's current stream of a GPU; 0 on the host device, which has one."""
@@ -83,6 +86,7 @@ class Workspace:
         self._compared: dict[Any, None] = {}
         self.lock = threading.Lock()
         self.turns = communicator.turns()
+        self.order = _orders.setdefault(device, warplink.Order())
         #: Collectives with an epilogue; made at the first one.
         self._collectives: warplink.Collectives | None = None
         #: Waits for what streams of a GPU are given; on the host device, who gives it does.
@@ -111,6 +115,7 @@ class Workspace:
             self.decisions,
             self._streams,
             self.turns,
+            self.order,
             self.watch,
             torch._C._cuda_getCurrentRawStream if device.type == "cuda" else None,
         )
@@ -146,6 +151,9 @@ class Workspace:
                 self.check()
                 plan = self.plan(key, make)
                 stream = self.stream
+                if plan.has_collectives:
+                    self.order.add(self.turns)
+                    self.order.follow(self.turns, stream)
                 plan.launcher.launch(self.turns, stream, addresses)
                 self.settle(stream)
             except _ENDS as error:
@@ -394,6 +402,7 @@ class Workspace:
         """Lets go of everything. Tensors of the buffers must not be used any more. Raises what went wrong with the work
         of turns, unless a turn has."""
         self.state.close()
+        self.order.remove(self.turns)
         self.plans.clear()
         self._buffers.clear()
         self._barriers.clear()
