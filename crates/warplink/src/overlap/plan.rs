@@ -87,6 +87,7 @@ impl OverlapPlan {
             let prepare = PrepareOptions {
                 streams: choice.lowered.streams,
                 verify: options.verify,
+                library: options.library,
                 ..PrepareOptions::default()
             };
             if options.trials && choice.decision != Decision::Request {

@@ -1,7 +1,7 @@
 //! Collectives in programs, by the communicator's own kernels or by the engine.
 
 use crate::common::{threads_with, world, worlds};
-use crate::{RANKS, delayed};
+use crate::{RANKS, delayed, has_engine};
 use warplink::Communicator;
 use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
 use warplink::program::{Bindings, Executor, Parameters, Plan, PrepareOptions, Program};
@@ -110,13 +110,9 @@ impl Memory {
     }
 }
 
-fn plan(executor: &Executor, n: usize, most: Option<usize>, memory: &Memory) -> Plan {
+fn plan(executor: &Executor, n: usize, options: PrepareOptions, memory: &Memory) -> Plan {
     let program = Program::parse(ALL).unwrap();
     let parameters: Parameters = [("n", n as i64)].into_iter().collect();
-    let options = PrepareOptions {
-        multiprocessors: most,
-        ..PrepareOptions::default()
-    };
     let prepared = executor.prepare(&program, &parameters, options).unwrap();
     prepared.bind(&memory.tensors).unwrap()
 }
@@ -135,19 +131,32 @@ fn collectives_of_programs_are_right_in_any_way_they_run() {
             let streams = [(); 2].map(|()| comm.create_stream(Priority::Normal).unwrap());
             for n in COUNTS {
                 let memory = [(); 2].map(|()| Memory::new(comm, n));
-                let direct = plan(&executor, n, None, &memory[0]);
-                let captured = plan(&executor, n, None, &memory[0]).capture().unwrap();
-                let bounded = plan(&executor, n, Some(8), &memory[0]);
+                let by = |options| plan(&executor, n, options, &memory[0]);
+                let direct = by(PrepareOptions::default());
+                let captured = by(PrepareOptions::default()).capture().unwrap();
+                let bounded = PrepareOptions {
+                    multiprocessors: Some(8),
+                    ..PrepareOptions::default()
+                };
+                let library = PrepareOptions {
+                    library: true,
+                    ..PrepareOptions::default()
+                };
+                let engine = has_engine(comm).then(|| [bounded, library].map(by));
                 for round in 0..12 {
                     // Runs that recur, on either memory; a graph; runs; and the engine.
-                    let (way, stream) = (round % 5, &streams[round % 2]);
+                    let (way, stream) = (round % 6, &streams[round % 2]);
                     let memory = &memory[usize::from(way == 1)];
                     memory.fill(comm, n, round);
                     match way {
                         0 | 1 => (0..4).for_each(|_| launch(&direct, stream, memory)),
                         2 => captured.launch(stream).unwrap(),
                         3 => direct.run(stream).unwrap(),
-                        _ => bounded.run(stream).unwrap(),
+                        _ => engine
+                            .as_ref()
+                            .map_or(&direct, |plans| &plans[way - 4])
+                            .run(stream)
+                            .unwrap(),
                     }
                     comm.synchronize(stream).unwrap();
                     memory.check(comm, n, round);
@@ -165,8 +174,9 @@ fn collectives_of_plans_on_several_streams_follow_one_another() {
         let streams = [(); 2].map(|()| comm.create_stream(Priority::Normal).unwrap());
         let n = COUNTS[1];
         let memory = [(); 2].map(|()| Memory::new(comm, n));
-        let graph = plan(&executor, n, None, &memory[0]).capture().unwrap();
-        let eager = plan(&executor, n, None, &memory[1]);
+        let [graph, eager] =
+            [0, 1].map(|at: usize| plan(&executor, n, PrepareOptions::default(), &memory[at]));
+        let graph = graph.capture().unwrap();
         for round in 0..6 {
             memory.iter().for_each(|memory| memory.fill(comm, n, round));
             for _ in 0..3 {

@@ -171,13 +171,20 @@ impl Plan {
     fn published(&self, memory: &Bindings) -> Result<Vec<Arc<dyn Backing>>> {
         let parts = &self.parts;
         let replaced = Replaced::new(&parts.program, &parts.memory, &parts.replaceable, memory)?;
-        let mut published = Vec::new();
+        let mut published: Vec<Arc<dyn Backing>> = Vec::new();
         for command in &parts.commands {
             let CommandKind::Direct(_, request) = &command.kind else {
                 continue;
             };
             for slice in replaced.of_request(request)?.slices() {
                 let backing = slice.backing();
+                // Allocators lend several tensors of one allocation.
+                if published
+                    .iter()
+                    .any(|one| one.identity() == backing.identity())
+                {
+                    continue;
+                }
                 published.push(backing.without_owner().unwrap_or_else(|| backing.clone()));
             }
         }
@@ -188,6 +195,56 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::{DeviceConfig, DeviceKind, InFlight, Priority, open};
+    use std::any::Any;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    /// Memory that is freed at some time.
+    #[derive(Debug)]
+    struct Lent(AtomicBool);
+
+    impl Backing for Lent {
+        fn base(&self) -> u64 {
+            4096
+        }
+        fn bytes(&self) -> usize {
+            1
+        }
+        fn identity(&self) -> u64 {
+            1
+        }
+        fn kind(&self) -> DeviceKind {
+            DeviceKind::Host
+        }
+        fn is_there(&self) -> bool {
+            self.0.load(Ordering::Relaxed)
+        }
+        fn as_any(&self) -> &dyn Any {
+            self
+        }
+    }
+
+    #[test]
+    fn a_graph_does_not_outlive_the_memory_that_its_collectives_access() {
+        let device = open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
+        let in_flight = Arc::new(InFlight::new(&device));
+        let stream = device.create_stream(Priority::Normal).unwrap();
+        let lent = Arc::new(Lent(AtomicBool::new(true)));
+        let mut state = State::default();
+        for (address, published) in [(1, vec![lent.clone() as Arc<dyn Backing>]), (2, vec![])] {
+            stream.begin_capture().unwrap();
+            let graph = InUse::new(stream.end_capture().unwrap(), &in_flight);
+            assert!(
+                state
+                    .keep(&[address], CapturedRun { graph, published })
+                    .is_none()
+            );
+        }
+        assert!(state.take_stale(&[1]).is_none() && state.find(&[1]).is_some());
+        lent.0.store(false, Ordering::Relaxed);
+        assert!(state.take_stale(&[2]).is_none() && state.find(&[2]).is_some());
+        assert!(state.take_stale(&[1]).is_some() && state.find(&[1]).is_none());
+    }
 
     #[test]
     fn the_second_run_on_a_set_of_addresses_is_worth_a_graph() {

@@ -76,15 +76,19 @@ pub struct PrepareOptions {
     /// copies and sums do not wait and have no limit. The collective engine, which executes the collectives of a
     /// program with a limit, has its own.
     pub multiprocessors: Option<usize>,
+    /// Whether the engine executes collectives in any case, for comparisons; by default the communicator's own do, if ranks
+    /// can map one another's memory.
+    pub library: bool,
 }
 
 impl Default for PrepareOptions {
-    /// Two streams, with verification and without a limit.
+    /// Two streams, with verification, without a limit, and with own collectives.
     fn default() -> Self {
         Self {
             streams: 2,
             verify: true,
             multiprocessors: None,
+            library: false,
         }
     }
 }
@@ -248,8 +252,11 @@ impl Executor {
             })?;
             digest = digest.with("multiprocessors", most);
         }
+        if options.library {
+            digest = digest.with("library", true);
+        }
         // Own collectives have a bound for calls of all programs; operations of both would need an order.
-        let direct = !needs_library && options.multiprocessors.is_none();
+        let direct = !(needs_library || options.library) && options.multiprocessors.is_none();
         // The caller's stream can have a transfer as well.
         let per_transfer = |most: usize| most / (options.streams + 1);
         Ok(Prepared {
