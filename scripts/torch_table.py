@@ -2,12 +2,13 @@
 """A short table of what PyTorch gets: collectives and messages of a default Warplink group beside NCCL's backend, fused
 operations on random shapes beside the collective and the product, and a profile of both kinds of call.
 
-    torchrun --nproc-per-node 2 scripts/torch_table.py [--steps] [--random N] [--seconds S] [--symmetric] [--output FILE.json]
+    torchrun --nproc-per-node 2 scripts/torch_table.py [--part PART]... [--random N] [--seconds S] [--symmetric]
+        [--output FILE.json]
 
 Every time is that of the slowest rank, in microseconds: of the device, and of the host until the call returns. With
 `--device cpu`, Gloo is in NCCL's place, messages and fused operations are on the host device, and sizes are small.
-Random shapes are measured until `--seconds` have passed. The figures also go to $OUT/torch_table.json. With `--steps`, it
-prints only how the host's time of fused operations and of a batch is spent, and the profiles.
+Random shapes are measured until `--seconds` have passed. The figures also go to $OUT/torch_table.json. Parts are the
+profiles, calls and fused of the table, and steps: how the host's time of fused operations and of a batch is spent.
 """
 
 import argparse
@@ -31,6 +32,7 @@ import warplink.torch
 
 SIZES = (1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20)
 CPU_SIZES = (1 << 10, 256 << 10)
+PARTS = ("profiles", "calls", "fused", "steps")
 #: Rows of the whole, columns, and columns of the product, of the profiled call.
 PROFILED = (1024, 1024, 512)
 
@@ -131,9 +133,10 @@ def fused(shapes, seconds, samples, symmetric, say):
             row["gain"] = row[f"{pair}_us"] / row["warplink_us"]
             # Behind its first call, the last decision is this shape's.
             row["fuses"] = next(reversed(space.decisions.values())).eager
+            row["lowering"] = next(reversed(space.plans.values())).plan.lowering if row["fuses"] else None
             rows.append(row)
             theirs = f" | symm_mem {row['symm_mem_us']:6.0f}" if symmetric else ""
-            how = "fused" if row["fuses"] else "plain"
+            how = row["lowering"] or "plain"
             say(
                 f"{m:6}{k:6}{n:6}  {row['op'][:24]:24} {row['matmul_us']:7.0f} | {row[f'{pair}_us']:6.0f} "
                 f"{row[f'{pair}_host_us']:5.0f} | {row['warplink_us']:6.0f} {row['warplink_host_us']:5.0f} "
@@ -193,26 +196,39 @@ def profiles(group, device, say):
     profiled("batch_isend_irecv", lambda: ring.call(group), settle, 500, say)
 
 
-def host_times(calls, settle, device, say, batches=9, count=20):
-    """Prints the host's times of ``calls``, medians of the slowest rank: of the first call after all ranks are done with
-    everything, and of those behind it."""
-    say(f"{'host us':58}{'first':>8}{'later':>8}")
+def host_times(calls, settle, device, say, batches=15, count=10):
+    """Prints the times of ``calls``, medians of the slowest rank: of a call by itself, after all ranks are done with
+    everything, the host's and from before it to when the device is done; and the host's of calls in a row. A call may
+    return a time at which a part of it was over, to which "first part" is the host's time in a call by itself."""
+    say(f"{'us':58}{'alone':>8}{'done':>8}{'row':>8}{'first part':>12}")
+    on_gpu = device.type == "cuda"
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if on_gpu else []
     for name, call in calls.items():
         for _ in range(5):
             call()
-        firsts, laters = [], []
+        samples = []
         for _ in range(batches):
             settle()
-            stamps = [time.perf_counter()]
+            if on_gpu:
+                events[0].record()
+            begin = time.perf_counter()
+            between = call()
+            alone = time.perf_counter() - begin
+            if on_gpu:
+                events[1].record()
+            torch_messages.synchronize(device)
+            done = events[0].elapsed_time(events[1]) / 1e3 if on_gpu else time.perf_counter() - begin
+            first = between - begin if isinstance(between, float) else math.nan
+            begin = time.perf_counter()
             for _ in range(count):
                 call()
-                stamps.append(time.perf_counter())
-            firsts.append(stamps[1] - stamps[0])
-            laters.append((stamps[-1] - stamps[1]) / (count - 1))
+            samples.append((alone, done, (time.perf_counter() - begin) / count, first))
         settle()
-        medians = torch.tensor([statistics.median(firsts), statistics.median(laters)], dtype=torch.float64, device=device)
+        medians = [statistics.median(column) for column in zip(*samples)]
+        medians = torch.tensor(medians, dtype=torch.float64, device=device)
         dist.all_reduce(medians, op=dist.ReduceOp.MAX)
-        say(f"{name:58}" + "".join(f"{value * 1e6:8.1f}" for value in medians.tolist()))
+        *whole, first = (value * 1e6 for value in medians.tolist())
+        say(f"{name:58}" + "".join(f"{value:8.1f}" for value in whole) + ("" if math.isnan(first) else f"{first:12.1f}"))
 
 
 def steps(group, device, say):
@@ -227,7 +243,7 @@ def steps(group, device, say):
     left, right = torch.ones(m, k // world, device=device).bfloat16(), torch.ones(k // world, n, device=device).bfloat16()
     whole, product = a.new_empty(m, k), a.new_empty(m, n)
     part = a.new_empty(m // world, n)
-    ops, space = torch.ops.warplink, own.workspace(device)
+    ops, space, bs = torch.ops.warplink, own.workspace(device), [b]
     library = torch.library.Library("warplink_table", "DEF")
     library.define("nothing(Tensor A, Tensor[] Bs, int dim, str group_name, *, bool return_A = True) -> (Tensor?, Tensor[])")
     for key in ("CPU", "CUDA"):
@@ -246,10 +262,15 @@ def steps(group, device, say):
 
     def gathered_then(by):
         dist.all_gather_into_tensor(whole, a, group=by)
-        return torch.matmul(whole, b)
+        between = time.perf_counter()
+        torch.matmul(whole, b)
+        return between
 
     def then_scattered(by):
-        dist.reduce_scatter_tensor(part, torch.matmul(left, right), group=by)
+        made = torch.matmul(left, right)
+        between = time.perf_counter()
+        dist.reduce_scatter_tensor(part, made, group=by)
+        return between
 
     gather(), scatter()
     for key, decision in space.decisions.items():
@@ -265,8 +286,9 @@ def steps(group, device, say):
                 say(f"{operation}: {plan.plan.lowering}, copied: {sorted(plan.own)}")
         word = "fused" if fuses else "plain"
         both = {f"fused_all_gather_matmul, {word}": gather, f"fused_matmul_reduce_scatter, {word}": scatter}
+        both[f"the same past PyTorch's dispatcher, {word}"] = lambda: path._GATHER(a, bs, 0, name)
         host_times(both, settle, device, say)
-    stream, bs = space.stream, [b]
+    stream = space.stream
     addresses = {
         "fused_all_gather_matmul": [tensor.data_ptr() for tensor in (a, b, product, whole)],
         "fused_matmul_reduce_scatter": [tensor.data_ptr() for tensor in (left, right, part)],
@@ -326,7 +348,7 @@ def steps(group, device, say):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--steps", action="store_true", help="print only how the host's time is spent")
+    parser.add_argument("--part", action="append", choices=PARTS, help="may be given several times; all but steps by default")
     parser.add_argument("--random", type=int, default=20, metavar="N", help="random shapes of fused operations")
     parser.add_argument("--seconds", type=float, default=70, help="after which no other shape is begun")
     parser.add_argument("--samples", type=int, default=9)
@@ -370,16 +392,16 @@ def main():
             with open(output, "w") as file:
                 json.dump(report, file, indent=1)
 
-    if arguments.steps:
+    parts = arguments.part or PARTS[:-1]
+    if "steps" in parts:
         steps(group, device, say)
+    if "profiles" in parts:
         profiles(group, device, say)
-        return dist.destroy_process_group()
-    profiles(group, device, say)
+    if "calls" in parts:
+        report["calls"] = calls(groups, reference, sizes, device, say)
+        keep()
     say(f"({time.perf_counter() - begin:.0f} s)")
-    report["calls"] = calls(groups, reference, sizes, device, say)
-    keep()
-    say(f"({time.perf_counter() - begin:.0f} s)")
-    if device.type == "cuda":
+    if "fused" in parts and device.type == "cuda":
         shapes = torch_overlap.random_shapes(arguments.random, dist.get_world_size())
         report["fused"] = fused(shapes, arguments.seconds, arguments.samples, arguments.symmetric, say)
         keep()

@@ -83,6 +83,7 @@ impl Executor {
             streams,
             verify,
             multiprocessors,
+            library: false,
         };
         let prepared = py
             .detach(|| executor.prepare(&program.0, &parameters, options))

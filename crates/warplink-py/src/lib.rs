@@ -11,6 +11,7 @@
 mod array;
 mod block;
 mod bound_call;
+mod call_state;
 mod channel;
 mod collective_options;
 mod collectives;
@@ -27,6 +28,8 @@ mod kernel;
 mod memory;
 mod moves;
 mod number;
+mod operators;
+mod order;
 mod overlap;
 mod owner;
 mod pair;
@@ -53,6 +56,8 @@ mod _warplink {
     #[pymodule_export]
     use super::bound_call::BoundCall;
     #[pymodule_export]
+    use super::call_state::CallState;
+    #[pymodule_export]
     use super::channel::{Connect, Connection, Connections};
     #[pymodule_export]
     use super::collectives::Collectives;
@@ -72,6 +77,10 @@ mod _warplink {
     use super::kernel::{Kernel, Module};
     #[pymodule_export]
     use super::memory::{Memory, View};
+    #[pymodule_export]
+    use super::operators::{GatherOperator, ScatterOperator};
+    #[pymodule_export]
+    use super::order::Order;
     #[pymodule_export]
     use super::overlap::{CapturedOverlap, OverlapLauncher, OverlapPlan};
     #[pymodule_export]

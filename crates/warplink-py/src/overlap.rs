@@ -107,6 +107,12 @@ impl OverlapPlan {
         &self.text
     }
 
+    /// Whether it runs collectives, whose kernels wait for those of other ranks.
+    #[getter]
+    fn has_collectives(&self) -> PyResult<bool> {
+        Ok(self.inner()?.choice().needs_engine())
+    }
+
     /// Names of the tensors ("A", "B[0]", "C[0]", … as in the text of the program) whose memory `run` can replace:
     /// those that no peer accesses. The list may differ between ranks.
     #[getter]

@@ -1,13 +1,16 @@
 //! Fused operations of PyTorch as a direct collective and matmuls, for calls that recur.
 
+use crate::call_state::CallState;
 use crate::collective_options;
 use crate::collectives::Collectives;
-use crate::recent::address;
+use crate::order::Order;
+use crate::recent::{address, finished};
 use crate::stream::Stream;
 use crate::watch::Watch;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple, PyWeakrefMethods, PyWeakrefReference};
+use std::sync::OnceLock;
 use warplink::collective::{Call, CollectiveKind};
 
 /// Calls of an operation with operands of given sizes, as the collective `kind` of `group`, a `ProcessGroupWarplink`,
@@ -16,7 +19,7 @@ use warplink::collective::{Call, CollectiveKind};
 /// The left operand is viewed with the sizes `matrix` unless it has two dimensions. The collective's target has the
 /// sizes `target`, and the shorter of its operands `count` elements; it reduces by `how`, its operator and element
 /// type, or moves bytes. `finish(results)` returns the results of the operation: of the products, and of the gathered
-/// operand if it is one of them (`keeps`); or of the scattered product.
+/// operand if it is one of them (`keeps`); or of the scattered product. Without it, they are these.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct RecentPair {
@@ -26,12 +29,15 @@ pub(crate) struct RecentPair {
     matrix: Option<Py<PyTuple>>,
     target: Py<PyTuple>,
     keeps: bool,
-    finish: Py<PyAny>,
+    finish: Option<Py<PyAny>>,
+    /// The group's collectives, once they were found on the device of its calls. Weak, as the group.
+    direct: OnceLock<Py<PyWeakrefReference>>,
 }
 
 #[pymethods]
 impl RecentPair {
     #[new]
+    #[pyo3(signature = (group, kind, count, how, matrix, target, keeps, finish=None))]
     #[allow(clippy::too_many_arguments, reason = "they are Python's arguments")]
     fn new(
         group: &Bound<'_, PyAny>,
@@ -41,7 +47,7 @@ impl RecentPair {
         matrix: Option<Py<PyTuple>>,
         target: Py<PyTuple>,
         keeps: bool,
-        finish: Py<PyAny>,
+        finish: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let (op, element) = match &how {
             Some((op, element)) => (Some(&**op), &**element),
@@ -54,32 +60,35 @@ impl RecentPair {
             target,
             keeps,
             finish,
+            direct: OnceLock::new(),
         })
     }
 }
 
 impl RecentPair {
-    /// Runs on the caller's current stream, known to PyTorch and to Warplink as `streams`, with the contiguous left
-    /// operand `left`. Returns None, if there are no collectives on the device of `space`.
+    /// Whether the operation gathers its left operand, rather than scatters its product.
+    pub(crate) fn gathers(&self) -> bool {
+        self.call.kind == CollectiveKind::AllGather
+    }
+
+    /// Whether the gathered operand is one of the results.
+    pub(crate) fn keeps(&self) -> bool {
+        self.keeps
+    }
+
+    /// Runs on the caller's current stream with the contiguous left operand `left`. Returns None, if there are no
+    /// collectives on the device of `state`.
     pub(crate) fn run(
         &self,
-        space: &Bound<'_, PyAny>,
-        streams: (&Bound<'_, PyAny>, &Stream),
+        state: &CallState,
+        stream: &Bound<'_, Stream>,
         left: &Bound<'_, PyAny>,
         bs: &Bound<'_, PyList>,
     ) -> PyResult<Option<Py<PyAny>>> {
-        let py = space.py();
-        let Some(group) = self.group.bind(py).upgrade() else {
+        let py = stream.py();
+        let Some(direct) = self.direct(state, py)? else {
             return Ok(None);
         };
-        let direct = group.call_method0(intern!(py, "_joined_collectives"))?;
-        if direct.is_none() {
-            return Ok(None);
-        }
-        let device = direct.getattr(intern!(py, "_device"))?;
-        if !device.eq(space.getattr(intern!(py, "device"))?)? {
-            return Ok(None);
-        }
         let left = match &self.matrix {
             Some(sizes) => &left.call_method1(intern!(py, "view"), (sizes,))?,
             None => left,
@@ -90,9 +99,9 @@ impl RecentPair {
                 .map(Bound::unbind)
         };
         let results = PyList::empty(py);
-        if self.call.kind == CollectiveKind::AllGather {
+        if self.gathers() {
             let whole = target_like(left)?.into_bound(py);
-            if !self.collective(&direct, streams, [&whole, left])? {
+            if !self.collective(&direct, stream, [&whole, left])? {
                 return Ok(None);
             }
             for b in bs {
@@ -104,12 +113,33 @@ impl RecentPair {
         } else {
             let whole = product(left, &bs.get_item(0)?)?;
             let part = target_like(&whole)?.into_bound(py);
-            if !self.collective(&direct, streams, [&part, &whole])? {
+            if !self.collective(&direct, stream, [&part, &whole])? {
                 return Ok(None);
             }
             results.append(part)?;
         }
-        self.finish.call1(py, (results,)).map(Some)
+        finished(&results, self, self.finish.as_ref()).map(Some)
+    }
+
+    /// The group's collectives on the device of `state`, if there are any.
+    fn direct<'py>(
+        &self,
+        state: &CallState,
+        py: Python<'py>,
+    ) -> PyResult<Option<Bound<'py, PyAny>>> {
+        if let Some(known) = self.direct.get() {
+            return Ok(known.bind(py).upgrade());
+        }
+        let Some(group) = self.group.bind(py).upgrade() else {
+            return Ok(None);
+        };
+        let direct = group.call_method0(intern!(py, "_joined_collectives"))?;
+        if direct.is_none() || !direct.getattr("_device")?.eq(state.device(py))? {
+            return Ok(None);
+        }
+        // Another thread has found the same.
+        let _ = self.direct.set(PyWeakrefReference::new(&direct)?.unbind());
+        Ok(Some(direct))
     }
 
     /// Enqueues the collective between a target and a source. Raises what went wrong so far. Returns false, with nothing
@@ -117,7 +147,7 @@ impl RecentPair {
     fn collective(
         &self,
         direct: &Bound<'_, PyAny>,
-        (of_torch, stream): (&Bound<'_, PyAny>, &Stream),
+        stream: &Bound<'_, Stream>,
         [target, source]: [&Bound<'_, PyAny>; 2],
     ) -> PyResult<bool> {
         let py = direct.py();
@@ -129,26 +159,21 @@ impl RecentPair {
         let (collectives, watch) = (collectives.cast::<Collectives>()?, watch.cast::<Watch>()?);
         // PyTorch keeps their memory until the stream is past it.
         let memory = [address(target)?, address(source)?];
-        let several = direct.getattr(intern!(py, "_groups"))?.len()? > 1
-            && direct
-                .call_method1(intern!(py, "_begin"), (of_torch,))?
-                .is_truthy()?;
-        let enqueued = collectives.get().enqueue_at(py, &self.call, stream, memory);
+        let order = direct.getattr(intern!(py, "_order"))?;
+        let order = order.cast::<Order>()?.get();
+        order.follow(collectives.as_any(), stream.get())?;
+        let enqueued = collectives
+            .get()
+            .enqueue_at(py, &self.call, stream.get(), memory);
         if let Err(error) = enqueued {
             // Raises the first failure, if that is why.
             direct.call_method0(intern!(py, "_check"))?;
             return Err(error);
         }
-        if several {
-            direct.call_method1(intern!(py, "_end"), (of_torch, true))?;
-        } else {
-            // Groups that are made later follow it.
-            direct.setattr(intern!(py, "_stream"), of_torch)?;
-        }
         if watch.get().has_failed() {
             direct.call_method0(intern!(py, "_check"))?;
         }
-        stream.settle(py)?;
+        stream.get().settle(py)?;
         Ok(true)
     }
 }

@@ -66,6 +66,11 @@ impl Turns {
         taken.map_err(raise)
     }
 
+    /// Makes `stream` wait for the last turn of another stream.
+    pub(crate) fn precede(&self, stream: &Stream) -> PyResult<()> {
+        self.inner.get()?.precede(stream.live()?).map_err(raise)
+    }
+
     /// Starts a thread that waits for subsequent turns, replacing any earlier one.
     pub(crate) fn watch(
         &self,

@@ -127,3 +127,42 @@ def bound(rank, world, meeting):
 
 def test_a_bound_call_is_made_again_and_again():
     run_ranks(bound, 3)
+
+
+def ordered(rank, world, meeting):
+    import warplink
+
+    with join(rank, world, meeting) as job:
+        comm = job.world()
+        streams = [comm.create_stream() for _ in range(3)]
+        first, second, turns = comm.collectives(path="direct"), comm.collectives(path="direct"), comm.turns()
+        order = warplink.Order()
+        for user in (first, first, second, turns):
+            order.add(user)
+        if rank == 0:
+            # Waits for the other rank.
+            first.barrier(streams[0])
+            order.follow(first, streams[1])
+            streams[1].synchronize()
+            order.follow(turns, streams[1])
+            turns.begin(streams[1])
+            turns.end(streams[1])
+            order.remove(first)
+            # Of the others, the turns alone have work.
+            order.follow(turns, streams[2])
+            streams[2].synchronize()
+            order.follow(second, streams[2])
+            behind = streams[2].mark()
+            assert not behind.is_reached()
+        comm.all_gather_bytes(b"")
+        if rank == 1:
+            first.barrier(streams[0])
+        for stream in streams:
+            stream.synchronize()
+        assert rank or behind.is_reached()
+        with pytest.raises(TypeError):
+            order.add("neither"), order.follow(first, streams[0])
+
+
+def test_kernels_of_several_users_of_a_device_follow_one_another():
+    run_ranks(ordered, 2)

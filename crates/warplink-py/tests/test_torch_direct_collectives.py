@@ -38,15 +38,10 @@ def calls_on_host(comm):
         def __init__(self):
             self._collectives = Awaited(comm.collectives(path="direct"))
             self._rank, stream = comm.rank, comm.create_stream()
-            self._space = SimpleNamespace(current_streams=lambda: (None, stream))
+            self._space = SimpleNamespace(current_streams=lambda: (None, stream), stream=stream)
+            self._order = warplink.Order()
             self._device, self._waits_block = torch.device("cpu"), False
             self._source = profiling.Source("warplink", comm.rank, comm.size)
-
-        def _begin(self, stream):
-            return False
-
-        def _end(self, stream, several):
-            assert (stream, several) == (None, False)
 
         def _check(self):
             pass
@@ -192,6 +187,7 @@ class Kept(torch.Tensor):
 
 def batch(comm, collectives, space, side):
     """A batch as on GPUs, of contiguous tensors, which need no current stream of PyTorch's."""
+    import warplink
     from warplink.torch import profiling
     from warplink.torch.direct import Message
     from warplink.torch.direct_collectives import GpuCollectives
@@ -199,7 +195,7 @@ def batch(comm, collectives, space, side):
     calls = GpuCollectives.__new__(GpuCollectives)
     calls._collectives, calls._space, calls._side = collectives, space, (None, side)
     calls._device, calls._rank, calls._waits_block = space.device, comm.rank, False
-    calls._source, calls._groups = profiling.Source("warplink", comm.rank, comm.size), [calls]
+    calls._source, calls._order = profiling.Source("warplink", comm.rank, comm.size), warplink.Order()
     calls._watch = SimpleNamespace(check=lambda: None, timeout=30.0)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for length in (1, 5000):

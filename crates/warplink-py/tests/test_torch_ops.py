@@ -118,9 +118,7 @@ def again(rank, world, _, place):
     space, name = group.workspace("cpu"), group.group_name
     # In the place of a GPU's collectives.
     direct = group._on_gpu = calls_on_host(space.communicator)
-    direct._collectives, ended = direct._collectives._collectives, []
-    direct._begin = lambda stream: True
-    direct._end = lambda stream, several: ended.append((stream, several))
+    direct._collectives = direct._collectives._collectives
     direct._watch = space.communicator.watch(direct._collectives, 30.0)
     longer = {part: getattr(path, part) for part in ("direct_workspace", "_check", "_check_scatter", "faster")}
 
@@ -143,15 +141,11 @@ def again(rank, world, _, place):
 
             first = call()
             expected = whole @ b.detach()
-            # Alone on the device, and behind another group.
-            for fuses, groups in ((True, []), (False, [direct, None]), (False, [direct])):
-                direct._groups, followed = groups, len(groups) > 1
+            for fuses in (True, False):
                 space.decisions.update({key: Decision(fuses, fuses) for key in space.plans})
                 vars(path).update(dict.fromkeys(longer, gone))
                 found = call()
                 vars(path).update(longer)
-                assert ended == [(None, True)] * 2 * followed
-                ended.clear()
                 for one, other in zip(first, found, strict=True):
                     assert (one is None) == (other is None)
                     if one is not None:
@@ -159,6 +153,18 @@ def again(rank, world, _, place):
                         assert (one.stride(), one.requires_grad) == (other.stride(), other.requires_grad)
                 torch.testing.assert_close(found[1], expected, rtol=1e-4, atol=1e-3)
             assert torch.is_grad_enabled()
+            # Both follow others on the device, of which this one cannot be followed.
+            other, collective = object(), {plan: plan.has_collectives for plan in space.plans.values()}
+            for fuses, order in ((True, space.order), (False, direct._order)):
+                space.decisions.update({key: Decision(fuses, fuses) for key in space.plans})
+                for plan in collective:
+                    plan.has_collectives = True
+                order.add(other)
+                with pytest.raises(TypeError):
+                    call()
+                order.remove(other)
+            for plan, has in collective.items():
+                plan.has_collectives = has
             space.decisions.clear()
     # Without its plan, with other strides and in a profile, a call takes the longer path; so do those of a closed group.
     shape, dim = SHAPES[0]

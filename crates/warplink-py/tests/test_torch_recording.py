@@ -20,12 +20,18 @@ class Recording:
     def __init__(self, patch):
         from warplink.torch import ops, workspace, workspaces
 
-        self.now = False
         for module in (ops, workspace, workspaces):
             patch.setattr(module, "is_recording", lambda device: self.now)
-        # Native code asks the stream, not these.
-        known = workspace.Workspace.known_streams
-        patch.setattr(workspace.Workspace, "known_streams", lambda space: None if self.now else known(space))
+        # Native code asks the stream, not these; it leaves all calls to Python while a profile is taken.
+        patch.setattr(torch.autograd.profiler, "_is_profiler_enabled", False)
+
+    @property
+    def now(self):
+        return torch.autograd.profiler._is_profiler_enabled
+
+    @now.setter
+    def now(self, records):
+        torch.autograd.profiler._is_profiler_enabled = records
 
 
 def first_calls(rank, world, _, place):

@@ -8,6 +8,8 @@
 mod agreement;
 #[path = "programs/binding.rs"]
 mod binding;
+#[path = "programs/collectives.rs"]
+mod collectives;
 mod common;
 #[path = "programs/matmul.rs"]
 mod matmul;
@@ -32,23 +34,9 @@ use warplink::program::lower::{Decision, Problem};
 use warplink::program::{Bindings, PrepareOptions, Program};
 use warplink::{Communicator, DType, DeviceKind, ErrorKind};
 
-/// The library's lowerings and the examples of an operation, as far as this machine has libraries for
-/// them. A test that was carried to another machine has no examples.
-fn lowerings<P: Problem>(comm: &Communicator, operation: &str) -> Vec<Lowering> {
-    let engine = match comm.collective_engine() {
-        Ok(_) => true,
-        Err(error)
-            if matches!(
-                error.kind(),
-                ErrorKind::LibraryMissing | ErrorKind::Unsupported
-            ) =>
-        {
-            false
-        }
-        Err(error) => panic!("{error}"),
-    };
+/// The library's lowerings and the examples of an operation. A test that was carried to another machine has no examples.
+fn lowerings<P: Problem>(operation: &str) -> Vec<Lowering> {
     let mut all = P::lowerings().unwrap();
-    all.retain(|lowering| engine || lowering.name() != "collective");
     let folder = format!("{}/../../examples/programs", env!("CARGO_MANIFEST_DIR"));
     for file in std::fs::read_dir(folder).into_iter().flatten() {
         let path = file.unwrap().path();
@@ -62,12 +50,28 @@ fn lowerings<P: Problem>(comm: &Communicator, operation: &str) -> Vec<Lowering> 
     all
 }
 
-fn gathers(comm: &Communicator) -> Vec<Lowering> {
-    lowerings::<AllGatherMatmul>(comm, "all_gather_matmul")
+fn gathers() -> Vec<Lowering> {
+    lowerings::<AllGatherMatmul>("all_gather_matmul")
 }
 
-fn scatters(comm: &Communicator) -> Vec<Lowering> {
-    lowerings::<MatmulReduceScatter>(comm, "matmul_reduce_scatter")
+fn scatters() -> Vec<Lowering> {
+    lowerings::<MatmulReduceScatter>("matmul_reduce_scatter")
+}
+
+/// Whether this machine has the vendor's library for collectives.
+fn has_engine(comm: &Communicator) -> bool {
+    match comm.collective_engine() {
+        Ok(_) => true,
+        Err(error)
+            if matches!(
+                error.kind(),
+                ErrorKind::LibraryMissing | ErrorKind::Unsupported
+            ) =>
+        {
+            false
+        }
+        Err(error) => panic!("{error}"),
+    }
 }
 
 /// Numbers of ranks, or as many as there are GPUs.
@@ -94,7 +98,7 @@ fn every_lowering<T: warplink::dtype::Element>(comm: &Communicator, streams: usi
             ..Options::only(lowering.clone())
         };
         let seeds = (0..3).map(|seed| 10 * seed + number as u64);
-        for lowering in gathers(comm) {
+        for lowering in gathers() {
             let buffers = gather.gather_buffers(&case);
             let plan = case.gather().plan(&executor, &options(&lowering), &buffers);
             let plan = plan.unwrap();
@@ -107,7 +111,7 @@ fn every_lowering<T: warplink::dtype::Element>(comm: &Communicator, streams: usi
                 gather.check_gather(comm, &case, &inputs, lowering.name());
             }
         }
-        for lowering in scatters(comm) {
+        for lowering in scatters() {
             let buffers = scatter.scatter_buffers(&case);
             let plan = case
                 .scatter()
@@ -168,7 +172,7 @@ fn a_graph_is_right_a_thousand_times() {
                     check(&inputs);
                 }
             };
-        for lowering in gathers(comm) {
+        for lowering in gathers() {
             let options = Options::only(lowering.clone());
             let buffers = gather.gather_buffers(&case);
             let plan = case.gather().plan(&executor, &options, &buffers).unwrap();
@@ -179,7 +183,7 @@ fn a_graph_is_right_a_thousand_times() {
                 &|inputs| gather.fill_gather(comm, &case, inputs),
             );
         }
-        for lowering in scatters(comm) {
+        for lowering in scatters() {
             let options = Options::only(lowering.clone());
             let buffers = scatter.scatter_buffers(&case);
             let plan = case.scatter().plan(&executor, &options, &buffers).unwrap();
@@ -326,7 +330,7 @@ fn a_buffer_replaced_on_one_rank() {
     threads_with(world(3), delayed, |comm| {
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        for lowering in gathers(comm) {
+        for lowering in gathers() {
             let case = Case::of::<f32>(comm, false);
             let options = Options::only(lowering.clone());
             let mut memory = Memory::gather(comm, &case);
@@ -457,12 +461,8 @@ fn every_alternative_is_right() {
         };
         let gather = gather.parameters(comm.world()).unwrap();
         let scatter = scatter.parameters(comm.world()).unwrap();
-        let gathers = gathers(comm)
-            .into_iter()
-            .map(|lowering| (lowering, &gather));
-        let scatters = scatters(comm)
-            .into_iter()
-            .map(|lowering| (lowering, &scatter));
+        let gathers = gathers().into_iter().map(|lowering| (lowering, &gather));
+        let scatters = scatters().into_iter().map(|lowering| (lowering, &scatter));
         let mut count = 0;
         for ((lowering, given), streams) in
             gathers.chain(scatters).zip([1, 2, 3].into_iter().cycle())

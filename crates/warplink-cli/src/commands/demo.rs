@@ -212,7 +212,10 @@ fn without_overlap(
     samples: usize,
 ) -> Result<Method> {
     let (comm, problem) = (gemm.comm, gemm.problem);
-    let collective = gemm.plan(&overlap::Options::only(problem.op.collective()?));
+    let collective = gemm.plan(&overlap::Options {
+        library: true,
+        ..overlap::Options::only(problem.op.collective()?)
+    });
     if let Some(plan) = optional(comm, "NCCL", collective)? {
         let name = format!("{}, then one GEMM", comm.collective_engine()?.name());
         return time(gemm, clock, samples, name, &|stream| Ok(plan.run(stream)?));

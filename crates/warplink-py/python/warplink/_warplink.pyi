@@ -630,6 +630,8 @@ class OverlapPlan:
     @property
     def text(self) -> str: ...
     @property
+    def has_collectives(self) -> bool: ...
+    @property
     def replaceable(self) -> list[str]: ...
     def run(self, stream: Stream, memory: dict[str, _Array] | None = None) -> None: ...
     def launcher(self, names: list[str], nbytes: list[int], own: dict[str, _Array]) -> OverlapLauncher: ...
@@ -640,15 +642,51 @@ class OverlapLauncher:
     def launch(self, turns: Turns, stream: Stream, addresses: Sequence[int]) -> None: ...
 
 @final
-class RecentCall:
+class CallState:
     def __new__(
         cls,
         space: Any,
+        device: Any,
+        lock: Any,
+        plans: dict[Any, Any],
+        decisions: dict[Any, Any],
+        streams: dict[int, tuple[Any, Stream]],
+        turns: Turns,
+        order: Order,
+        watch: Watch | None,
+        current: Callable[[int], int] | None = None,
+    ) -> CallState: ...
+    def note(self, call: Any) -> None: ...
+    def noted(self) -> tuple[int, list[Any]]: ...
+    def close(self) -> None: ...
+
+@final
+class Order:
+    def __new__(cls) -> Order: ...
+    def add(self, user: Collectives | Turns) -> None: ...
+    def remove(self, user: Collectives | Turns) -> None: ...
+    def follow(self, user: Collectives | Turns, stream: Stream) -> None: ...
+
+@final
+class GatherOperator:
+    def __new__(cls, calls: RecentCalls, python: Callable[..., Any]) -> GatherOperator: ...
+    def __call__(self, A: Any, Bs: list[Any], gather_dim: int, group_name: str, *, return_A: bool = True) -> Any: ...
+
+@final
+class ScatterOperator:
+    def __new__(cls, calls: RecentCalls, python: Callable[..., Any]) -> ScatterOperator: ...
+    def __call__(self, A: Any, B: Any, reduce_op: str, scatter_dim: int, group_name: str) -> Any: ...
+
+@final
+class RecentCall:
+    def __new__(
+        cls,
+        state: CallState,
         call: Any,
         sizes: Sequence[tuple[int, ...]],
-        finish: Callable[[list[Any]], Any],
         pair: RecentPair,
         prepare: Callable[[Any], Any] | None = None,
+        finish: Callable[[list[Any]], Any] | None = None,
     ) -> RecentCall: ...
 
 @final
@@ -662,12 +700,12 @@ class RecentPair:
         matrix: tuple[int, ...] | None,
         target: tuple[int, ...],
         keeps: bool,
-        finish: Callable[[list[Any]], Any],
+        finish: Callable[[list[Any]], Any] | None = None,
     ) -> RecentPair: ...
 
 @final
 class RecentCalls:
-    def __new__(cls) -> RecentCalls: ...
+    def __new__(cls, profiler: Any) -> RecentCalls: ...
     def keep(
         self, operation: str, dim: int, group_name: str, a: Any, bs: list[Any], recent: RecentCall
     ) -> None: ...

@@ -17,6 +17,7 @@
 //! | `join` | selecting and joining a path |
 //! | `launches` | cache of call kernels |
 //! | `pieces` | splitting calls that exceed one launch |
+//! | `programs` | collectives of host programs |
 //! | `recent` | LRU cache |
 //! | `messages` | sends and receives between pairs of ranks |
 //! | `record`, `comparison` | flight recorder of engine calls, and its exchange between ranks |
@@ -45,6 +46,7 @@ mod join;
 mod launches;
 mod messages;
 mod pieces;
+mod programs;
 mod recent;
 mod record;
 

@@ -1,12 +1,15 @@
 //! Collective engines of a communicator: of all its ranks, and of subsets.
 
 use crate::bootstrap::{Bootstrap, Group};
+use crate::collective::{CollectiveOptions, Collectives, JoinedCollectives};
 use crate::deadline::Deadline;
 use crate::device::{CollectiveEngine, Device, Fault};
 use crate::error::{Rank, Result};
-use crate::program::execute::EngineSource;
+use crate::program::execute::{DirectCollectives, EngineSource, RankContext};
 use crate::sync::lock;
+use crate::topology::TopologyClass;
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -20,6 +23,11 @@ pub(super) struct Engines {
     timeout: Duration,
     all: Joined,
     parts: Mutex<HashMap<Vec<Rank>, Arc<Joined>>>,
+    topology: Option<TopologyClass>,
+    /// Registry of all joined collectives of the communicator.
+    collectives: Arc<JoinedCollectives>,
+    /// Number of attempts to join direct collectives.
+    attempts: AtomicU64,
 }
 
 /// An engine, once joined. The group is kept when joining fails, so that the ranks' gathers still match when
@@ -36,6 +44,7 @@ impl Engines {
         device: &Arc<dyn Device>,
         (group, fault): (&Arc<Group>, &Arc<Fault>),
         timeout: Duration,
+        (topology, collectives): (Option<TopologyClass>, &Arc<JoinedCollectives>),
     ) -> Self {
         Self {
             bootstrap: bootstrap.clone(),
@@ -44,6 +53,9 @@ impl Engines {
             timeout,
             all: Joined::new(group.clone()),
             parts: Mutex::default(),
+            topology,
+            collectives: collectives.clone(),
+            attempts: AtomicU64::new(0),
         }
     }
 
@@ -82,6 +94,22 @@ impl Engines {
 }
 
 impl EngineSource for Engines {
+    fn direct(&self, context: &RankContext) -> Result<Option<Arc<dyn DirectCollectives>>> {
+        let whole = &self.all.group;
+        // Relaxed: ranks make these calls at the same time, so only the count matters.
+        let attempt = self.attempts.fetch_add(1, Ordering::Relaxed);
+        // A group of each attempt: if ranks abandon it at different points, their later gathers still match.
+        let name = whole.name().child("programs", whole.members(), attempt);
+        let group = self.bootstrap.named_group(whole.members(), name)?;
+        let context = RankContext {
+            group: Arc::new(group.depending_on(whole)),
+            ..context.clone()
+        };
+        let joined = Collectives::join(context, &CollectiveOptions::default(), self.topology)?;
+        self.collectives.add(&joined);
+        Ok(joined.for_programs())
+    }
+
     fn of_all(&self) -> Result<Arc<dyn CollectiveEngine>> {
         self.join(&self.all)
     }

@@ -130,7 +130,14 @@ impl Communicator {
         });
         let defaults = (job.protocol, job.path.unwrap_or_default());
         let transfers = TransferExchange::new(&group, &fault, services, defaults, paths);
-        let engines = Engines::new(&job.bootstrap, &job.device, (&group, &fault), job.timeout);
+        let joined_collectives = Arc::default();
+        let engines = Engines::new(
+            &job.bootstrap,
+            &job.device,
+            (&group, &fault),
+            job.timeout,
+            (job.topology, &joined_collectives),
+        );
         Self {
             job: job.clone(),
             group,
@@ -143,7 +150,7 @@ impl Communicator {
             topology: Arc::default(),
             collectives: Arc::default(),
             value_notes: Arc::default(),
-            joined_collectives: Arc::default(),
+            joined_collectives,
         }
     }
 

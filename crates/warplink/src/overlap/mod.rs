@@ -62,6 +62,8 @@ pub struct Options {
     pub trials: bool,
     /// Whether to verify the lowered program before it runs.
     pub verify: bool,
+    /// Whether the vendor's library executes collectives; see [`PrepareOptions::library`](crate::program::PrepareOptions).
+    pub library: bool,
 }
 
 impl Default for Options {
@@ -74,6 +76,7 @@ impl Default for Options {
             model: None,
             trials: true,
             verify: true,
+            library: false,
         }
     }
 }

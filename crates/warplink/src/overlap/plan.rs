@@ -87,6 +87,7 @@ impl OverlapPlan {
             let prepare = PrepareOptions {
                 streams: choice.lowered.streams,
                 verify: options.verify,
+                library: options.library,
                 ..PrepareOptions::default()
             };
             if options.trials && choice.decision != Decision::Request {
@@ -254,7 +255,7 @@ fn available<P: Problem>(
         return Ok(choice);
     }
     // Only if there is no engine here at all; other errors would recur with any lowering that needs one.
-    match executor.collective_engine() {
+    match executor.join_collectives() {
         Err(error) if is_unavailable(&error) => {
             let without: Vec<Lowering> = choice
                 .estimates
@@ -268,7 +269,7 @@ fn available<P: Problem>(
             Ok(choice)
         }
         Err(error) => Err(error),
-        Ok(_) => Ok(choice),
+        Ok(()) => Ok(choice),
     }
 }
 
@@ -298,7 +299,10 @@ impl CapturedOverlap {
     /// # Errors
     /// The device's fault.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
-        self.graph.launch(stream)
+        match self.plan.plans.first() {
+            Some(plan) => plan.launch(&self.graph, stream),
+            None => self.graph.launch(stream),
+        }
     }
 
     /// Number of operations in the graph.

@@ -145,17 +145,6 @@ impl RankProgram {
         Ok(())
     }
 
-    /// Whether the collective engine performs any operation.
-    pub fn needs_engine(&self) -> bool {
-        let collective =
-            |operation: &Operation| matches!(operation.kind, OperationKind::Collective { .. });
-        self.operations.iter().any(collective)
-            || self
-                .transfers
-                .iter()
-                .any(|transfer| transfer.backend == Backend::Nccl)
-    }
-
     /// Whether this rank computes anything.
     pub fn computes(&self) -> bool {
         self.operations.iter().any(|operation| {
@@ -245,6 +234,12 @@ impl RankProgram {
             )
         };
         self.transfers.iter().any(TransferInstance::is_engine) || self.operations.iter().any(of_all)
+    }
+
+    /// Whether only the vendor's library can execute some engine operation of this rank: sends and receives, and
+    /// collectives of some of the ranks.
+    pub fn needs_library(&self) -> bool {
+        self.transfers.iter().any(TransferInstance::is_engine) || !self.parts().is_empty()
     }
 
     /// The lists of ranks of this rank's collectives, without the list of all ranks. Each occurs once, in the same

@@ -13,7 +13,7 @@ fn every_lowering(comm: &Communicator, case: &Case) {
     let executor = comm.executor();
     let stream = comm.create_stream(Priority::Normal).unwrap();
     let own = Memory::gather(comm, case);
-    for lowering in gathers(comm) {
+    for lowering in gathers() {
         let options = Options {
             outer: case.repeats(),
             ..Options::only(lowering.clone())
@@ -41,7 +41,7 @@ fn every_lowering(comm: &Communicator, case: &Case) {
         }
     }
     let own = Memory::scatter(comm, case);
-    for lowering in scatters(comm) {
+    for lowering in scatters() {
         let options = Options {
             outer: case.repeats(),
             ..Options::only(lowering.clone())
@@ -88,7 +88,7 @@ fn launches(comm: &Communicator, case: &Case) {
     let sets = if comm.rank() == 0 { 1 } else { 2 };
     let own = Memory::gather(comm, case);
     let others = [(); 2].map(|()| Memory::gather(comm, case));
-    for lowering in gathers(comm) {
+    for lowering in gathers() {
         let options = Options::only(lowering.clone());
         let plan = case
             .gather()
@@ -106,7 +106,7 @@ fn launches(comm: &Communicator, case: &Case) {
     }
     let own = Memory::scatter(comm, case);
     let others = [(); 2].map(|()| Memory::scatter(comm, case));
-    for lowering in scatters(comm) {
+    for lowering in scatters() {
         let options = Options::only(lowering.clone());
         let plan = case
             .scatter()
@@ -147,9 +147,7 @@ fn a_run_on_memory_that_does_not_fit_is_refused() {
     threads(world(2), |comm| {
         let case = Case::of::<bf16>(comm, false);
         let own = Memory::gather(comm, &case);
-        let lowering = gathers(comm)
-            .into_iter()
-            .find(|one| one.name() == "ring-get");
+        let lowering = gathers().into_iter().find(|one| one.name() == "ring-get");
         let options = Options::only(lowering.unwrap());
         let plan = case
             .gather()

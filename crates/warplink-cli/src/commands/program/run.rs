@@ -182,6 +182,7 @@ impl RunCommand {
             streams: self.source.streams.into(),
             verify: !self.unverified,
             multiprocessors: self.multiprocessors.map(usize::from),
+            ..PrepareOptions::default()
         };
         let prepared = executor
             .prepare(&text.program, &text.parameters, options)?

@@ -20,13 +20,10 @@ from warplink.torch.agreement import made_by_all
 from warplink.torch.arithmetic import readable, settle, writable
 from warplink.torch.shapes import check_plain
 from warplink.torch.works import GpuWork, HostWork, Worker, Works
-from warplink.torch.workspace import Workspace, is_recording
+from warplink.torch.workspace import Workspace
 
 #: Enqueues an operation on a stream, for contiguous sources and targets.
 Call = Callable[[warplink.Stream, list[torch.Tensor], list[torch.Tensor]], None]
-
-#: The groups of this process that go directly on a GPU, by the GPU's number.
-_groups: dict[int, list[GpuMessages]] = {}
 
 #: Sends and receives of one call, ``(peer, array)`` each.
 Round = tuple[list[tuple[int, Any]], list[tuple[int, Any]]]
@@ -145,12 +142,8 @@ class GpuMessages:
         self._device, self._rank = space.device, space.communicator.rank
         with torch.cuda.stream(torch.cuda.Stream(self._device)):
             self._side = space.current_streams()
-        #: The stream of the last call, and what is behind that, once there are several groups.
-        self._stream: torch.cuda.Stream | None = None
-        self._done: torch.cuda.Event | None = None
-        #: All groups that go directly on this GPU, this one among them.
-        self._groups = _groups.setdefault(self._device.index, [])
-        self._groups.append(self)
+        self._order = space.order
+        self._order.add(collectives)
 
     def exchange(self, messages: Sequence[Message], asynchronous: bool = True) -> GpuWork:
         """Does all ``messages`` at the same time."""
@@ -223,8 +216,8 @@ class GpuMessages:
         if not (_is_plain(output) and (input is output or _is_plain(input))):
             return False
         call = profiling.recorded(self._source, name, call, [input], [output])
-        stream, borrowed = self._space.current_streams()
-        several = self._begin(stream)
+        borrowed = self._space.stream
+        self._order.follow(self._collectives, borrowed)
         try:
             # PyTorch keeps their memory until the stream is past it.
             call(*before, borrowed, output.data_ptr(), input.data_ptr(), *behind)
@@ -232,7 +225,6 @@ class GpuMessages:
             # Raises the first failure, if that is why.
             self._check()
             raise
-        self._end(stream, several)
         self._check()
         return True
 
@@ -259,16 +251,16 @@ class GpuMessages:
         limit = self.timeout if self._waits_block else None
         if not asynchronous:
             streams = self._space.current_streams()
-            self._run(streams, outputs, inputs, call)
+            self._run(streams[1], outputs, inputs, call)
             return GpuWork(result, self._space, streams, None, check, limit)
         stream, borrowed = self._side
         borrowed.follow(self._space.stream)
         if not computes and all(map(_is_plain, (*outputs, *inputs))):
             # Making it PyTorch's current stream would take the host longer than all else of this.
-            self._call_on(self._side, outputs, inputs, call)
+            self._call_on(borrowed, outputs, inputs, call)
         else:
             with torch.cuda.stream(stream):
-                self._run(self._side, outputs, inputs, call)
+                self._run(borrowed, outputs, inputs, call)
         event = borrowed.mark()
         # Memory of the current stream is not reused before this stream is past it.
         for tensor in every:
@@ -277,63 +269,34 @@ class GpuMessages:
 
     def _run(
         self,
-        streams: tuple[torch.cuda.Stream, warplink.Stream],
+        stream: warplink.Stream,
         outputs: list[torch.Tensor],
         inputs: list[torch.Tensor],
         call: Call,
     ) -> None:
-        """Enqueues ``call`` on the current stream, which PyTorch and Warplink know as ``streams``, and gives it contiguous
-        tensors."""
+        """Enqueues ``call`` on ``stream``, the current one, and gives it contiguous tensors."""
         sources = [t if _is_plain(t) else readable(t) for t in inputs]
         targets = [t if _is_plain(t) else writable(t) for t in outputs]
-        self._call_on(streams, targets, sources, call)
+        self._call_on(stream, targets, sources, call)
         for tensor, target in zip(outputs, targets):
             if target is not tensor:
                 settle(tensor, target)
 
     def _call_on(
         self,
-        streams: tuple[torch.cuda.Stream, warplink.Stream],
+        stream: warplink.Stream,
         targets: list[torch.Tensor],
         sources: list[torch.Tensor],
         call: Call,
     ) -> None:
-        """Enqueues ``call`` of contiguous tensors on the stream that PyTorch and Warplink know as ``streams``."""
-        stream, borrowed = streams
-        several = self._begin(stream)
+        """Enqueues ``call`` of contiguous tensors on ``stream``."""
+        self._order.follow(self._collectives, stream)
         try:
-            call(borrowed, sources, targets)
+            call(stream, sources, targets)
         except WarplinkError:
             # Raises the first failure, if that is why.
             self._check()
             raise
-        self._end(stream, several)
-
-    def _begin(self, stream: torch.cuda.Stream) -> bool:
-        """Has ``stream`` wait for the calls of other groups so far. Returns whether there are others to wait for this one's."""
-        # The application orders work that it records.
-        several = len(self._groups) > 1 and not is_recording(self._device)
-        if several:
-            self._follow_other_groups(stream)
-        return several
-
-    def _end(self, stream: torch.cuda.Stream, several: bool) -> None:
-        """Records that the call announced by ``_begin`` was enqueued on ``stream``."""
-        self._stream = stream
-        if several:
-            self._done = self._done or torch.cuda.Event()
-            self._done.record(stream)
-
-    def _follow_other_groups(self, stream: torch.cuda.Stream) -> None:
-        """Has ``stream`` wait for the last call of each other group, whatever becomes of that."""
-        for group in self._groups:
-            if group is self or group._stream is None:
-                continue
-            if group._done is not None:
-                stream.wait_event(group._done)
-            else:
-                # It was called when there was no other.
-                stream.wait_stream(group._stream)
 
     @property
     def timeout(self) -> float:
@@ -347,8 +310,7 @@ class GpuMessages:
     def close(self) -> None:
         """Ends what watches the calls. They are done all the same. Raises what went wrong with them, unless a call or a
         wait has."""
-        if self in self._groups:
-            self._groups.remove(self)
+        self._order.remove(self._collectives)
         self._watch.close()
         if not self._told:
             self._check()

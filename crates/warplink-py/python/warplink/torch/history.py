@@ -7,19 +7,15 @@ PyTorch's store what they called, and find the first call that differs.
 
 from __future__ import annotations
 
-import collections
 import json
 import threading
 import time
-from typing import Any
 
 import torch.distributed as dist
 
+import warplink
 from warplink.errors import WarplinkError
 from warplink.torch.agreement import differing
-
-#: How many calls are remembered.
-MAX_CALLS = 64
 
 #: Seconds for which a member that ran into the timeout waits until the others have, too.
 TELLING_SECONDS = 2.0
@@ -29,18 +25,13 @@ ANSWER_SECONDS = 1.0
 
 
 class History:
-    """The last calls of a member on one device. A member whose calls or order differ from the others' gets an error."""
+    """The last calls of a member on one device, which ``state`` notes. A member whose calls or order differ from the
+    others' gets an error."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, state: warplink.CallState) -> None:
         self._store = store
         self._rank, self._size = rank, size
-        self._count = 0
-        self._calls: collections.deque[Any] = collections.deque(maxlen=MAX_CALLS)
-
-    def note(self, call: Any) -> None:
-        """Notes that ``call`` is the next one."""
-        self._count += 1
-        self._calls.append(call)
+        self._state = state
 
     def difference(self, limit: float) -> WarplinkError | None:
         """The MismatchError that names the first call which differs from that of another member, if one does. Blocks for
@@ -64,8 +55,9 @@ class History:
         return found[0] if found else None
 
     def _compare(self, limit: float) -> WarplinkError | None:
-        own = [str(call) for call in self._calls]
-        first = self._count - len(own)
+        count, calls = self._state.noted()
+        own = [str(call) for call in calls]
+        first = count - len(own)
         self._store.set(self._key(self._rank), json.dumps([first, own]))
         silent = [peer for peer in range(self._size) if peer != self._rank]
         end = time.monotonic() + limit
@@ -75,7 +67,7 @@ class History:
                     continue
                 silent.remove(peer)
                 begin, theirs = json.loads(self._store.get(self._key(peer)))
-                for number in range(max(first, begin), min(self._count, begin + len(theirs))):
+                for number in range(max(first, begin), min(count, begin + len(theirs))):
                     call, other = own[number - first], theirs[number - begin]
                     if call != other:
                         return differing(self._rank, peer, call, other)

@@ -34,7 +34,7 @@ FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALONE: AbstractContextManager[None] = contextlib.nullcontext()
 
 #: Calls that were made before, which take one call of native code.
-_RECENT = warplink.RecentCalls()
+_RECENT = warplink.RecentCalls(profiler)
 
 library = torch.library.Library("warplink", "DEF")
 library.define(
@@ -98,14 +98,6 @@ class _Product(NamedTuple):
     transposed: bool
 
 
-def _again(operation: str, dim: int, group_name: str, a: torch.Tensor, bs: list[torch.Tensor]) -> Any:
-    """Result of a call that was made before, by the shortest path; None where it cannot take that."""
-    # Calls that a profiler sees have spans, which native code has not.
-    if profiler._is_profiler_enabled:
-        return None
-    return _RECENT.call(operation, dim, group_name, a, bs)
-
-
 def _keep(
     operation: str,
     dim: int,
@@ -114,17 +106,17 @@ def _keep(
     bs: list[torch.Tensor],
     space: Workspace,
     known: _Product,
-    finish: Callable[[list[torch.Tensor]], Any],
     pair: warplink.RecentPair,
+    finish: Callable[[list[torch.Tensor]], Any] | None,
 ) -> None:
-    """Has ``_again`` run calls like this one: ``finish`` makes the operation's result of the plan's, and ``pair`` does
-    the same as a direct collective and matmuls. Nothing of these holds the group."""
+    """Has native code run calls like this one: ``finish`` makes the operation's result of the plan's, if they are not the
+    same, and ``pair`` does the same as a direct collective and matmuls. Nothing of these holds the group."""
     if not (known.transposed or all(b.is_contiguous() for b in bs)):
         # Copies of right operands are made for each call.
         return
     in_place = not dim and a.is_contiguous()
     prepare = None if in_place else lambda a: to_front(a, dim).contiguous()
-    recent = warplink.RecentCall(space, known.call, list(known.outputs.values()), finish, pair, prepare)
+    recent = warplink.RecentCall(space.state, known.call, list(known.outputs.values()), pair, prepare, finish)
     _RECENT.keep(operation, dim, group_name, a, bs, recent)
 
 
@@ -145,10 +137,7 @@ def all_gather_matmul(
     operation = "gather and keep" if return_A else "gather"
 
     def again() -> tuple[torch.Tensor | None, list[torch.Tensor]] | None:
-        return _again(operation, gather_dim, group_name, A, Bs)  # type: ignore[no-any-return]
-
-    if (found := again()) is not None:
-        return found
+        return _RECENT.call(operation, gather_dim, group_name, A, Bs)  # type: ignore[no-any-return]
 
     def unfused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
@@ -189,16 +178,16 @@ def _keep_gather(
     known: _Product,
 ) -> None:
     leading, keeps = known.leading, "G" in known.outputs
+    moves = dim or len(leading) > 1
     group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
     matrix, whole = known.left if a.dim() > 2 else None, (math.prod(leading), a.shape[-1])
 
     def finish(results: list[torch.Tensor]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        if dim or len(leading) > 1:
-            results = [moved_back(result, leading, dim) for result in results]
+        results = [moved_back(result, leading, dim) for result in results]
         return (results.pop() if keeps else None), results
 
-    pair = warplink.RecentPair(group, "all_gather", a.nbytes, None, matrix, whole, keeps, finish)
-    _keep(operation, dim, group_name, a, bs, space, known, finish, pair)
+    pair = warplink.RecentPair(group, "all_gather", a.nbytes, None, matrix, whole, keeps, finish if moves else None)
+    _keep(operation, dim, group_name, a, bs, space, known, pair, finish if moves else None)
 
 
 def _gather_product(
@@ -279,10 +268,7 @@ def matmul_reduce_scatter(
     operation = "scatter " + reduce_op
 
     def again() -> torch.Tensor | None:
-        return _again(operation, scatter_dim, group_name, A, [B])  # type: ignore[no-any-return]
-
-    if (found := again()) is not None:
-        return found
+        return _RECENT.call(operation, scatter_dim, group_name, A, [B])  # type: ignore[no-any-return]
 
     def unfused() -> torch.Tensor:
         return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
@@ -335,8 +321,9 @@ def _keep_scatter(
             results[0] /= size
         return ordered(results)
 
-    pair = warplink.RecentPair(group, "reduce_scatter", math.prod(part), how, matrix, part, False, ordered)
-    _keep(operation, dim, group_name, a, [b], space, known, finish, pair)
+    count, moved = math.prod(part), None if in_order else ordered
+    pair = warplink.RecentPair(group, "reduce_scatter", count, how, matrix, part, False, moved)
+    _keep(operation, dim, group_name, a, [b], space, known, pair, finish if average else moved)
     return finish
 
 
@@ -441,8 +428,10 @@ def _meta_matmul_reduce_scatter(
     return A.new_empty(shape)
 
 
+_GATHER = warplink.GatherOperator(_RECENT, all_gather_matmul)
+_SCATTER = warplink.ScatterOperator(_RECENT, matmul_reduce_scatter)
 for _key in ("CPU", "CUDA"):
-    library.impl("fused_all_gather_matmul", all_gather_matmul, _key)
-    library.impl("fused_matmul_reduce_scatter", matmul_reduce_scatter, _key)
+    library.impl("fused_all_gather_matmul", _GATHER, _key)
+    library.impl("fused_matmul_reduce_scatter", _SCATTER, _key)
 library.impl("fused_all_gather_matmul", _meta_all_gather_matmul, "Meta")
 library.impl("fused_matmul_reduce_scatter", _meta_matmul_reduce_scatter, "Meta")

@@ -73,6 +73,7 @@ class FusedPlan:
     def __init__(self, plan: warplink.OverlapPlan, launcher: warplink.OverlapLauncher, own: set[str]) -> None:
         self.plan = plan
         self.launcher = launcher
+        self.has_collectives = plan.has_collectives
         #: The names of the tensors that runs copy, since peers reach the plan's.
         self.own = own
 

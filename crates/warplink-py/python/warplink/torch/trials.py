@@ -69,7 +69,7 @@ def faster(
         fuses = decision.captured
     if fuses:
         return fused()
-    space.note(key)
+    space.state.note(key)
     return plain()
 
 

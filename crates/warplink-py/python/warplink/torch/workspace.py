@@ -32,11 +32,14 @@ _PROBE_BYTES = 64
 #: Aborts waits for other members.
 _ENDS = (TimeoutError, *LOSSES)
 
+#: The order among kernels of this process that wait for other ranks, of each device.
+_orders: dict[torch.device, warplink.Order] = {}
+
 
 def current_handle(device: torch.device) -> int:
-    """The handle of the caller's current stream of a GPU."""
+    """The handle of the caller's current stream of a GPU; 0 on the host device, which has one."""
     # A fraction of what it takes to make PyTorch's object for it.
-    return int(torch._C._cuda_getCurrentRawStream(device.index))
+    return int(torch._C._cuda_getCurrentRawStream(device.index)) if device.type == "cuda" else 0
 
 
 def is_recording(device: torch.device) -> bool:
@@ -81,11 +84,9 @@ class Workspace:
         self.tries = device.type == "cuda"
         #: Calls without a plan that all members were found to make alike.
         self._compared: dict[Any, None] = {}
-        self._history = None if store is None else History(store, communicator.rank, communicator.size)
-        # `warplink.RecentCalls` uses these, too.
         self.lock = threading.Lock()
         self.turns = communicator.turns()
-        self.closed = False
+        self.order = _orders.setdefault(device, warplink.Order())
         #: Collectives with an epilogue; made at the first one.
         self._collectives: warplink.Collectives | None = None
         #: Waits for what streams of a GPU are given; on the host device, who gives it does.
@@ -102,9 +103,23 @@ class Workspace:
         self._buffers: dict[int, list[Any]] = {}
         #: Barriers by the ranks that they are of.
         self._barriers: dict[tuple[int, ...], warplink.StreamBarrier] = {}
-        self._own_stream: warplink.Stream | None = None
-        #: Streams of PyTorch's by their handles, which PyTorch never frees, as it knows them and as Warplink does.
-        self._borrowed: dict[int, tuple[torch.cuda.Stream, warplink.Stream]] = {}
+        #: Streams by their handles, which PyTorch never frees, as it knows them and as Warplink does. On the host device,
+        #: there is one of the workspace's own, which PyTorch does not know.
+        self._streams: dict[int, tuple[torch.cuda.Stream | None, warplink.Stream]] = {}
+        #: What calls that recur use of this, without Python.
+        self.state = warplink.CallState(
+            self,
+            device,
+            self.lock,
+            self.plans,
+            self.decisions,
+            self._streams,
+            self.turns,
+            self.order,
+            self.watch,
+            torch._C._cuda_getCurrentRawStream if device.type == "cuda" else None,
+        )
+        self._history = None if store is None else History(store, communicator.rank, communicator.size, self.state)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[warplink.Stream]:
@@ -136,6 +151,9 @@ class Workspace:
                 self.check()
                 plan = self.plan(key, make)
                 stream = self.stream
+                if plan.has_collectives:
+                    self.order.add(self.turns)
+                    self.order.follow(self.turns, stream)
                 plan.launcher.launch(self.turns, stream, addresses)
                 self.settle(stream)
             except _ENDS as error:
@@ -150,7 +168,7 @@ class Workspace:
         Raises MismatchError where a member calls something else, with a plan or without."""
         with self.lock, self._explained():
             self.check()
-            self.note_locked(call)
+            self.state.note(call)
             if call not in self._compared:
                 check_alike(self.communicator, call)
                 _keep(self._compared, call, None)
@@ -180,16 +198,6 @@ class Workspace:
         if history is not None and (difference := history.difference(limit)) is not None:
             raise difference from error
 
-    def note(self, call: Any) -> None:
-        """Notes a call of all members, which runs without a plan."""
-        with self.lock:
-            self.note_locked(call)
-
-    def note_locked(self, call: Any) -> None:
-        """The same, under the lock."""
-        if self._history is not None:
-            self._history.note(call)
-
     @contextlib.contextmanager
     def whole(self, *common: type[BaseException]) -> Iterator[None]:
         """For what members do together. Where an exception ends it in the middle on this one, the communicator ends on
@@ -213,7 +221,7 @@ class Workspace:
         recording = is_recording(self.device)
         if recording and key not in self.plans:
             raise new_in_a_graph(self.communicator.rank, str(key))
-        self.note_locked(key)
+        self.state.note(key)
         found = self.plans.pop(key, None)
         if found is None:
             others = [other for other in self.plans if other not in self._recorded]
@@ -278,27 +286,21 @@ class Workspace:
     @property
     def stream(self) -> warplink.Stream:
         """The caller's current stream of a GPU; on the host device, one of the workspace's own."""
-        if self.device.type == "cuda":
-            return self.current_streams()[1]
-        if self._own_stream is None:
-            self._own_stream = self.communicator.create_stream()
-        return self._own_stream
+        return self.current_streams()[1]
 
-    def current_streams(self) -> tuple[torch.cuda.Stream, warplink.Stream]:
-        """The caller's current stream of the GPU, as PyTorch knows it and as Warplink does."""
-        found = self._borrowed.get(current_handle(self.device))
+    def current_streams(self) -> tuple[Any, warplink.Stream]:
+        """The caller's current stream of the GPU, as PyTorch knows it and as Warplink does; on the host device, None and
+        ``stream``."""
+        handle = current_handle(self.device)
+        found = self._streams.get(handle)
         if found is None:
-            current = torch.cuda.current_stream(self.device)
-            raw = current.cuda_stream
-            found = current, self.communicator.borrow_stream(raw, current)
-            self._borrowed[raw] = found
+            if self.device.type == "cuda":
+                current = torch.cuda.current_stream(self.device)
+                found = current, self.communicator.borrow_stream(handle, current)
+            else:
+                found = None, self.communicator.create_stream()
+            self._streams[handle] = found
         return found
-
-    def known_streams(self) -> tuple[torch.cuda.Stream | None, warplink.Stream] | None:
-        """The streams of ``current_streams``, if they were used before; on the host device, None and ``stream``."""
-        if self.device.type == "cuda":
-            return self._borrowed.get(current_handle(self.device))
-        return None if self._own_stream is None else (None, self._own_stream)
 
     def settle(self, stream: warplink.Stream) -> None:
         """On the host device, where PyTorch has no streams, blocks until ``stream`` is done."""
@@ -364,7 +366,7 @@ class Workspace:
                 raise new_in_a_graph(comm.rank, "intra_node_barrier")
             if len(members) == comm.size:
                 # Of a part, the others make other calls meanwhile.
-                self.note_locked("intra_node_barrier")
+                self.state.note("intra_node_barrier")
             if barrier is None:
                 of = comm if len(members) == comm.size else comm.subgroup(members)
                 barrier = self._barriers[members] = of.stream_barrier()
@@ -399,7 +401,8 @@ class Workspace:
     def close(self) -> None:
         """Lets go of everything. Tensors of the buffers must not be used any more. Raises what went wrong with the work
         of turns, unless a turn has."""
-        self.closed = True
+        self.state.close()
+        self.order.remove(self.turns)
         self.plans.clear()
         self._buffers.clear()
         self._barriers.clear()

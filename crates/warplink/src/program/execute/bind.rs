@@ -1,7 +1,7 @@
 //! Turns a rank program and the caller's memory into a plan.
 
 use super::agreement::Digest;
-use super::context::RankContext;
+use super::context::{ProgramCollectives, RankContext};
 use super::kernel::{BoundKernels, KernelMemory};
 use super::launches::Launches;
 use super::memory::{Bindings, PlanMemory, TensorMemory};
@@ -28,8 +28,10 @@ pub struct Prepared {
     pub(super) program: Arc<RankProgram>,
     // Equal on every rank.
     pub(super) digest: Arc<Digest>,
-    // Whether any rank uses the collective engine of all ranks; if so, all of them must join it.
+    // Whether any rank uses collectives of all ranks; if so, all of them must join these.
     pub(super) uses_engine_of_all: bool,
+    // Collectives that execute them in place of the engine, if possible; `None` if the engine does in any case.
+    pub(super) collectives: Option<Arc<ProgramCollectives>>,
     // Whether kernels at both ends may perform the transfers of all ranks, so that all choose the same path.
     pub(super) suits_transfer_kernels: bool,
     // Limit for the kernels of a transfer.
@@ -141,16 +143,22 @@ impl Prepared {
         self.context.agree_on(resolved)
     }
 
-    /// Joins the engines that this rank takes part in. All ranks join those of subgroups in the same order, which
-    /// avoids a deadlock: all ranks of the first unjoined engine join it next.
+    /// Joins the collectives and engines that this rank takes part in. All ranks join those of subgroups in the same
+    /// order, which avoids a deadlock: all ranks of the first unjoined engine join it next.
     fn engines(&self) -> Result<Engines> {
-        let mut engines = Engines::new();
+        let mut engines = Engines::default();
         if self.uses_engine_of_all {
-            engines.insert(None, self.context.engines.of_all()?);
+            if let Some(collectives) = &self.collectives {
+                engines.direct = collectives.join(&self.context)?;
+            }
+            if engines.direct.is_none() {
+                let engine = self.context.engines.of_all()?;
+                engines.joined.insert(None, engine);
+            }
         }
         for ranks in self.program.parts() {
             let engine = self.context.engines.of_part(&ranks)?;
-            engines.insert(Some(ranks), engine);
+            engines.joined.insert(Some(ranks), engine);
         }
         Ok(engines)
     }
@@ -195,6 +203,7 @@ impl Prepared {
             context: self.context.clone(),
             name: self.name.clone(),
             program: program.clone(),
+            collectives: engines.direct.clone(),
             commands,
             transfers: transfers.into_iter().flatten().collect(),
             kernels,

@@ -1,5 +1,6 @@
 //! Commands of a run, with every name resolved.
 
+use super::context::DirectCollectives;
 use super::kernel::KernelLaunch;
 use super::matmuls::Matmuls;
 use super::replaced::Replaced;
@@ -41,6 +42,8 @@ pub(super) enum CommandKind {
     Wait(Vec<Arc<Transfer>>),
     /// A collective of the engine, or its sends and receives.
     Collective(Arc<dyn CollectiveEngine>, CollectiveRequest),
+    /// A collective of all ranks by kernels of the communicator.
+    Direct(Arc<dyn DirectCollectives>, CollectiveRequest),
     Kernel(KernelLaunch),
     Record(Event),
     WaitEvent(Event),
@@ -58,7 +61,9 @@ impl CommandKind {
             Self::PostMatmul(..) => "post matmul",
             Self::Wait(_) => "wait",
             Self::Collective(_, CollectiveRequest::Exchange { .. }) => "exchange",
-            Self::Collective(_, CollectiveRequest::Collective { .. }) => "collective",
+            Self::Collective(_, CollectiveRequest::Collective { .. }) | Self::Direct(..) => {
+                "collective"
+            }
             Self::Kernel(_) => "kernel",
             Self::Record(_) => "record event",
             Self::WaitEvent(_) => "wait event",
@@ -93,6 +98,7 @@ impl Command {
                 batch.wait(each(group)).enqueue(stream)
             }
             CommandKind::Collective(engine, request) => engine.enqueue(stream, request),
+            CommandKind::Direct(collectives, request) => collectives.enqueue(stream, request),
             CommandKind::Kernel(kernel) => kernel.enqueue(stream),
             CommandKind::Record(event) => stream.record(event),
             CommandKind::WaitEvent(event) => stream.wait_event(event),
@@ -142,6 +148,9 @@ impl Command {
             }
             (CommandKind::Collective(engine, request), _) => {
                 engine.enqueue(stream, &replaced.of_request(request)?)
+            }
+            (CommandKind::Direct(collectives, request), _) => {
+                collectives.enqueue(stream, &replaced.of_request(request)?)
             }
             _ => self.enqueue(stream, launch),
         }

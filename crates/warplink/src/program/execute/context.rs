@@ -3,22 +3,55 @@
 use super::value_notes::ValueNotes;
 use crate::bootstrap::Group;
 use crate::deadline::Deadline;
-use crate::device::{CollectiveEngine, Device, Fault, InFlight};
+use crate::device::{CollectiveEngine, CollectiveRequest, Device, Fault, InFlight, Stream};
 use crate::error::{Rank, Result};
 use crate::exchange::GroupExchange;
 use crate::memory::MemoryRegistry;
 use crate::p2p::{Path, StreamBarrier, TransferExchange};
-use std::sync::Arc;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// Source of collective engines; joins each on the first call, which all its ranks make at the same time.
+/// Collectives of all ranks of a communicator by its own kernels, for programs. Every rank enqueues the same ones in the
+/// same order, and each rank decides by itself which of them it enqueues as graphs.
+pub(crate) trait DirectCollectives: Send + Sync + fmt::Debug {
+    /// Compiles and loads the kernel of `request`, so that enqueueing it does not block.
+    fn prepare(&self, request: &CollectiveRequest) -> Result<()>;
+
+    /// Enqueues `request`, which is a collective, on `stream`, which may be capturing.
+    fn enqueue(&self, stream: &Stream, request: &CollectiveRequest) -> Result<()>;
+
+    /// Calls `launch`, which launches a graph of requests on `stream`, in order with the requests of other streams.
+    fn launch(&self, stream: &Stream, launch: &mut dyn FnMut() -> Result<()>) -> Result<()>;
+}
+
+/// Source of collectives and engines; joins each on the first call, which all its ranks make at the same time.
 pub(crate) trait EngineSource: Send + Sync {
+    /// Collectives of all ranks, for an executor with `context`; `None`, on all ranks alike, if they cannot map one
+    /// another's memory. Joins others in every call.
+    fn direct(&self, context: &RankContext) -> Result<Option<Arc<dyn DirectCollectives>>>;
+
     /// Engine of all ranks.
     fn of_all(&self) -> Result<Arc<dyn CollectiveEngine>>;
 
     /// Engine of `ranks`, in their order; this rank must be one of them. Engines of several lists must be joined in
     /// the same order on all ranks, to avoid a deadlock.
     fn of_part(&self, ranks: &[Rank]) -> Result<Arc<dyn CollectiveEngine>>;
+}
+
+/// Collectives of an executor's programs, joined with the first program that has any; `None` if the engine executes them.
+#[derive(Debug, Default)]
+pub(super) struct ProgramCollectives(OnceLock<Option<Arc<dyn DirectCollectives>>>);
+
+impl ProgramCollectives {
+    /// Joins them on the first call, which all ranks make at the same time.
+    pub(super) fn join(&self, context: &RankContext) -> Result<Option<Arc<dyn DirectCollectives>>> {
+        if let Some(joined) = self.0.get() {
+            return Ok(joined.clone());
+        }
+        let joined = context.engines.direct(context)?;
+        Ok(self.0.get_or_init(|| joined).clone())
+    }
 }
 
 /// A rank in its communicator, with its device and the services of its job.

@@ -7,12 +7,13 @@
 use super::command::{Command, CommandKind};
 use super::memory::Bindings;
 use super::plan::Plan;
-use crate::device::{Graph, InUse, Stream};
+use super::replaced::Replaced;
+use crate::device::{Backing, Graph, InUse, Stream};
 use crate::error::Result;
 use crate::p2p::next_launch;
 use crate::sync::lock;
 use std::collections::VecDeque;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 
 /// Maximum number of graphs of a plan, and of remembered sets of addresses without a graph.
 const MAX_GRAPHS: usize = 64;
@@ -24,10 +25,18 @@ type Addresses = Box<[u64]>;
 #[derive(Debug)]
 pub(super) struct Launches(Mutex<State>);
 
+/// A captured run.
+#[derive(Debug)]
+struct CapturedRun {
+    graph: InUse<Graph>,
+    /// Memory of direct collectives, which peers may access: as the allocation that it was, not by its address.
+    published: Vec<Arc<dyn Backing>>,
+}
+
 #[derive(Debug, Default)]
 struct State {
     /// In LRU order: the most recently launched one is last.
-    graphs: Vec<(Addresses, InUse<Graph>)>,
+    graphs: Vec<(Addresses, CapturedRun)>,
     /// Sets of addresses that had one run, the most recent one last.
     seen: VecDeque<Addresses>,
     /// Whether runs cannot be captured.
@@ -49,6 +58,15 @@ impl Launches {
 }
 
 impl State {
+    /// Removes and returns the graph of `addresses`, if there is one for memory that was freed since.
+    fn take_stale(&mut self, addresses: &[u64]) -> Option<CapturedRun> {
+        let is_stale = |(known, run): &(Addresses, CapturedRun)| {
+            **known == *addresses && !run.published.iter().all(|backing| backing.is_there())
+        };
+        let place = self.graphs.iter().rposition(is_stale)?;
+        Some(self.graphs.remove(place).1)
+    }
+
     /// The graph of `addresses`, if there is one.
     fn find(&mut self, addresses: &[u64]) -> Option<&InUse<Graph>> {
         let place = self
@@ -59,7 +77,7 @@ impl State {
             let found = self.graphs.remove(place);
             self.graphs.push(found);
         }
-        self.graphs.last().map(|(_, graph)| graph)
+        self.graphs.last().map(|(_, run)| &run.graph)
     }
 
     /// Records a run on `addresses` without a graph. Returns whether a graph is worthwhile, since it was not the
@@ -76,10 +94,10 @@ impl State {
         false
     }
 
-    /// Inserts `graph`; returns the graph that it replaces, the least recently launched one.
-    fn keep(&mut self, addresses: &[u64], graph: InUse<Graph>) -> Option<InUse<Graph>> {
+    /// Inserts `run`; returns the one that it replaces, the least recently launched one.
+    fn keep(&mut self, addresses: &[u64], run: CapturedRun) -> Option<CapturedRun> {
         let evicted = (self.graphs.len() == MAX_GRAPHS).then(|| self.graphs.remove(0).1);
-        self.graphs.push((addresses.into(), graph));
+        self.graphs.push((addresses.into(), run));
         evicted
     }
 }
@@ -89,8 +107,8 @@ impl Plan {
     /// twice before. `addresses` are those of the memory that `memory` returns, which is called only if needed, in
     /// the order of the tensors' names, which are the same in every call.
     ///
-    /// Launches of one executor's plans must follow one another, since they share scratch memory. If one rank calls
-    /// this, the others must not call `run` or `run_on` instead.
+    /// Launches of one executor's plans must follow one another, and runs of those with collectives, since they share
+    /// scratch memory. If one rank calls this, the others must not call `run` or `run_on` instead.
     ///
     /// # Errors
     /// The errors of [`run_on`](Self::run_on), and of `memory`.
@@ -103,17 +121,19 @@ impl Plan {
         if self.parts.eager_only.is_some() || stream.is_capturing()? {
             return self.run_on(stream, &memory()?);
         }
+        // Dropped after the lock is released, like evicted graphs.
+        let _stale: Option<CapturedRun>;
         let mut state = lock(&self.parts.launches.0);
+        _stale = state.take_stale(addresses);
         if let Some(graph) = state.find(addresses) {
-            return self.launch(graph, stream);
+            return self.launch_in_order(graph, stream);
         }
         let memory = memory()?;
         if state.recurs(addresses) {
             match self.record(&memory) {
-                Ok(graph) => {
-                    let graph = InUse::new(graph, &self.parts.context.in_flight);
-                    let launched = self.launch(&graph, stream);
-                    let evicted = state.keep(addresses, graph);
+                Ok(run) => {
+                    let launched = self.launch_in_order(&run.graph, stream);
+                    let evicted = state.keep(addresses, run);
                     drop(state);
                     drop(evicted);
                     return launched;
@@ -128,24 +148,103 @@ impl Plan {
         self.enqueue_on((stream, &self.parts.streams), Some(next_launch()), &memory)
     }
 
-    fn launch(&self, graph: &InUse<Graph>, stream: &Stream) -> Result<()> {
+    /// Launches a graph; the caller orders it among other work.
+    fn launch_in_order(&self, graph: &InUse<Graph>, stream: &Stream) -> Result<()> {
         graph.note(stream);
         self.parts.note(stream);
         graph.launch(stream)
     }
 
-    fn record(&self, memory: &Bindings) -> Result<Graph> {
+    fn record(&self, memory: &Bindings) -> Result<CapturedRun> {
         let parts = &self.parts;
         let kinds = &parts.program.streams;
-        parts.memory.pool.record_in_turn(kinds, |caller, streams| {
+        let graph = parts.memory.pool.record_in_turn(kinds, |caller, streams| {
             self.enqueue_on((caller, streams), Some(next_launch()), memory)
+        })?;
+        Ok(CapturedRun {
+            graph: InUse::new(graph, &parts.context.in_flight),
+            published: self.published(memory)?,
         })
+    }
+
+    /// Memory that direct collectives of a run on `memory` access.
+    fn published(&self, memory: &Bindings) -> Result<Vec<Arc<dyn Backing>>> {
+        let parts = &self.parts;
+        let replaced = Replaced::new(&parts.program, &parts.memory, &parts.replaceable, memory)?;
+        let mut published: Vec<Arc<dyn Backing>> = Vec::new();
+        for command in &parts.commands {
+            let CommandKind::Direct(_, request) = &command.kind else {
+                continue;
+            };
+            for slice in replaced.of_request(request)?.slices() {
+                let backing = slice.backing();
+                // Allocators lend several tensors of one allocation.
+                if published
+                    .iter()
+                    .any(|one| one.identity() == backing.identity())
+                {
+                    continue;
+                }
+                published.push(backing.without_owner().unwrap_or_else(|| backing.clone()));
+            }
+        }
+        Ok(published)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::{DeviceConfig, DeviceKind, InFlight, Priority, open};
+    use std::any::Any;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    /// Memory that is freed at some time.
+    #[derive(Debug)]
+    struct Lent(AtomicBool);
+
+    impl Backing for Lent {
+        fn base(&self) -> u64 {
+            4096
+        }
+        fn bytes(&self) -> usize {
+            1
+        }
+        fn identity(&self) -> u64 {
+            1
+        }
+        fn kind(&self) -> DeviceKind {
+            DeviceKind::Host
+        }
+        fn is_there(&self) -> bool {
+            self.0.load(Ordering::Relaxed)
+        }
+        fn as_any(&self) -> &dyn Any {
+            self
+        }
+    }
+
+    #[test]
+    fn a_graph_does_not_outlive_the_memory_that_its_collectives_access() {
+        let device = open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
+        let in_flight = Arc::new(InFlight::new(&device));
+        let stream = device.create_stream(Priority::Normal).unwrap();
+        let lent = Arc::new(Lent(AtomicBool::new(true)));
+        let mut state = State::default();
+        for (address, published) in [(1, vec![lent.clone() as Arc<dyn Backing>]), (2, vec![])] {
+            stream.begin_capture().unwrap();
+            let graph = InUse::new(stream.end_capture().unwrap(), &in_flight);
+            assert!(
+                state
+                    .keep(&[address], CapturedRun { graph, published })
+                    .is_none()
+            );
+        }
+        assert!(state.take_stale(&[1]).is_none() && state.find(&[1]).is_some());
+        lent.0.store(false, Ordering::Relaxed);
+        assert!(state.take_stale(&[2]).is_none() && state.find(&[2]).is_some());
+        assert!(state.take_stale(&[1]).is_some() && state.find(&[1]).is_none());
+    }
 
     #[test]
     fn the_second_run_on_a_set_of_addresses_is_worth_a_graph() {

@@ -39,7 +39,7 @@ mod workspace;
 
 pub(crate) use agreement::Digest;
 pub use bind::Prepared;
-pub(crate) use context::{EngineSource, RankContext};
+pub(crate) use context::{DirectCollectives, EngineSource, RankContext};
 pub use kernel::KernelReport;
 pub(crate) use lane::TellDifference;
 pub use memory::Bindings;
@@ -55,8 +55,9 @@ use super::ir::Program;
 use super::parameters::Parameters;
 use super::rank_program::RankProgram;
 use super::{refused, unroll, verify};
-use crate::device::{CollectiveEngine, Device, Priority, Stream};
+use crate::device::{Device, Priority, Stream};
 use crate::error::{Error, Rank, Result};
+use context::ProgramCollectives;
 use pool::Pool;
 use std::collections::BTreeMap;
 use std::fmt;
@@ -72,17 +73,22 @@ pub struct PrepareOptions {
     /// Most multiprocessors that kernels which wait for other ranks may occupy at a time, equal on all ranks; without a
     /// limit by default. Lanes of kernel sections count by the streams that they run on, and a program with more is
     /// refused; transfers, which any stream may have at a time, share the limit, one multiprocessor each at least. Matmuls,
-    /// copies and sums do not wait and have no limit; the collective engine has its own.
+    /// copies and sums do not wait and have no limit. The collective engine, which executes the collectives of a
+    /// program with a limit, has its own.
     pub multiprocessors: Option<usize>,
+    /// Whether the engine executes collectives in any case, for comparisons; by default the communicator's own do, if ranks
+    /// can map one another's memory.
+    pub library: bool,
 }
 
 impl Default for PrepareOptions {
-    /// Two streams, with verification and without a limit.
+    /// Two streams, with verification, without a limit, and with own collectives.
     fn default() -> Self {
         Self {
             streams: 2,
             verify: true,
             multiprocessors: None,
+            library: false,
         }
     }
 }
@@ -94,6 +100,7 @@ impl Default for PrepareOptions {
 pub struct Executor {
     context: RankContext,
     pool: Arc<Pool>,
+    collectives: Arc<ProgramCollectives>,
     model: Arc<OnceLock<Arc<HardwareModel>>>,
 }
 
@@ -118,6 +125,7 @@ impl Executor {
         Self {
             context,
             pool,
+            collectives: Arc::default(),
             model: Arc::default(),
         }
     }
@@ -151,9 +159,12 @@ impl Executor {
         Ok(self.model.get_or_init(|| found))
     }
 
-    /// Collective engine of the vendor, joined on the first call.
-    pub(crate) fn collective_engine(&self) -> Result<Arc<dyn CollectiveEngine>> {
-        self.context.engines.of_all()
+    /// Joins the collectives of programs: the communicator's own, or else the vendor's. Collective on the first call.
+    pub(crate) fn join_collectives(&self) -> Result<()> {
+        if self.collectives.join(&self.context)?.is_none() {
+            self.context.engines.of_all()?;
+        }
+        Ok(())
     }
 
     /// Creates a stream of the device.
@@ -215,14 +226,19 @@ impl Executor {
         };
         let of_rank = |rank| unroll(program, rank, world, options.streams, parameters);
         let rank_program = of_rank(rank)?;
-        let (uses_engine_of_all, suits_transfer_kernels) = match &report {
-            Some(report) => (report.uses_engine_of_all, report.suits_transfer_kernels),
+        let (uses_engine_of_all, needs_library, suits_transfer_kernels) = match &report {
+            Some(report) => (
+                report.uses_engine_of_all,
+                report.needs_library,
+                report.suits_transfer_kernels,
+            ),
             None => {
                 let others = (0..world).filter(|other| *other != rank);
                 let mut all: Vec<_> = others.filter_map(|other| of_rank(other).ok()).collect();
                 all.push(rank_program.clone());
                 (
                     all.iter().any(RankProgram::uses_engine_of_all),
+                    all.iter().any(RankProgram::needs_library),
                     all.iter().all(RankProgram::suits_transfer_kernels),
                 )
             }
@@ -236,6 +252,11 @@ impl Executor {
             })?;
             digest = digest.with("multiprocessors", most);
         }
+        if options.library {
+            digest = digest.with("library", true);
+        }
+        // Own collectives have a bound for calls of all programs; operations of both would need an order.
+        let direct = !(needs_library || options.library) && options.multiprocessors.is_none();
         // The caller's stream can have a transfer as well.
         let per_transfer = |most: usize| most / (options.streams + 1);
         Ok(Prepared {
@@ -245,6 +266,7 @@ impl Executor {
             program: Arc::new(rank_program),
             digest: Arc::new(digest),
             uses_engine_of_all,
+            collectives: direct.then(|| self.collectives.clone()),
             suits_transfer_kernels,
             multiprocessors_per_transfer: options.multiprocessors.map(per_transfer),
             eager_only: report.and_then(|report| report.eager_only).map(Arc::new),

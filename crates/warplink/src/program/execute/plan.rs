@@ -1,7 +1,7 @@
 //! A program bound to memory: enqueued any number of times, or captured into a graph.
 
 use super::command::{Command, CommandKind};
-use super::context::RankContext;
+use super::context::{DirectCollectives, RankContext};
 use super::kernel::{BoundKernels, KernelReport, TracedKernel};
 use super::launches::Launches;
 use super::memory::{Bindings, PlanMemory};
@@ -36,6 +36,8 @@ pub(super) struct PlanParts {
     pub(super) program: Arc<RankProgram>,
     // Commands and transfers hold ranges of the memory, so they are dropped before it.
     pub(super) commands: Vec<Command>,
+    /// Collectives that its commands enqueue, if they do.
+    pub(super) collectives: Option<Arc<dyn DirectCollectives>>,
     pub(super) transfers: Vec<Arc<Transfer>>,
     pub(super) kernels: Option<BoundKernels>,
     // By index; `None` for the caller's stream.
@@ -248,6 +250,15 @@ impl Plan {
         })
     }
 
+    /// Launches a graph that has captured runs, in order with other runs of collectives.
+    pub(crate) fn launch(&self, graph: &Graph, stream: &Stream) -> Result<()> {
+        self.parts.note(stream);
+        match &self.parts.collectives {
+            Some(collectives) => collectives.launch(stream, &mut || graph.launch(stream)),
+            None => graph.launch(stream),
+        }
+    }
+
     /// Runs once with timing events before and after every operation, and returns the times of all ranks on rank 0.
     /// Collective: every rank calls it at the same time. Blocks until the run completes everywhere. The events add
     /// time of their own, so a traced run is slower. Each kernel is replaced by one that also records the start times
@@ -360,8 +371,7 @@ impl CapturedPlan {
     /// Enqueues the whole plan on `stream`. Does not block.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         self.graph.note(stream);
-        self.plan.parts.note(stream);
-        self.graph.launch(stream)
+        self.plan.launch(&self.graph, stream)
     }
 
     /// The plan that was captured.

@@ -1,6 +1,7 @@
 //! Resolves the operations of a rank program and its memory to commands.
 
 use super::command::{Command, CommandKind};
+use super::context::DirectCollectives;
 use super::kernel::BoundKernels;
 use super::matmuls::Matmuls;
 use super::memory::PlanMemory;
@@ -20,8 +21,14 @@ use std::sync::Arc;
 /// A point on a stream: its index, and the event recorded there.
 type Mark = (usize, Event);
 
-/// Collective engines that the rank has joined, by members; `None` for the engine of all ranks.
-pub(super) type Engines = HashMap<Option<Arc<[Rank]>>, Arc<dyn CollectiveEngine>>;
+/// Collectives and engines that the rank has joined.
+#[derive(Default)]
+pub(super) struct Engines {
+    /// Collectives of all ranks, if the engine does not execute them.
+    pub(super) direct: Option<Arc<dyn DirectCollectives>>,
+    /// Engines by members; `None` for the engine of all ranks.
+    pub(super) joined: HashMap<Option<Arc<[Rank]>>, Arc<dyn CollectiveEngine>>,
+}
 
 /// Resolves operations to commands.
 pub(super) struct Resolver<'a> {
@@ -119,7 +126,13 @@ impl<'a> Resolver<'a> {
                     target: self.memory.slice(target)?,
                     source: self.memory.slice(source)?,
                 };
-                let kind = CommandKind::Collective(self.engine(members)?, request);
+                let kind = match &self.engines.direct {
+                    Some(direct) => {
+                        direct.prepare(&request)?;
+                        CommandKind::Direct(direct.clone(), request)
+                    }
+                    None => CommandKind::Collective(self.engine(members)?, request),
+                };
                 return self.push_engine(stream, kind, &[]);
             }
             OperationKind::Zero(range) => CommandKind::Zero(self.memory.slice(range)?),
@@ -321,7 +334,11 @@ impl<'a> Resolver<'a> {
 
     fn engine(&self, members: &Option<Arc<[Rank]>>) -> Result<Arc<dyn CollectiveEngine>> {
         let missing = || internal("the engine was not joined");
-        self.engines.get(members).cloned().ok_or_else(missing)
+        self.engines
+            .joined
+            .get(members)
+            .cloned()
+            .ok_or_else(missing)
     }
 
     fn matmuls(

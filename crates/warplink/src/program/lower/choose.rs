@@ -229,7 +229,7 @@ pub fn choose(
                 },
                 measured: None,
                 bound: eager.bound,
-                needs_engine: ranks.iter().any(RankProgram::needs_engine),
+                needs_engine: ranks.iter().any(RankProgram::uses_engine),
             };
             if best
                 .as_ref()

@@ -181,7 +181,7 @@ macro_rules! lowerings {
 lowerings! {
     /// Lowerings of an all-gather + matmul. The head of each file describes its algorithm.
     pub enum AllGatherMatmulLowering {
-        /// The engine's all-gather, then one matmul: no overlap.
+        /// An all-gather, then one matmul: no overlap.
         Collective = "collective", "all_gather_matmul/collective.wlp";
         /// Puts and matmuls on the caller's stream alone: for small sizes.
         InOrder = "in-order", "all_gather_matmul/in-order.wlp";
@@ -197,7 +197,7 @@ lowerings! {
 lowerings! {
     /// Lowerings of a matmul + reduce-scatter. The head of each file describes its algorithm.
     pub enum MatmulReduceScatterLowering {
-        /// One matmul, then the engine's reduce-scatter: no overlap.
+        /// One matmul, then a reduce-scatter: no overlap.
         Collective = "collective", "matmul_reduce_scatter/collective.wlp";
         /// A matmul, puts and a sum on the caller's stream alone: for small sizes.
         InOrder = "in-order", "matmul_reduce_scatter/in-order.wlp";

@@ -96,6 +96,8 @@ pub struct Report {
     /// Whether the engine of all ranks, which all of them must join, carries any; `false` if only engines of
     /// subgroups do.
     pub uses_engine_of_all: bool,
+    /// Whether only the vendor's library can execute some engine operation ([`RankProgram::needs_library`]).
+    pub needs_library: bool,
     /// Whether kernels at both ends may perform the transfers of all ranks ([`RankProgram::suits_transfer_kernels`]).
     pub suits_transfer_kernels: bool,
 }
@@ -220,6 +222,7 @@ fn report(ranks: &[RankProgram], eager_only: Option<Diagnostic>) -> Report {
         eager_only,
         uses_engine: ranks.iter().any(RankProgram::uses_engine),
         uses_engine_of_all: ranks.iter().any(RankProgram::uses_engine_of_all),
+        needs_library: ranks.iter().any(RankProgram::needs_library),
         suits_transfer_kernels: ranks.iter().all(RankProgram::suits_transfer_kernels),
     }
 }

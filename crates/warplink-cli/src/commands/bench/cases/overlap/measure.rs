@@ -173,8 +173,13 @@ pub(super) fn measure(
         if shared.engine.is_none() && name == COLLECTIVE {
             continue;
         }
+        let options = Options {
+            // What others are compared with.
+            library: name == COLLECTIVE,
+            ..options(Some(lowering))
+        };
         let plan = gemm
-            .plan(&options(Some(lowering)))
+            .plan(&options)
             .with_context(|| format!("make a plan for {name}"))?;
         let error = gemm
             .error_of(&clock.stream, &|stream| Ok(plan.run(stream)?))

@@ -1,0 +1,74 @@
+//! Order among kernels of one GPU that wait for other ranks.
+
+use crate::collectives::Collectives;
+use crate::stream::{Stream, Turns};
+use pyo3::prelude::*;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// What enqueues kernels on one GPU that wait for other ranks: collectives of several groups, and plans with collectives in
+/// turns. Each is enqueued behind the last work of the others: kernels of two groups that wait for one another's
+/// multiprocessors would never end.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug, Default)]
+pub(crate) struct Order(Mutex<Vec<Py<PyAny>>>);
+
+#[pymethods]
+impl Order {
+    #[new]
+    fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds `user`, a Collectives or Turns, unless it is there.
+    fn add(&self, user: &Bound<'_, PyAny>) {
+        let mut users = self.lock();
+        if !users.iter().any(|one| one.is(user)) {
+            users.push(user.clone().unbind());
+        }
+    }
+
+    /// Removes `user`, if it is there.
+    fn remove(&self, user: &Bound<'_, PyAny>) {
+        let mut users = self.lock();
+        let place = users.iter().position(|one| one.is(user));
+        let removed = place.map(|place| users.swap_remove(place));
+        drop(users);
+        // Outside the lock, since this may run Python code.
+        drop(removed);
+    }
+
+    /// Makes `stream` wait for the work so far of all others than `user`, unless it records a graph: the application orders
+    /// what it records. Does not block.
+    #[pyo3(name = "follow")]
+    fn follow_others(&self, user: &Bound<'_, PyAny>, stream: &Stream) -> PyResult<()> {
+        self.follow(user, stream)
+    }
+}
+
+impl Order {
+    /// Implementation of `follow`.
+    pub(crate) fn follow(&self, user: &Bound<'_, PyAny>, stream: &Stream) -> PyResult<()> {
+        let py = user.py();
+        let others: Vec<Py<PyAny>> = {
+            let users = self.lock();
+            let others = users.iter().filter(|one| !one.is(user));
+            others.map(|one| one.clone_ref(py)).collect()
+        };
+        if others.is_empty() || stream.is_capturing()? {
+            return Ok(());
+        }
+        for other in others {
+            let other = other.bind(py);
+            if let Ok(collectives) = other.cast::<Collectives>() {
+                collectives.get().precede(stream)?;
+            } else {
+                other.cast::<Turns>()?.get().precede(stream)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Py<PyAny>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,76 @@
+//! Collectives of host programs.
+
+use super::join::Paths;
+use super::{Call, CollectiveKind, Collectives};
+use crate::device::{Collective, CollectiveRequest, DeviceSlice, Stream};
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Result};
+use crate::program::execute::DirectCollectives;
+use std::sync::Arc;
+
+impl Collectives {
+    /// Collectives for programs; `None`, on all ranks alike, unless the direct path executes all calls.
+    pub(crate) fn for_programs(self) -> Option<Arc<dyn DirectCollectives>> {
+        let direct = matches!(self.0.path, Paths::Direct(_));
+        direct.then(|| Arc::new(self) as Arc<dyn DirectCollectives>)
+    }
+}
+
+impl DirectCollectives for Collectives {
+    fn prepare(&self, request: &CollectiveRequest) -> Result<()> {
+        let (call, target, source) = self.call_of(request)?;
+        self.prepare_for(&call, target, source)
+    }
+
+    fn enqueue(&self, stream: &Stream, request: &CollectiveRequest) -> Result<()> {
+        let (call, target, source) = self.call_of(request)?;
+        Collectives::enqueue(self, &call, target, source, stream)
+    }
+
+    fn launch(&self, stream: &Stream, launch: &mut dyn FnMut() -> Result<()>) -> Result<()> {
+        let inner = &self.0;
+        inner.used_by(stream, || inner.turns.take(stream, launch))
+    }
+}
+
+impl Collectives {
+    /// The call that executes a request, its output and its input.
+    fn call_of<'a>(
+        &self,
+        request: &'a CollectiveRequest,
+    ) -> Result<(Call, &'a DeviceSlice, &'a DeviceSlice)> {
+        let CollectiveRequest::Collective {
+            collective,
+            dtype,
+            target,
+            source,
+        } = request
+        else {
+            let text = "sends and receives are not a collective";
+            return Err(Error::new(ErrorKind::Internal, text).with_operation(request.name()));
+        };
+        request.check(self.0.machine.world)?;
+        let kind = collective.kind();
+        let (op, root) = match *collective {
+            Collective::AllGather | Collective::AllToAll => (None, None),
+            Collective::AllReduce(op) | Collective::ReduceScatter(op) => (Some(op), None),
+            Collective::Broadcast(root) => (None, Some(root)),
+            Collective::Reduce(op, root) => (Some(op), Some(root)),
+        };
+        let dtype = if op.is_some() { *dtype } else { DType::U8 };
+        let part = match kind {
+            CollectiveKind::ReduceScatter => target.bytes(),
+            CollectiveKind::AllToAll => source.bytes() / self.0.machine.world,
+            _ => source.bytes(),
+        };
+        let count = part / dtype.size();
+        let call = Call {
+            kind,
+            op,
+            dtype,
+            count,
+            root,
+        };
+        Ok((call, target, source))
+    }
+}
