@@ -5,7 +5,7 @@ use super::algorithm::Algorithm;
 use super::call::{Call, CollectiveKind};
 use super::choice::Machine;
 use super::fused::FusedLaunches;
-use super::launches::{Launches, Overlap, Shape};
+use super::launches::{CallKey, Launches, Overlap};
 use crate::device::{DeviceSlice, Readying, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -91,7 +91,7 @@ impl Direct {
     }
 
     /// Compiles and loads the kernel of a call, if needed.
-    pub(super) fn prepare(&self, machine: &Machine, shape: &Shape) -> Result<()> {
+    pub(super) fn prepare(&self, machine: &Machine, shape: &CallKey) -> Result<()> {
         // Calls on unaligned memory are rare; reserve prepared graphs for the others.
         let readying = if shape.aligned {
             Readying::Always
@@ -109,7 +109,7 @@ impl Direct {
         (tensors, overlap): (&[&DeviceSlice], Overlap),
         (stream, is_recorded): (&Stream, bool),
     ) -> Result<()> {
-        let shape = Shape {
+        let shape = CallKey {
             call: *call,
             aligned: tensors.iter().all(|tensor| is_aligned(tensor)),
             overlap,
@@ -124,7 +124,7 @@ impl Direct {
     fn kernel(
         &self,
         machine: &Machine,
-        shape: &Shape,
+        shape: &CallKey,
         readying: Readying,
     ) -> Result<Arc<SharedKernel>> {
         self.launches

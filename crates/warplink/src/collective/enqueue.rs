@@ -4,7 +4,7 @@ use super::Collectives;
 use super::call::{Call, CollectiveKind};
 use super::direct::is_aligned;
 use super::join::CallPath;
-use super::launches::{Overlap, Shape};
+use super::launches::{CallKey, Overlap};
 use crate::device::{DeviceSlice, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -251,7 +251,7 @@ impl Collectives {
                 None => Ok(()),
             };
         }
-        let shape = Shape {
+        let shape = CallKey {
             call,
             aligned,
             overlap,

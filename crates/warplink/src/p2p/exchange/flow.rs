@@ -1,6 +1,6 @@
 //! Selection of a transfer's flow by each end, and the check that both ends select the same.
 
-use super::{End, EndOffer, TransferExchange};
+use super::{EndOffer, RequestedTransfer, TransferExchange};
 use crate::device::{DeviceSlice, PacketLine, PacketShape, Word};
 use crate::error::{Error, ErrorKind, Result};
 use crate::memory::{Region, RemoteRegion};
@@ -140,7 +140,7 @@ fn packet_shape(request: &TransferRequest, flow: Flow) -> Option<PacketShape> {
 ///
 /// # Errors
 /// [`ErrorKind::Mismatch`] where they do not agree.
-pub(super) fn agreed(end: &End, offer: &EndOffer) -> Result<Flow> {
+pub(super) fn agreed(end: &RequestedTransfer, offer: &EndOffer) -> Result<Flow> {
     if offer.path != end.path {
         let what = format!(
             "this rank uses the path {}, the peer {}",

@@ -1,7 +1,7 @@
 //! Builds a transfer from both matched ends.
 
 use super::flow::agreed;
-use super::{End, EndOffer, TransferExchange};
+use super::{EndOffer, RequestedTransfer, TransferExchange};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::end::TransferEnd;
 use crate::p2p::packets::Unpacking;
@@ -13,12 +13,17 @@ use std::sync::atomic::AtomicU64;
 
 impl TransferExchange {
     /// Builds the transfer of this rank's `end` and the peer's.
-    pub(super) fn make(&self, end: End, job_peer: Rank, terms: EndOffer) -> Result<Transfer> {
+    pub(super) fn make(
+        &self,
+        end: RequestedTransfer,
+        job_peer: Rank,
+        terms: EndOffer,
+    ) -> Result<Transfer> {
         let agreed = check_alike(&end, &terms).and_then(|()| agreed(&end, &terms));
         let handle = |wire| self.pairs.memory.peer_handle(job_peer, wire);
         let (buffer, scratch) = (terms.buffer.map(handle), terms.scratch.map(handle));
         let inbound = handle(terms.inbound);
-        let End {
+        let RequestedTransfer {
             request,
             protocol,
             path,
@@ -84,7 +89,7 @@ impl TransferExchange {
 }
 
 /// Fails where the two ends differ in length or protocol.
-fn check_alike(end: &End, offer: &EndOffer) -> Result<()> {
+fn check_alike(end: &RequestedTransfer, offer: &EndOffer) -> Result<()> {
     let bytes = end.request.buffer.bytes() as u64;
     if offer.bytes != bytes {
         let what = format!(

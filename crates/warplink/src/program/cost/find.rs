@@ -1,7 +1,7 @@
 //! Selects the model of a device: one measured by a user, or one derived from device properties.
 
 use super::figures::Figures;
-use super::model::{HardwareModel, Source};
+use super::model::{HardwareModel, Provenance};
 use crate::device::{Device, DeviceKind, DeviceProperties};
 use crate::error::Result;
 use std::path::{Path, PathBuf};
@@ -92,9 +92,9 @@ impl HardwareModel {
         source: &str,
     ) -> Self {
         Self {
-            source: Source {
+            source: Provenance {
                 notes: source.to_owned(),
-                ..Source::default()
+                ..Provenance::default()
             },
             ..Self::derived(device.kind, &device.properties, figures, world)
         }

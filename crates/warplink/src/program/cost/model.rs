@@ -27,7 +27,7 @@ pub struct HardwareModel {
     /// Devices that it describes.
     pub device: DeviceMatch,
     /// Origin of the figures.
-    pub source: Source,
+    pub source: Provenance,
     /// Uncertainty of estimates, as a factor: a program estimated at up to this multiple of another's time may be as
     /// fast. At least 1; with 1, estimates alone decide.
     pub uncertainty: f64,
@@ -73,7 +73,7 @@ pub struct DeviceMatch {
 
 /// Origin of a model's figures.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Source {
+pub struct Provenance {
     /// Measured machine.
     pub machine: String,
     /// Date, as year-month-day.
@@ -294,7 +294,7 @@ impl HardwareModel {
     pub(crate) fn of_kernels(&self) -> Self {
         Self {
             lanes: Some(self.lanes()),
-            source: Source::default(),
+            source: Provenance::default(),
             gemm: Gemm {
                 grids: Vec::new(),
                 ..self.gemm.clone()

@@ -2,7 +2,7 @@
 
 use super::Submission;
 use super::lanes::Lanes;
-use super::launch::{LaneCounters, Launch};
+use super::launch::{LaneCounters, RankLaunch};
 use super::link::Partners;
 use super::model::HardwareModel;
 use super::step::{MEMORY, PROCESSORS, RESOURCES, Step, Work};
@@ -48,7 +48,7 @@ pub(super) struct Schedule<'a> {
     pub(super) shapes: HashMap<(DType, usize, usize, usize), f64>,
     /// Lane figures, steps of each rank's launches, and the counters between lanes.
     pub(super) lane_figures: Lanes,
-    pub(super) launches: Vec<Vec<Launch>>,
+    pub(super) launches: Vec<Vec<RankLaunch>>,
     pub(super) between_lanes: LaneCounters,
 }
 

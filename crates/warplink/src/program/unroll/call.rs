@@ -11,7 +11,7 @@ use crate::program::ir::{
     Argument, ArgumentValue, Declaration, NodeKind, Role, Selection, StatementKind, Subprogram,
 };
 use crate::program::parameters::{Parameters, Value};
-use crate::program::rank_program::Call;
+use crate::program::rank_program::CallSite;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::mem::{replace, take};
 use std::sync::Arc;
@@ -106,7 +106,7 @@ impl<'p> Unroller<'p> {
             }
         }
         let (current, site) = (self.current, self.site.clone());
-        self.site.call = Some(Arc::new(Call {
+        self.site.call = Some(Arc::new(CallSite {
             program: Arc::from(name),
             site: site.clone(),
         }));

@@ -19,7 +19,7 @@ mod zeros;
 pub(super) use collective::ranks_of;
 pub(super) use words::{ReadInput, expected_of};
 
-use super::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use super::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use super::expr::Expr;
 use super::grid::grids;
 use super::ir::{
@@ -252,7 +252,7 @@ impl<'p> Unroller<'p> {
     fn start(&mut self, program: &'p Program, parameters: &Parameters) -> Result<(), Diagnostic> {
         let (rank, world) = (self.made.rank, self.made.world);
         let requirement = |message: String| {
-            let place = Place {
+            let place = RankSite {
                 rank,
                 site: Site::default(),
             };

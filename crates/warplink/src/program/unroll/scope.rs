@@ -7,7 +7,7 @@ use super::{
 };
 use crate::device::ReduceOp;
 use crate::dtype::DType;
-use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use crate::program::expr::{Condition, Expr};
 use crate::program::ir::{Each, Over, Position, Statement, StreamRef, TransferRef};
 use crate::program::rank_program::{OperationKind, Site, StreamKind, TransferId};
@@ -83,7 +83,7 @@ impl<'p> Unroller<'p> {
         kind: DiagnosticKind,
         message: impl Into<String>,
     ) -> Diagnostic {
-        let place = Place {
+        let place = RankSite {
             rank: self.made.rank,
             site: self.site.clone(),
         };

@@ -20,7 +20,7 @@ use crate::device::network::{self, Network, NetworkConnection, NetworkOptions, R
 use crate::error::{Error, Rank, Result};
 use crate::memory::Region;
 use crate::sync::lock;
-use crate::transport::staging::{self, Incoming, Service, Shape, StagingConfig};
+use crate::transport::staging::{self, Incoming, RingShape, Service, StagingConfig};
 use exposed::ExposedMemory;
 use link::PeerEnd;
 use std::collections::HashMap;
@@ -123,7 +123,7 @@ impl Networks {
         let network = self.get(devices)?;
         let staged = if self.staging.always || !network.reaches(region.memory()) {
             // Explicitly staged, or the network cannot access the memory.
-            let shape = Shape::new(&self.staging)?;
+            let shape = RingShape::new(&self.staging)?;
             Some(Arc::new(Incoming::allocate(&self.device, shape)?))
         } else {
             None
