@@ -7,7 +7,7 @@ mod common;
 
 use common::hosts::{Hosts, SOON, ended_well, leave, role, take};
 use common::leave_out;
-use common::{Stopwatch, assert_says, values};
+use common::{Stopwatch, assert_names_peer, assert_says, values};
 use std::net::Ipv4Addr;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -115,10 +115,7 @@ fn connect(comm: &Communicator, bytes: usize) -> (Connection, Stream) {
     let request = ConnectionRequest::new(peer, 0, &region);
     let direct = request.clone().with_transport(Transport::Direct);
     let error = comm.connect(&[direct]).unwrap_err();
-    assert_eq!(
-        (error.kind(), error.peer()),
-        (ErrorKind::Unsupported, Some(peer))
-    );
+    assert_names_peer(&error, ErrorKind::Unsupported, peer);
     assert_says(&error, &["on another machine", "choose the network"]);
     let connection = comm.connect(&[request]).unwrap().all()[0].clone();
     assert_eq!(connection.transport(), Transport::Network);
@@ -327,10 +324,7 @@ fn registered_buffers(comm: Communicator, path: NetworkPath) {
     }
     let end = (numbers[0], connection.peer_bytes(1).unwrap() as u64);
     let error = connection.write(&stream, end, &source).unwrap_err();
-    assert_eq!(
-        (error.kind(), error.peer()),
-        (ErrorKind::InvalidArgument, Some(peer))
-    );
+    assert_names_peer(&error, ErrorKind::InvalidArgument, peer);
     drop((connection, region, source, read, buffer));
     comm.close().unwrap();
 }

@@ -158,14 +158,13 @@ fn what_is_revoked_in_use_is_unmapped_after_its_use() {
 #[test]
 fn mappings_that_nobody_uses_are_closed_in_time() {
     let ranks = Ranks {
-        world: world(2),
         config: Some(|config| {
             config.idle_mappings = IdleMappings {
                 max_age: Duration::from_millis(100),
                 ..IdleMappings::default()
             };
         }),
-        ..Ranks::default()
+        ..Ranks::of(world(2))
     };
     ranks.run(|comm| {
         let transfer = mapped_by_rank_1(comm, MIB);
@@ -240,9 +239,8 @@ fn the_owner_is_told_after_the_unmapping_and_not_before() {
     }
     // With delays, unmapping takes its time too.
     let ranks = Ranks {
-        world: 2,
         delay: Some(Duration::from_millis(100)),
-        ..Ranks::default()
+        ..Ranks::of(2)
     };
     ranks.run(|comm| {
         comm.barrier().unwrap();

@@ -135,9 +135,8 @@ fn a_ring_with_random_delays() {
 #[test]
 fn each_rank_may_see_only_its_own_gpu() {
     Ranks {
-        world: world(2),
         own_gpu_only: true,
-        ..Ranks::default()
+        ..Ranks::of(world(2))
     }
     .run(ring_of_rounds);
 }

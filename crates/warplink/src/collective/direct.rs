@@ -55,13 +55,7 @@ impl Direct {
             &[Algorithm::OneShot, Algorithm::Chunks]
         };
         for &algorithm in algorithms {
-            let call = Call {
-                kind: CollectiveKind::AllReduce,
-                op: Some(ReduceOp::Sum),
-                dtype: DType::U8,
-                count: 1,
-                root: None,
-            };
+            let call = Call::new(CollectiveKind::AllReduce, ReduceOp::Sum, DType::U8, 1, 0);
             let forced = Machine {
                 // Forced: the model's choice for such a short call would not show the scratch of both areas.
                 forced: Some(algorithm),

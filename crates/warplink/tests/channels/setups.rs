@@ -1,6 +1,6 @@
 //! Connecting, and what is left when connections are dropped.
 
-use super::common::{assert_says, threads, world};
+use super::common::{assert_names_peer, assert_says, threads, world};
 use super::kernels::{Fixture, TRANSPORTS};
 use std::time::{Duration, Instant};
 use warplink::channel::{Connection, ConnectionRequest};
@@ -35,7 +35,7 @@ fn wrong_requests_are_errors() {
             let deadline = Deadline::after(Duration::from_millis(100));
             let request = ConnectionRequest::new(peer, 5, &region);
             let error = comm.connect_until(&[request], deadline).unwrap_err();
-            assert_eq!((error.kind(), error.peer()), (ErrorKind::Timeout, Some(1)));
+            assert_names_peer(&error, ErrorKind::Timeout, 1);
             assert_says(&error, &["connect with tag 5"]);
         }
         // The withdrawn end is not met by the peer's next.

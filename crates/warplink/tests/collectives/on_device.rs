@@ -1,8 +1,8 @@
 //! All-to-all with a size for each pair of ranks that only device memory has.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, assert_says, delays, kind, processes, threads, threads_that_end,
-    threads_with, world, worlds,
+    Stopwatch, TimedBarrier, assert_names_peer, assert_says, delays, kind, processes, threads,
+    threads_that_end, threads_with, world, worlds,
 };
 use crate::data::library;
 use crate::expected::Random;
@@ -285,8 +285,7 @@ fn a_count_above_the_limit_is_told_on_both_ranks() {
                 comm.abort("the test is over");
                 let Some(peer) = peer else { return };
                 let error = result.unwrap_err();
-                let found = (error.kind(), error.peer());
-                assert_eq!(found, (ErrorKind::Mismatch, Some(peer)), "{error}");
+                assert_names_peer(&error, ErrorKind::Mismatch, peer);
                 assert_says(&error, &[says, "raise the limit on all ranks"]);
                 assert!(took < SOON, "{error}");
                 assert!(comm.rank() != last || untouched, "something came");
@@ -316,8 +315,7 @@ fn another_limit_is_told_on_both_ranks() {
             all.wait();
             let peer = 1 - comm.rank();
             comm.abort("the test is over");
-            let found = (error.kind(), error.peer());
-            assert_eq!(found, (ErrorKind::Mismatch, Some(peer)), "{error}");
+            assert_names_peer(&error, ErrorKind::Mismatch, peer);
             assert_says(&error, &[&format!("{} bytes; expected {max}", 10 + peer)]);
         },
     );

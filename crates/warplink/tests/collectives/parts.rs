@@ -1,6 +1,8 @@
 //! All-to-all with a size for each pair of ranks, given on the host.
 
-use crate::common::{TimedBarrier, assert_says, threads_that_end, threads_with, world, worlds};
+use crate::common::{
+    TimedBarrier, assert_names_peer, assert_says, threads, threads_that_end, world, worlds,
+};
 use crate::data::is_without_library;
 use crate::expected::Random;
 use std::time::Duration;
@@ -151,30 +153,22 @@ pub(crate) fn rounds(comm: &Communicator, collectives: &Collectives, count: usiz
 #[test]
 fn parts_of_any_sizes_come_to_their_ranks() {
     for ranks in worlds(1..=8) {
-        threads_with(
-            ranks,
-            |_| {},
-            |comm| rounds(comm, &comm.collectives().unwrap(), 15),
-        );
+        threads(ranks, |comm| rounds(comm, &comm.collectives().unwrap(), 15));
     }
 }
 
 #[test]
 fn parts_by_the_vendors_library_are_the_same() {
-    threads_with(
-        world(3),
-        |_| {},
-        |comm| {
-            let options = CollectiveOptions {
-                path: Some(CollectivePath::Engine),
-                ..CollectiveOptions::default()
-            };
-            match comm.collectives_with(&options) {
-                Ok(collectives) => rounds(comm, &collectives, 15),
-                Err(error) => assert!(is_without_library(&error), "{error}"),
-            }
-        },
-    );
+    threads(world(3), |comm| {
+        let options = CollectiveOptions {
+            path: Some(CollectivePath::Engine),
+            ..CollectiveOptions::default()
+        };
+        match comm.collectives_with(&options) {
+            Ok(collectives) => rounds(comm, &collectives, 15),
+            Err(error) => assert!(is_without_library(&error), "{error}"),
+        }
+    });
 }
 
 /// One rank expects another size from one other; nobody gets wrong data, and these two name each other.
@@ -230,8 +224,7 @@ fn a_rank_that_states_another_size_is_named() {
             comm.abort("the test is over");
             if let Some((peer, says)) = concerned {
                 let error = result.unwrap_err();
-                let found = (error.kind(), error.peer());
-                assert_eq!(found, (ErrorKind::Mismatch, Some(peer)), "{error}");
+                assert_names_peer(&error, ErrorKind::Mismatch, peer);
                 assert_says(&error, &[says]);
             }
         },

@@ -26,13 +26,7 @@ fn floats() -> impl Iterator<Item = DType> {
 }
 
 fn scaled(kind: CollectiveKind, dtype: DType, factor: f64, count: usize) -> Call {
-    Call {
-        kind,
-        op: Some(ReduceOp::scaled_sum(factor)),
-        dtype,
-        count,
-        root: kind.has_root().then_some(0),
-    }
+    Call::new(kind, ReduceOp::scaled_sum(factor), dtype, count, 0)
 }
 
 fn by(comm: &Communicator, algorithm: Option<Algorithm>) -> Collectives {

@@ -2,7 +2,8 @@
 //! the exchange.
 
 use crate::common::{
-    Stopwatch, assert_says, kind, processes, threads, threads_with, values, world,
+    Stopwatch, assert_names_peer, assert_says, kind, processes, threads, threads_with, values,
+    world,
 };
 use crate::delayed;
 use crate::matmul::{Case, Memory};
@@ -122,8 +123,11 @@ fn different_programs_are_told_at_once_and_by_name() {
             };
             let error = bound.unwrap_err();
             assert!(start.elapsed() < SOON);
-            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-            assert_eq!(error.peer(), Some(if rank == other { 0 } else { other }));
+            assert_names_peer(
+                &error,
+                ErrorKind::Mismatch,
+                if rank == other { 0 } else { other },
+            );
             assert_says(&error, &[&a, b]);
             assert_says(&error, &says);
             run_ring(comm, &own, 256, round);
@@ -172,8 +176,7 @@ fn a_rank_that_cannot_bind_tells_all() {
             if fails {
                 assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             } else {
-                assert_eq!(error.kind(), ErrorKind::PeerFailed);
-                assert_eq!(error.peer(), Some(failing));
+                assert_names_peer(&error, ErrorKind::PeerFailed, failing);
             }
             run_ring(comm, &prepared, 256, round);
         }
@@ -203,8 +206,7 @@ fn a_rank_that_gave_up_waiting_fails_those_that_come_later() {
             comm.bootstrap().store().get("gave up", &wait).unwrap();
             let start = Stopwatch::start();
             let error = bind(comm, &prepared, 256).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::PeerFailed, "{error}");
-            assert_eq!(error.peer(), Some(0));
+            assert_names_peer(&error, ErrorKind::PeerFailed, 0);
             assert!(start.elapsed() < SOON);
         }
         // Rank 0 came to its next call first; both are at the same one.
@@ -277,8 +279,7 @@ fn what_fails_after_the_exchange_is_told_to_all() {
                 assert_ne!(error.kind(), ErrorKind::PeerFailed, "{error}");
                 assert_says(&error, &["exchange transfers", "open files"]);
             } else {
-                assert_eq!(error.kind(), ErrorKind::PeerFailed, "{error}");
-                assert_eq!(error.peer(), Some(failing), "{error}");
+                assert_names_peer(&error, ErrorKind::PeerFailed, failing);
                 let cause = format!("rank {failing}: exchange transfers");
                 assert_says(&error, &["bind", &cause, "open files"]);
             }

@@ -189,18 +189,13 @@ impl Collectives {
             FusedKind::ReduceScatter => CollectiveKind::ReduceScatter,
             FusedKind::AllGather => CollectiveKind::AllGather,
         };
-        let counted = Call {
-            kind,
-            op: kind.reduces().then_some(ReduceOp::Sum),
-            dtype: call.dtype,
-            count: call.tokens * call.width
-                / if kind.reduces() {
-                    1
-                } else {
-                    inner.machine.world
-                },
-            root: None,
+        let parts = if kind.reduces() {
+            1
+        } else {
+            inner.machine.world
         };
+        let count = call.tokens * call.width / parts;
+        let counted = Call::new(kind, ReduceOp::Sum, call.dtype, count, 0);
         let enqueued = self.in_turn(&counted, stream, |is_recorded| {
             let on = (&inner.machine, &direct.workspace);
             let on_stream = (stream, is_recorded);
