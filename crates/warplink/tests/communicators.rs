@@ -173,7 +173,7 @@ fn wrong_lists_are_refused_and_errors_name_both_numbers() {
             (&[], "not in"),
         ] {
             let error = comm.subgroup(list).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
             assert_says(&error, &[says, &format!("rank {}", comm.rank())]);
         }
         if comm.rank() == 0 {

@@ -6,7 +6,7 @@
 mod common;
 
 use common::{
-    Ranks, Stopwatch, assert_names_peer, assert_says, assert_survived,
+    Ranks, Stopwatch, allocate, assert_error, assert_names_peer, assert_says, assert_survived,
     barrier_that_all_have_passed, exit_with_survivors, kill_self, kind, threads, world,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -242,7 +242,7 @@ fn protocols_that_differ_are_told_to_both() {
             _ => TransferRequest::receive(&region, peer, 5).with_protocol(Protocol::Put),
         };
         let error = comm.exchange(&[request]).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Mismatch);
+        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
         assert_says(&error, &["get", "put", "same protocol"]);
         works(comm, peer, 5);
     });
@@ -263,8 +263,7 @@ fn a_peer_that_never_exchanges_is_named_and_a_second_try_works() {
                 ];
                 let deadline = Deadline::after(Duration::from_millis(200));
                 let error = comm.exchange_until(&requests, deadline).unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-                assert_says(&error, &["rank 0", "exchange", "tag 8"]);
+                assert_error(&error, ErrorKind::Timeout, &["rank 0", "exchange", "tag 8"]);
             }
             // No peer can hold what never reached it.
             drop(region);
@@ -298,15 +297,9 @@ fn memory_that_is_no_region_is_refused() {
             &["4000..5000", "4096"],
         );
         assert!(region.slice(usize::MAX - 1..usize::MAX).is_err());
-        assert!(
-            comm.device()
-                .allocate(64, AllocationKind::Plain)
-                .unwrap()
-                .slice(0..0)
-                .is_ok_and(|empty| {
-                    comm.register(&empty).unwrap_err().kind() == ErrorKind::InvalidArgument
-                })
-        );
+        assert!(allocate(comm, 64).slice(0..0).is_ok_and(|empty| {
+            comm.register(&empty).unwrap_err().kind() == ErrorKind::InvalidArgument
+        }));
         // Memory that nobody can share: a plain vector.
         if kind() == warplink::DeviceKind::Host {
             let bytes = std::sync::Arc::new(vec![0u8; 4096]);
@@ -468,8 +461,7 @@ fn ranks_on_different_devices_and_worlds_are_refused() {
         let first = scope.spawn(|| join(0, 2));
         let wrong = scope.spawn(|| join(1, 3));
         let error = wrong.join().unwrap().unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-        assert_says(&error, &["2", "3"]);
+        assert_error(&error, ErrorKind::Mismatch, &["2", "3"]);
         // The others were not disturbed: they still wait for the right one.
         let error = first.join().unwrap().unwrap_err();
         assert_says(&error, &["1"]);

@@ -15,13 +15,13 @@ mod pool;
 #[path = "lifetimes/rounds.rs"]
 mod rounds;
 
-use common::{Ranks, kind, processes, threads, world};
+use common::{Ranks, allocate, kind, processes, threads, world};
 use held::Held;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use warplink::device::{AllocationKind, MemoryOp, Priority};
+use warplink::device::{MemoryOp, Priority};
 use warplink::memory::IdleMappings;
 use warplink::p2p::{Protocol, TransferRequest};
 use warplink::{Communicator, DeviceKind, ErrorKind};
@@ -311,10 +311,7 @@ impl Drop for Owner {
 
 /// Two regions of one allocation, borrowed from different owners, and when these were let go.
 fn borrowed_halves(comm: &Communicator) -> [(warplink::memory::Region, Arc<AtomicBool>); 2] {
-    let whole = comm
-        .device()
-        .allocate(2 * MIB, AllocationKind::Plain)
-        .unwrap();
+    let whole = allocate(comm, 2 * MIB);
     [0, MIB].map(|offset| {
         let gone = Arc::new(AtomicBool::new(false));
         let owner = Arc::new((Owner(gone.clone()), whole.clone()));
@@ -379,7 +376,7 @@ fn letting_go_of_an_owner_may_wait_for_a_lock() {
     processes(world(2), |comm| {
         let peer = 1 - comm.rank();
         let interpreter = Arc::new(std::sync::Mutex::new(()));
-        let whole = comm.device().allocate(MIB, AllocationKind::Plain).unwrap();
+        let whole = allocate(comm, MIB);
         let owner = Arc::new((Locked(interpreter.clone()), whole.clone()));
         // SAFETY: the owner holds the allocation, and is held by the borrowed slice.
         let slice = unsafe { comm.device().borrow(whole.address(), MIB, owner) };

@@ -6,7 +6,7 @@
 mod common;
 
 use common::{
-    Stopwatch, TimedBarrier, assert_names_peer, assert_says, device_of_thread, ring,
+    Stopwatch, TimedBarrier, assert_error, assert_names_peer, assert_says, device_of_thread, ring,
     threads_that_end, values,
 };
 use std::collections::BTreeSet;
@@ -230,8 +230,7 @@ fn forward_along(chain: [Rank; 4]) {
         } else {
             ErrorKind::PeerFailed
         };
-        assert_eq!(error.kind(), expected, "{error}");
-        assert_says(&error, &[&format!("rank {} was lost", chain[0])]);
+        assert_error(&error, expected, &[&format!("rank {} was lost", chain[0])]);
         drop((received, sent));
         go_on(comm, chain[0]);
     });

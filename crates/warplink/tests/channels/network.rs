@@ -375,7 +375,7 @@ pub(super) fn stopped_proxy(comm: &Communicator) {
         connection.write(&fixture.stream, 0, &source).unwrap();
         let deadline = Deadline::after(Duration::from_millis(50));
         let error = comm.stop_proxy(deadline).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Timeout);
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
         assert_says(&error, &["1 copies of streams were not done"]);
         let error = comm.synchronize(&fixture.stream).unwrap_err();
         assert_names_peer(&error, ErrorKind::Closed, 1);

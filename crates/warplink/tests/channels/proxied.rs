@@ -127,10 +127,10 @@ fn kernels_that_use_a_stopped_proxy_end() {
         // It finds the ring empty for a moment, or it says how much it did not send.
         let stopped = comm.stop_proxy(Deadline::after(Duration::from_millis(200)));
         if let Err(error) = stopped {
-            assert_eq!(error.kind(), ErrorKind::Timeout);
+            assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
             assert_says(&error, &["triggers were not sent", "stop the proxy"]);
             let error = comm.launch_proxy().unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Closed);
+            assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
             assert_says(&error, &["before it had sent everything", "connect again"]);
         }
         // On GPUs the kernel ends with a status, on the host device it fails.

@@ -66,7 +66,7 @@ fn a_connection_has_as_many_regions_as_channels_name() {
             assert_eq!(comm.add_regions(&added).unwrap(), [number]);
         }
         let error = comm.add_regions(&added).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert_says(&error, &["has 16 regions already; expected at most 16"]);
         // Those that it has are there.
         let arguments = [connection.channel(), Argument::U32(15), Argument::U64(32)];

@@ -246,7 +246,7 @@ fn ranks_that_stage_differently_are_told_so() {
         let connected = comm.connect(&[request]);
         if comm.device().kind() == warplink::DeviceKind::Host {
             let error = connected.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Mismatch);
+            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
             assert_says(&error, &["tag 3", "stages", "same staging"]);
         }
         comm.close().unwrap();

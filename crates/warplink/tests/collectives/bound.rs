@@ -1,8 +1,9 @@
 //! Calls that are bound to their memory.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, assert_all_ended_well, assert_names_peer, assert_says, delays,
-    kind, lose, share_gpus, threads, threads_that_end, threads_with, with_victim, world, worlds,
+    Ranks, Stopwatch, TimedBarrier, allocate, assert_all_ended_well, assert_names_peer,
+    assert_says, delays, kind, lose, share_gpus, threads, threads_that_end, threads_with,
+    with_victim, world, worlds,
 };
 use crate::expected::{Case, Made, Random};
 use std::sync::Arc;
@@ -275,7 +276,7 @@ fn what_the_copy_engine_does_not_do_goes_as_without_binding() {
                     made.check(comm);
                 }
             }
-            let nothing = comm.device().allocate(16, AllocationKind::Plain).unwrap();
+            let nothing = allocate(comm, 16);
             let nothing = nothing.slice(0..0).unwrap();
             let barrier = moved(CollectiveKind::Barrier, 0);
             let barrier = collectives.bind(&barrier, &nothing, &nothing).unwrap();
@@ -312,7 +313,7 @@ fn the_copy_engine_alone_does_no_calls_that_are_not_bound() {
     threads(world(2), |comm| {
         let collectives = copying(comm);
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+        let memory = allocate(comm, 64);
         let [output, input] = [0..32, 32..48].map(|range| memory.slice(range).unwrap());
         let refused = |error: Error| {
             assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
@@ -361,7 +362,7 @@ fn ranks_that_bind_different_calls_are_told() {
         );
         // One that cannot bind is told to all, who try again.
         let failed = if comm.rank() == 1 {
-            let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+            let memory = allocate(comm, 64);
             let call = moved(CollectiveKind::AllGather, 16);
             collectives.bind(&call, &memory, &memory)
         } else {
@@ -459,11 +460,7 @@ fn memory_that_peers_cannot_map_is_bound_all_the_same() {
         const COUNT: usize = 64 << 20;
         let collectives = comm.collectives().unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = |bytes| {
-            comm.device()
-                .allocate(bytes, AllocationKind::Plain)
-                .unwrap()
-        };
+        let memory = |bytes| allocate(&comm, bytes);
         let (output, input) = (memory(2 * COUNT), memory(COUNT));
         let call = moved(CollectiveKind::AllGather, COUNT);
         let bound = collectives.bind(&call, &output, &input).unwrap();
@@ -514,7 +511,7 @@ fn a_communicator_that_fails_ends_the_wait_for_those_that_bind() {
                 0 => bind(&comm, &copied, 1000).map(drop),
                 rank => {
                     let stream = comm.create_stream(Priority::Normal).unwrap();
-                    let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+                    let memory = allocate(&comm, 64);
                     let part = memory.slice(0..8 * rank).unwrap();
                     let message = match rank {
                         1 => Message::send(2, &part),

@@ -1,6 +1,6 @@
 //! Memory that users share with peers, and barriers of some ranks' streams around accesses of it.
 
-use crate::common::{delays, kind, processes, threads, threads_with, world};
+use crate::common::{allocate, delays, kind, processes, threads, threads_with, world};
 use crate::launches::integers;
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority, Stream};
@@ -101,10 +101,7 @@ fn workspaces_of_peers_are_read() {
         for peer in 0..comm.world() {
             let buffer = collectives.peer_buffer(peer).unwrap();
             assert!(buffer.bytes() > 0);
-            let copy = comm
-                .device()
-                .allocate(buffer.bytes(), AllocationKind::Plain)
-                .unwrap();
+            let copy = allocate(comm, buffer.bytes());
             stream.copy(&copy, buffer).unwrap();
         }
         assert!(collectives.peer_buffer(comm.world()).is_none());

@@ -61,13 +61,9 @@ fn long_calls_are_right_for_every_number_of_ranks() {
                 // Of elements that are reduced it takes longer to tell what they have to give.
                 let least = if kind.reduces() { 110_000 } else { 500_000 };
                 case.call.count = longer * (least + random.below(1000));
-                let made = case.make(comm, &collectives, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                made.check(comm);
+                let made = case.run(comm, &collectives, &stream);
                 // When its memory may be reached.
-                made.again(comm, &collectives, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                made.check(comm);
+                made.run_again(comm, &collectives, &stream);
             }
         });
     }
@@ -104,9 +100,7 @@ fn processes_make_each_collective_by_each_algorithm() {
                     shift: 0,
                     seed: random.next(),
                 };
-                let call = case.make(comm, &collectives, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                call.check(comm);
+                case.run(comm, &collectives, &stream);
                 made += 1;
             }
         }
@@ -147,9 +141,7 @@ fn long_data_goes_through_a_small_workspace() {
             assert_eq!(choice.algorithm, Algorithm::Chunks);
             assert!(choice.chunks > 1, "{kind}: {choice:?}");
             for collectives in [&by_chunks, &collectives] {
-                let made = case.make(comm, collectives, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                made.check(comm);
+                case.run(comm, collectives, &stream);
             }
             assert_eq!(by_chunks.direct_lanes().unwrap(), 0);
         }

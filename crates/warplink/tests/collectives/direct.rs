@@ -2,8 +2,8 @@
 //! when it is freed or a rank is lost.
 
 use crate::common::{
-    Ranks, TimedBarrier, assert_names_peer, assert_survived, kill_self, kind, processes, threads,
-    threads_that_end, world, worlds,
+    Ranks, TimedBarrier, allocate, assert_names_peer, assert_survived, downloaded, kill_self, kind,
+    processes, threads, threads_that_end, world, worlds,
 };
 use crate::expected::{Case, Random};
 use std::sync::Arc;
@@ -43,8 +43,7 @@ fn upload(comm: &Communicator, memory: &DeviceSlice, values: &[i32]) {
 }
 
 fn download(comm: &Communicator, memory: &DeviceSlice) -> Vec<i32> {
-    let mut bytes = vec![0; memory.bytes()];
-    comm.device().download(memory, &mut bytes).unwrap();
+    let bytes = downloaded(comm, memory);
     let words = bytes.chunks_exact(4);
     words
         .map(|word| i32::from_le_bytes(word.try_into().unwrap()))
@@ -157,9 +156,7 @@ fn every_collective_goes_directly_once_its_memory_is_known() {
                         comm.synchronize(&stream).unwrap();
                         made.check(comm);
                         let before = collectives.direct_lanes().unwrap();
-                        made.again(comm, &collectives, &stream).unwrap();
-                        comm.synchronize(&stream).unwrap();
-                        made.check(comm);
+                        made.run_again(comm, &collectives, &stream);
                         let lanes = collectives.direct_lanes().unwrap() - before;
                         // What is stored would replace what is still to be sent.
                         let never = in_place && kind == CollectiveKind::AllToAll;
@@ -201,9 +198,7 @@ fn random_calls_are_right_while_memory_becomes_known() {
                     kept.push(made);
                 }
                 if let Some(one) = kept.get(random.below(kept.len())) {
-                    one.again(comm, &collectives, &stream).unwrap();
-                    comm.synchronize(&stream).unwrap();
-                    one.check(comm);
+                    one.run_again(comm, &collectives, &stream);
                 }
             }
             assert!(
@@ -345,10 +340,7 @@ fn a_graph_recorded_before_memory_is_known_goes_directly_later() {
     threads(ranks, |comm| {
         let collectives = direct(comm);
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = comm
-            .device()
-            .allocate(4 * COUNT, AllocationKind::Plain)
-            .unwrap();
+        let memory = allocate(comm, 4 * COUNT);
         let lanes = collectives.choice(&sum_of(COUNT)).unwrap().lanes as u64;
         stream.begin_capture().unwrap();
         collectives
@@ -401,10 +393,7 @@ fn memory_that_is_freed_and_allocated_anew_is_reached_anew() {
         let mut seen = Vec::new();
         let mut again = 0;
         for round in 0..20 {
-            let memory = comm
-                .device()
-                .allocate(64 << 10, AllocationKind::Plain)
-                .unwrap();
+            let memory = allocate(comm, 64 << 10);
             again += usize::from(seen.contains(&memory.address()));
             seen.push(memory.address());
             if round % 4 == 3 {
@@ -431,10 +420,10 @@ fn numbers_of_freed_allocations_are_used_again() {
         let collectives = direct(comm);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         for round in 0..1500 {
-            let memory = comm.device().allocate(256, AllocationKind::Plain).unwrap();
+            let memory = allocate(comm, 256);
             sum(comm, &collectives, &memory, round, &stream);
         }
-        let memory = comm.device().allocate(4096, AllocationKind::Plain).unwrap();
+        let memory = allocate(comm, 4096);
         until_direct(comm, &collectives, &memory, &stream);
     });
 }
@@ -446,10 +435,7 @@ fn processes_reach_one_another() {
         let collectives = direct(comm);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         for bytes in [4096, 100_000, 1 << 20] {
-            let memory = comm
-                .device()
-                .allocate(bytes, AllocationKind::Plain)
-                .unwrap();
+            let memory = allocate(comm, bytes);
             until_direct(comm, &collectives, &memory, &stream);
         }
     });
@@ -498,10 +484,7 @@ fn ranks_that_disagree_touch_nothing() {
         |comm| {
             let collectives = direct(&comm);
             let stream = comm.create_stream(Priority::Normal).unwrap();
-            let memory = comm
-                .device()
-                .allocate(4 * COUNT, AllocationKind::Plain)
-                .unwrap();
+            let memory = allocate(&comm, 4 * COUNT);
             until_direct(&comm, &collectives, &memory, &stream);
             let values = integers(comm.rank(), 5, COUNT);
             upload(&comm, &memory, &values);

@@ -1,8 +1,8 @@
 //! Dispatch and combine of a layer of experts, compared with a reference.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, assert_says, delays, kind, lose, processes, threads, threads_that_end,
-    threads_with, with_victim, world, worlds,
+    Stopwatch, TimedBarrier, assert_error, assert_says, delays, kind, lose, processes, threads,
+    threads_that_end, threads_with, with_victim, world, worlds,
 };
 use crate::data::is_without_library;
 use crate::layer::{Buffers, Choices, GUARD_BYTE, Input, download, inputs};
@@ -333,8 +333,7 @@ fn only_what_was_dispatched_is_combined() {
         buffers.fill(comm, &options, &input);
         let refused = |done: Result<(), Error>, says: &str| {
             let error = done.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert_says(&error, &["combine", says]);
+            assert_error(&error, ErrorKind::InvalidArgument, &["combine", says]);
         };
         let combine = |tokens| buffers.combine(&layer, &options, tokens, &stream);
         refused(combine(tokens), "expected a dispatch before it");
@@ -355,8 +354,7 @@ fn layers_that_cannot_be_are_refused() {
         };
         let refused = |options: ExpertOptions, kind: ErrorKind, says: &str| {
             let error = collectives.experts(&options).unwrap_err();
-            assert_eq!(error.kind(), kind, "{error}");
-            assert_says(&error, &["make a layer of experts", says]);
+            assert_error(&error, kind, &["make a layer of experts", says]);
         };
         let invalid = ErrorKind::InvalidArgument;
         refused(

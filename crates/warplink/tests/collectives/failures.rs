@@ -1,7 +1,8 @@
 //! Ranks that do not do what the others do: an error on every rank that says so.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, assert_says, lose, threads_that_end, with_victim, world,
+    Stopwatch, TimedBarrier, allocate, assert_error, assert_says, lose, threads_that_end,
+    with_victim, world,
 };
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority, ReduceOp};
@@ -142,12 +143,11 @@ fn slices_that_do_not_fit_are_refused_before_anything_is_enqueued() {
     crate::common::threads(world(2), |comm| {
         let collectives = comm.collectives().unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+        let memory = allocate(comm, 64);
         let slice = |from: usize, to: usize| memory.slice(from..to).unwrap();
         let refused = |result: Result<(), Error>, says: &[&str]| {
             let error = result.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert_says(&error, says);
+            assert_error(&error, ErrorKind::InvalidArgument, says);
         };
         let sum = ReduceOp::Sum;
         refused(

@@ -1,11 +1,11 @@
 //! Many calls: in a row, in graphs, on several streams, of several communicators.
 
-use crate::common::{kind, number_from_env, tell, threads, world, worlds};
+use crate::common::{allocate, downloaded, kind, number_from_env, tell, threads, world, worlds};
 use crate::endurance::{Endurance, Mix};
 use crate::expected::Random;
 use std::time::{Duration, Instant};
 use warplink::collective::{Call, CollectiveKind};
-use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp};
+use warplink::device::{DeviceSlice, Priority, ReduceOp};
 use warplink::{Collectives, Communicator, DType, DeviceKind};
 
 /// How often a long run says how far it has come.
@@ -26,8 +26,7 @@ pub(crate) fn upload(comm: &Communicator, memory: &DeviceSlice, values: &[i32]) 
 }
 
 pub(crate) fn download(comm: &Communicator, memory: &DeviceSlice) -> Vec<i32> {
-    let mut bytes = vec![0; memory.bytes()];
-    comm.device().download(memory, &mut bytes).unwrap();
+    let bytes = downloaded(comm, memory);
     let words = bytes.chunks_exact(4);
     words
         .map(|word| i32::from_le_bytes(word.try_into().unwrap()))
@@ -47,9 +46,7 @@ pub(crate) fn sum(world: usize, round: usize, count: usize) -> Vec<i32> {
 }
 
 pub(crate) fn memory(comm: &Communicator, count: usize) -> DeviceSlice {
-    comm.device()
-        .allocate(4 * count, AllocationKind::Plain)
-        .unwrap()
+    allocate(comm, 4 * count)
 }
 
 /// Of all kinds, types, operators, roots and lengths, on one or two streams or as graphs, of one or two

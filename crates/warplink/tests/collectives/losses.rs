@@ -2,14 +2,14 @@
 //! for a result that is none, and goes on with those that are left.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, assert_names_peer, assert_says, kill_self, processes_of,
-    resume, stop_self, threads_that_end, threads_with, world,
+    Ranks, Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, kill_self,
+    processes_of, resume, stop_self, threads_that_end, threads_with, world,
 };
 use crate::data::{by_the_library, exact, is_without_library};
 use crate::expected::{Case, Random};
 use std::time::Duration;
 use warplink::collective::{Call, CollectiveKind, CollectiveOptions, CollectivePath};
-use warplink::device::{AllocationKind, Priority, ReduceOp, Stream};
+use warplink::device::{Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, Error, ErrorKind};
 
 const RANKS: usize = 4;
@@ -311,7 +311,7 @@ fn ranks_that_called_different_things_go_on_in_another_communicator() {
                 let collectives = comm.collectives().unwrap();
                 let stream = comm.create_stream(Priority::Normal).unwrap();
                 let call = if comm.rank() == 1 { other } else { usual };
-                let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+                let memory = allocate(&comm, 64);
                 let slice = memory.slice(0..call.bytes()).unwrap();
                 collectives.enqueue(&call, &slice, &slice, &stream).unwrap();
                 let error = comm.synchronize(&stream).unwrap_err();
@@ -359,9 +359,7 @@ fn call_late(path: Option<CollectivePath>) {
             let by_library = path == Some(CollectivePath::Engine);
             if by_library {
                 // NCCL connects the ranks in their first call, on the host, where it waits for all of them.
-                let made = case.make(comm, &collectives, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                made.check(comm);
+                case.run(comm, &collectives, &stream);
             }
             let made = if comm.rank() == 1 {
                 // The others' calls have timed out.

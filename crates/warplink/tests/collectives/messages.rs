@@ -1,8 +1,9 @@
 //! Groups of sends and receives.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, assert_names_peer, assert_says, delays, kill_self, kind, lose,
-    processes, threads, threads_that_end, threads_with, with_victim, world, worlds,
+    Stopwatch, TimedBarrier, allocate, assert_error, assert_names_peer, assert_says, delays,
+    kill_self, kind, lose, processes, threads, threads_that_end, threads_with, with_victim, world,
+    worlds,
 };
 use crate::data::is_without_library;
 use crate::expected::Random;
@@ -199,7 +200,7 @@ fn groups_in_graphs_are_replayed() {
         let groups: Vec<Vec<Held>> = (0..4)
             .map(|_| held(comm, &plan(&mut random, ranks, 50_000), random.next()))
             .collect();
-        let one = comm.device().allocate(4, AllocationKind::Plain).unwrap();
+        let one = allocate(comm, 4);
         stream.begin_capture().unwrap();
         for group in &groups {
             enqueue(&collectives, group, &stream).unwrap();
@@ -335,8 +336,7 @@ fn another_length_is_told_on_both_ranks_and_to_those_that_wait_for_them() {
                 comm.abort("the test is over");
                 let error = result.unwrap_err();
                 if peer == usize::MAX {
-                    assert_eq!(error.kind(), ErrorKind::PeerFailed, "{error}");
-                    assert_says(&error, &["bytes; expected"]);
+                    assert_error(&error, ErrorKind::PeerFailed, &["bytes; expected"]);
                 } else {
                     assert_names_peer(&error, ErrorKind::Mismatch, peer);
                 }
@@ -400,11 +400,7 @@ fn die(path: CollectivePath) {
             }
         };
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = |bytes| {
-            comm.device()
-                .allocate(bytes, AllocationKind::Plain)
-                .unwrap()
-        };
+        let memory = |bytes| allocate(comm, bytes);
         let (own, come) = (memory(1 << 20), memory(1 << 20));
         let exchange = || {
             let messages = [
@@ -424,7 +420,7 @@ fn groups_that_cannot_be_done_are_refused() {
     crate::common::threads(world(2), |comm| {
         let collectives = comm.collectives().unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+        let memory = allocate(comm, 64);
         let slice = |from: usize, to: usize| memory.slice(from..to).unwrap();
         let (rank, peer) = (comm.rank(), 1 - comm.rank());
         let refused = |messages: &[Message<'_>], says: &str| {

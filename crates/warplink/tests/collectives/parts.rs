@@ -1,7 +1,8 @@
 //! All-to-all with a size for each pair of ranks, given on the host.
 
 use crate::common::{
-    TimedBarrier, assert_names_peer, assert_says, threads, threads_that_end, world, worlds,
+    TimedBarrier, allocate, assert_error, assert_names_peer, assert_says, downloaded, threads,
+    threads_that_end, world, worlds,
 };
 use crate::data::is_without_library;
 use crate::expected::Random;
@@ -104,8 +105,7 @@ impl Made {
     }
 
     fn check(&self, comm: &Communicator) {
-        let mut bytes = vec![0; self.output.bytes()];
-        comm.device().download(&self.output, &mut bytes).unwrap();
+        let bytes = downloaded(comm, &self.output);
         let got: Vec<u16> = bytes
             .chunks_exact(2)
             .map(|two| u16::from_le_bytes([two[0], two[1]]))
@@ -188,14 +188,8 @@ fn a_rank_that_states_another_size_is_named() {
         |comm| {
             let collectives = comm.collectives().unwrap();
             let stream = comm.create_stream(Priority::Normal).unwrap();
-            let memory = comm
-                .device()
-                .allocate(ranks * 64, AllocationKind::Plain)
-                .unwrap();
-            let output = comm
-                .device()
-                .allocate(ranks * 64, AllocationKind::Plain)
-                .unwrap();
+            let memory = allocate(&comm, ranks * 64);
+            let output = allocate(&comm, ranks * 64);
             let counts = vec![16; ranks];
             let mut expected = counts.clone();
             if comm.rank() == receiver {
@@ -236,7 +230,7 @@ fn parts_that_do_not_fit_the_memory_are_refused() {
     crate::common::threads(world(2), |comm| {
         let collectives = comm.collectives().unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+        let memory = allocate(comm, 64);
         let (output, input) = (memory.slice(0..32).unwrap(), memory.slice(32..64).unwrap());
         let good = Parts {
             counts: &[4, 4],
@@ -251,8 +245,7 @@ fn parts_that_do_not_fit_the_memory_are_refused() {
                     &stream,
                 )
                 .unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert_says(&error, &["all_to_all_v", says]);
+            assert_error(&error, ErrorKind::InvalidArgument, &["all_to_all_v", says]);
         };
         let parts = |counts, displacements| Parts {
             counts,

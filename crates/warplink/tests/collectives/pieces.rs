@@ -1,9 +1,9 @@
 //! Calls on more memory than one launch takes.
 
-use crate::common::{threads, world};
+use crate::common::{allocate, downloaded, threads, world};
 use crate::expected::Random;
 use warplink::collective::{Call, CollectiveKind, CollectiveOptions, CollectivePath};
-use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
+use warplink::device::{DeviceSlice, Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, ErrorKind};
 
 /// Elements of a part, and bytes that a launch takes: a few pieces, of which the last is shorter.
@@ -25,10 +25,7 @@ fn memory(comm: &Communicator, seed: u64, rows: usize) -> DeviceSlice {
     let mut random = Random::new(seed);
     let values = (0..rows * COUNT).map(|_| (random.next() as i32 as f32) * 1e-3);
     let bytes: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
-    let memory = comm
-        .device()
-        .allocate(bytes.len().max(4), AllocationKind::Plain)
-        .unwrap();
+    let memory = allocate(comm, bytes.len().max(4));
     comm.device().upload(&memory, &bytes).unwrap();
     memory
 }
@@ -59,9 +56,7 @@ fn result(
     };
     collectives.enqueue(call, &output, &input, stream).unwrap();
     comm.synchronize(stream).unwrap();
-    let mut bytes = vec![0; output.bytes()];
-    comm.device().download(&output, &mut bytes).unwrap();
-    bytes
+    downloaded(comm, &output)
 }
 
 #[test]

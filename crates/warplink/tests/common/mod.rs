@@ -33,7 +33,7 @@ pub use stopwatch::{Stopwatch, time_on_processor};
 pub use timed_barrier::TimedBarrier;
 pub use waiting_kernel::WaitingKernel;
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
-use warplink::device::{self, Delays, Device, DeviceConfig, Priority};
+use warplink::device::{self, AllocationKind, Delays, Device, DeviceConfig, DeviceSlice, Priority};
 use warplink::p2p::{self, Protocol, Transfer, TransferRequest, post_all};
 use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind, Rank};
 
@@ -572,4 +572,23 @@ pub fn assert_says(error: &Error, parts: &[&str]) {
 pub fn assert_names_peer(error: &Error, kind: ErrorKind, peer: Rank) {
     let found = (error.kind(), error.peer());
     assert_eq!(found, (kind, Some(peer)), "{error}");
+}
+
+/// Fails unless `error` has this kind and its text contains every part.
+pub fn assert_error(error: &Error, kind: ErrorKind, parts: &[&str]) {
+    assert_eq!(error.kind(), kind, "{error}");
+    assert_says(error, parts);
+}
+
+/// Memory of the rank's device that is its alone until it is published.
+pub fn allocate(comm: &Communicator, bytes: usize) -> DeviceSlice {
+    let allocated = comm.device().allocate(bytes, AllocationKind::Plain);
+    allocated.unwrap()
+}
+
+/// The bytes of memory of the rank's device.
+pub fn downloaded(comm: &Communicator, slice: &DeviceSlice) -> Vec<u8> {
+    let mut bytes = vec![0; slice.bytes()];
+    comm.device().download(slice, &mut bytes).unwrap();
+    bytes
 }

@@ -2,8 +2,8 @@
 //! the exchange.
 
 use crate::common::{
-    Stopwatch, assert_names_peer, assert_says, kind, processes, threads, threads_with, values,
-    world,
+    Stopwatch, assert_error, assert_names_peer, assert_says, kind, processes, threads,
+    threads_with, values, world,
 };
 use crate::delayed;
 use crate::matmul::{Case, Memory};
@@ -148,8 +148,7 @@ fn another_collective_in_the_place_of_a_bind_is_told_at_once() {
             _ => comm.barrier().unwrap_err(),
         };
         assert!(start.elapsed() < SOON);
-        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-        assert_says(&error, &["bind", "barrier"]);
+        assert_error(&error, ErrorKind::Mismatch, &["bind", "barrier"]);
         run_ring(comm, &prepared, 256, 0);
     });
 }
@@ -198,8 +197,7 @@ fn a_rank_that_gave_up_waiting_fails_those_that_come_later() {
         let prepared = prepare(&comm.executor(), RING, &[("n", 64)], 2);
         if comm.rank() == 0 {
             let error = bind(comm, &prepared, 256).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-            assert_says(&error, &["rank 1", "bind"]);
+            assert_error(&error, ErrorKind::Timeout, &["rank 1", "bind"]);
             comm.bootstrap().store().set("gave up", b"").unwrap();
         } else {
             let wait = Wait::on([0], comm.deadline());
@@ -370,7 +368,7 @@ fn lanes_beyond_the_limit_of_multiprocessors_are_refused() {
         let bindings = ["X", "Y", "Z"].map(|name| (name.to_owned(), allocate(comm, 256)));
         let bindings = bindings.into();
         let error = prepared.bind(&bindings).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Mismatch);
+        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
         assert_says(&error, &["multiprocessors = 7", "multiprocessors = 6"]);
         prepare(6).unwrap().bind(&bindings).unwrap();
     });
