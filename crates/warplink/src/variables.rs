@@ -1,6 +1,6 @@
 //! Environment variables as text.
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::ffi::OsString;
 
 /// The value of a variable of this process.
@@ -17,11 +17,8 @@ pub fn read(name: &str) -> Result<Option<String>> {
 /// As [`read`].
 pub(crate) fn text(name: &str, value: Option<OsString>) -> Result<Option<String>> {
     let refused = |_| {
-        Error::new(
-            ErrorKind::Parse,
-            format!("{name} is not UTF-8; expected text"),
-        )
-        .with_help(format!("set {name} to text, or unset it"))
+        Error::parse(format!("{name} is not UTF-8; expected text"))
+            .with_help(format!("set {name} to text, or unset it"))
     };
     value
         .map(|value| value.into_string().map_err(refused))

@@ -5,7 +5,7 @@ use super::group_name::GroupName;
 use super::message::{Bytes, GatherId, Purpose, Reply, Request};
 use super::store::wire_ranks;
 use crate::deadline::Deadline;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
 use std::fmt;
 use std::sync::Arc;
@@ -226,10 +226,7 @@ pub(crate) fn sort_members(members: &[Rank], rank: Rank, world: usize) -> Result
 }
 
 fn unexpected() -> Error {
-    Error::new(
-        ErrorKind::Protocol,
-        "the store sent a reply of an unexpected type",
-    )
+    Error::protocol("the store sent a reply of an unexpected type")
 }
 
 impl fmt::Debug for Group {

@@ -142,12 +142,9 @@ impl Bootstrap {
             joined.inspect_err(|_| own.get().into_iter().for_each(|server| server.stop()))?;
         let session = link.session;
         let key = identity.secret.clone();
-        let server = own.into_inner().ok_or_else(|| {
-            Error::new(
-                ErrorKind::Internal,
-                "a rank joined without starting its server",
-            )
-        })?;
+        let server = own
+            .into_inner()
+            .ok_or_else(|| Error::internal("a rank joined without starting its server"))?;
         let client =
             Client::start(identity, health, server.clone(), link).inspect_err(|_| server.stop())?;
         let heartbeat = Heartbeat::start(client.clone(), server.clone(), config.heartbeat_limit)

@@ -397,7 +397,7 @@ impl ServerShared {
         let leaving = request == Request::Leave;
         let mut state = lock(&self.state);
         if state.closing {
-            return Err(Error::new(ErrorKind::Closed, "the store is closing"));
+            return Err(Error::closed("the store is closing"));
         }
         match request {
             // Its arrival was noted already.

@@ -3,7 +3,7 @@
 use super::client::Client;
 use super::message::{Bytes, OnReady, Reply, Request};
 use crate::deadline::Deadline;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -294,11 +294,7 @@ pub(crate) fn wire_ranks(ranks: &[Rank]) -> Result<Vec<u32>> {
 }
 
 fn unexpected(operation: &'static str) -> Error {
-    Error::new(
-        ErrorKind::Protocol,
-        "the store sent a reply of an unexpected type",
-    )
-    .with_operation(operation)
+    Error::protocol("the store sent a reply of an unexpected type").with_operation(operation)
 }
 
 impl fmt::Debug for Store {

@@ -10,7 +10,7 @@ use crate::device::{
     Argument, At, ChannelArray, ChannelHandle, ChannelMemory, Device, DeviceSlice, InFlight, InUse,
     MemoryOp, Stream, Word,
 };
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
 use crate::signal::SlotPair;
 use crate::sync::lock;
@@ -214,15 +214,13 @@ impl Connection {
             .with_help("use memory of the communicator's device"));
         }
         if stream.is_capturing()? {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "a graph does not contain copies over the network",
-            )
-            .with_help("copy outside of the graph, or put and get in a kernel"));
+            return Err(
+                Error::unsupported("a graph does not contain copies over the network")
+                    .with_help("copy outside of the graph, or put and get in a kernel"),
+            );
         }
         let (Some(proxy), Some(end)) = (&self.end.proxy, &parts.proxy) else {
-            return Err(Error::new(
-                ErrorKind::Internal,
+            return Err(Error::internal(
                 "a connection over the network has no proxy",
             ));
         };

@@ -8,7 +8,7 @@ use super::enqueue::Uses;
 use super::join::{CallPath, cannot_map};
 use super::launches::Overlap;
 use crate::device::{DeviceSlice, Stream};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::p2p::Path;
 use crate::program::execute::{Bindings, Executor, Plan, PrepareOptions, RankContext};
 use std::fmt;
@@ -177,7 +177,7 @@ impl Collectives {
             let theirs: Vec<u32> = theirs.iter().copied().map(u32::from_le_bytes).collect();
             if theirs != words {
                 let text = Call::difference(&words, &theirs);
-                return Err(Error::new(ErrorKind::Mismatch, text)
+                return Err(Error::mismatch(text)
                     .with_peer(peer)
                     .with_help("bind the same calls in the same order on every rank"));
             }
@@ -233,12 +233,7 @@ impl Collectives {
             Overlap::Shared => copies_in_place(call.kind),
         };
         let prepared = program
-            .unwrap_or_else(|| {
-                Err(Error::new(
-                    ErrorKind::Internal,
-                    "the chosen program does not exist",
-                ))
-            })
+            .unwrap_or_else(|| Err(Error::internal("the chosen program does not exist")))
             .and_then(|program| {
                 let parameters = self.0.machine.parameters(call, choice);
                 // Tests have verified it for every world, like other programs.

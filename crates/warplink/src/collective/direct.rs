@@ -8,7 +8,7 @@ use super::fused::FusedLaunches;
 use super::launches::{CallKey, Launches, Overlap};
 use crate::device::{DeviceSlice, Readying, ReduceOp, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::program::execute::{RankContext, SharedKernel, SharedWorkspace};
 use crate::program::section::{ScratchInstance, WorkspaceLayout};
 use crate::topology;
@@ -66,9 +66,9 @@ impl Direct {
             scratch.extend(program.scratch);
         }
         let rows = scratch.iter().find(|scratch| &*scratch.name == "C");
-        let announcements = rows.cloned().ok_or_else(|| {
-            Error::new(ErrorKind::Internal, "the programs have nowhere to announce")
-        })?;
+        let announcements = rows
+            .cloned()
+            .ok_or_else(|| Error::internal("the programs have nowhere to announce"))?;
         let layout = WorkspaceLayout::of(&scratch);
         Ok(Self {
             rank,

@@ -7,7 +7,7 @@ use super::join::CallPath;
 use super::launches::{CallKey, Overlap};
 use crate::device::{DeviceSlice, ReduceOp, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
 use std::ops::Range;
 
@@ -309,9 +309,7 @@ fn overlap(call: &Call, rank: Rank, output: &DeviceSlice, input: &DeviceSlice) -
     if fits {
         return Ok(Overlap::Shared);
     }
-    Err(Error::new(
-        ErrorKind::InvalidArgument,
-        format!("input {input:?} and output {output:?} overlap in part; expected separate memory, or one in place"),
+    Err(Error::invalid(format!("input {input:?} and output {output:?} overlap in part; expected separate memory, or one in place"),
     )
     .with_operation(call.kind.name())
     .with_help("see Collectives for in-place calls"))

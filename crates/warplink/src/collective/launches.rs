@@ -5,7 +5,7 @@ use super::call::Call;
 use super::choice::{Choice, Machine};
 use super::recent::Recent;
 use crate::device::{Readying, ReduceOp};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::program::execute::{CodeWanted, SharedKernel, SharedWorkspace, TellDifference};
 use crate::program::section::SectionInstance;
 use crate::program::{OperationKind, RankProgram};
@@ -162,9 +162,6 @@ pub(super) fn section(program: &RankProgram) -> Result<SectionInstance> {
             sizes_vary: true,
             ..(**section).clone()
         }),
-        _ => Err(Error::new(
-            ErrorKind::Internal,
-            "a collective is a program with one kernel",
-        )),
+        _ => Err(Error::internal("a collective is a program with one kernel")),
     }
 }

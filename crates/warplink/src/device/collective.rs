@@ -5,7 +5,7 @@ use super::slice::DeviceSlice;
 use super::stream::Stream;
 use crate::deadline::Deadline;
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::named::named;
 use std::ffi::c_void;
 use std::fmt;
@@ -264,12 +264,11 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) after the deadline;
     /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the engine works only in streams.
     fn call(&self, _: &RankCall, _: Deadline) -> Result<Option<(Rank, Vec<u8>)>> {
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("{} does no call outside of streams", self.name()),
+        Err(
+            Error::unsupported(format!("{} does no call outside of streams", self.name()))
+                .with_operation("call")
+                .with_help("enqueue it"),
         )
-        .with_operation("call")
-        .with_help("enqueue it"))
     }
 
     /// Registers memory that later requests use, so that the engine may access it directly on all ranks.
@@ -280,12 +279,11 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the engine cannot register this kind of
     /// memory.
     fn register(&self, slice: &DeviceSlice) -> Result<()> {
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("{} cannot register {slice:?}", self.name()),
+        Err(
+            Error::unsupported(format!("{} cannot register {slice:?}", self.name()))
+                .with_operation("register memory")
+                .with_help("use it as it is: nothing needs to be registered"),
         )
-        .with_operation("register memory")
-        .with_help("use it as it is: nothing needs to be registered"))
     }
 
     /// The library's communicator, for direct calls of the library; null after an abort. Owned by the engine
@@ -347,9 +345,7 @@ pub(super) fn check_adopted(
     if (rank, world) == (expected_rank, expected_world) {
         return Ok(());
     }
-    Err(Error::new(
-        ErrorKind::Mismatch,
-        format!(
+    Err(Error::mismatch(format!(
             "the communicator has this process as rank {rank} of {world}; expected rank {expected_rank} of {expected_world}"
         ),
     )

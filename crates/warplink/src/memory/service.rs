@@ -337,7 +337,7 @@ mod tests {
                 descriptor: rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC)?,
                 bytes: 1 << 40,
             })),
-            _ => Err(Error::new(ErrorKind::Closed, "gone")),
+            _ => Err(Error::closed("gone")),
         });
         let service = Service::start([5; 16], handler).unwrap();
         let piece = ask(service.name(), &[5; 16], descriptor_of(7), MAX_WAIT).unwrap();

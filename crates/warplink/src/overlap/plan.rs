@@ -208,12 +208,9 @@ impl OverlapPlan {
     /// Enqueues a run, and keeps the plan until it is done.
     pub(super) fn once(self, stream: &Stream) -> Result<Choice> {
         if stream.is_capturing()? {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "a plan of one use cannot be captured",
-            )
-            .with_rank(self.executor.rank())
-            .with_help("create a plan before the capture, and run it there"));
+            return Err(Error::unsupported("a plan of one use cannot be captured")
+                .with_rank(self.executor.rank())
+                .with_help("create a plan before the capture, and run it there"));
         }
         let enqueued = self.run(stream);
         // Even after a failure: some of it may have been enqueued.

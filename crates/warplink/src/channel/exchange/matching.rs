@@ -7,7 +7,7 @@ use crate::channel::proxy::{ProxyKey, Route};
 use crate::channel::request::Transport;
 use crate::device::ChannelMemory;
 use crate::device::channel::{ChannelParts, RegionPlace, Windows};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::memory::{PeerHandle, RemoteRegion};
 use crate::signal::Slot;
 use crate::transport::{
@@ -57,7 +57,7 @@ impl ConnectionExchange {
                 exposed.discard();
             }
             pairs.slots.recycle(end.slot.number);
-            return Err(Error::new(ErrorKind::Mismatch, what).with_help(help));
+            return Err(Error::mismatch(what).with_help(help));
         }
         let request = end.request;
         let words = end.slot.channel_words()?;
@@ -66,7 +66,7 @@ impl ConnectionExchange {
             (None, Some(handles)) => self.map(end.slot, (job_peer, terms.slot), handles)?,
             (None, None) => {
                 let what = "a connection over the network exposes no memory";
-                return Err(Error::new(ErrorKind::Internal, what));
+                return Err(Error::internal(what));
             }
         };
         let own = request.region;

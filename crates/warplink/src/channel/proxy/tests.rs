@@ -1,6 +1,7 @@
 //! The proxy alone, on the host device.
 
 use super::*;
+use crate::ErrorKind;
 use crate::device::channel::trigger::{LAP, Movement, Trigger};
 use crate::device::channel::{RegionPlace, Windows};
 use crate::device::{

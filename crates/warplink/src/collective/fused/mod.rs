@@ -25,7 +25,7 @@ use super::Collectives;
 use super::call::{Call, CollectiveKind};
 use crate::device::{ReduceOp, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::named::named;
 use memory::Form;
 
@@ -177,8 +177,7 @@ impl Collectives {
         inner.context.fault.check()?;
         let direct = inner.path.direct().filter(|_| inner.machine.cube.is_none());
         let direct = direct.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Unsupported,
+            Error::unsupported(
                 "ranks do not all map one another's memory; expected the direct path",
             )
             .with_operation(NAME)

@@ -3,7 +3,7 @@
 use super::fifo::Fifo;
 use super::trigger::{At, MAX_REGIONS};
 use crate::device::{Device, DeviceKind, DeviceSlice, Fault, Word};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -156,8 +156,7 @@ impl Windows {
             RegionPlace::Mapped(region) => {
                 region.slice(at.offset as usize..(at.offset + bytes) as usize)
             }
-            RegionPlace::Elsewhere(_) => Err(Error::new(
-                ErrorKind::Unsupported,
+            RegionPlace::Elsewhere(_) => Err(Error::unsupported(
                 "the peer's memory is on another machine",
             )
             .with_help("put to it, or get from it, in a kernel")),

@@ -2,7 +2,7 @@
 
 use super::flow::agreed;
 use super::{EndOffer, RequestedTransfer, TransferExchange};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::p2p::end::TransferEnd;
 use crate::p2p::packets::Unpacking;
 use crate::p2p::path::Flow;
@@ -38,8 +38,7 @@ impl TransferExchange {
         let slots = self.pairs.pair_slots(slot, job_peer, terms.slot, inbound)?;
         let role = request.direction.role(protocol);
         if buffer.is_some() != (role == Role::Initiator) {
-            return Err(Error::new(
-                ErrorKind::Protocol,
+            return Err(Error::protocol(
                 "the peer offers a buffer where it copies, or none where it does not",
             )
             .with_help("run the same version of Warplink on every rank"));
@@ -53,7 +52,7 @@ impl TransferExchange {
                 "the handle of the peer's buffer covers {} bytes; expected {expected}",
                 remote.memory().bytes()
             );
-            return Err(Error::new(ErrorKind::InvalidHandle, what));
+            return Err(Error::invalid_handle(what));
         }
         let scratch = scratch.filter(|_| matches!(flow, Flow::Packets { .. }));
         let scratch = scratch.map(|handle| handle.open()).transpose()?;
@@ -96,17 +95,14 @@ fn check_alike(end: &RequestedTransfer, offer: &EndOffer) -> Result<()> {
             "this rank's {} has {bytes} bytes, the peer's end {}",
             end.request.direction, offer.bytes
         );
-        return Err(
-            Error::new(ErrorKind::Mismatch, what).with_help("give both ends the same length")
-        );
+        return Err(Error::mismatch(what).with_help("give both ends the same length"));
     }
     if offer.protocol != end.protocol {
         let what = format!(
             "this rank uses {}, the peer {}",
             end.protocol, offer.protocol
         );
-        return Err(Error::new(ErrorKind::Mismatch, what)
-            .with_help("choose the same protocol on both ranks"));
+        return Err(Error::mismatch(what).with_help("choose the same protocol on both ranks"));
     }
     Ok(())
 }

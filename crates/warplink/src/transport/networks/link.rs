@@ -4,7 +4,7 @@ use super::exposed::{ExposedMemory, reached};
 use super::{GONE, GoneNotice, INBOUND, Networks};
 use crate::device::Fault;
 use crate::device::network::{NetworkConnection, NetworkRegion, RemoteMemory};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::memory::Region;
 use crate::sync::lock;
 use crate::transport::staging::{Incoming, RingShape, Service, StagedEnd};
@@ -236,7 +236,7 @@ impl NetworkLink {
                     "the peer's region message has {} bytes; expected at least 8",
                     key.len()
                 );
-                return Err(Error::new(ErrorKind::Protocol, text).with_peer(self.peer));
+                return Err(Error::protocol(text).with_peer(self.peer));
             };
             let bytes = u64::from_le_bytes(*bytes);
             // Regions bypass the rings only if the first one does.
@@ -299,7 +299,7 @@ fn open_reached(
             return Ok(opened);
         }
         let text = format!("the key is of {} bytes; expected {bytes}", opened.bytes());
-        Err(Error::new(ErrorKind::Protocol, text))
+        Err(Error::protocol(text))
     });
     opened
         .inspect_err(|error| tracing::debug!(%error, "data for the peer's region is staged"))
@@ -319,13 +319,10 @@ fn check_words(
     if words.bytes() >= WORDS_BYTES {
         return Ok(());
     }
-    Err(Error::new(
-        ErrorKind::Protocol,
-        format!(
-            "the peer offers words of {} bytes; expected {WORDS_BYTES}",
-            words.bytes()
-        ),
-    )
+    Err(Error::protocol(format!(
+        "the peer offers words of {} bytes; expected {WORDS_BYTES}",
+        words.bytes()
+    ))
     .with_help("run the same version of Warplink on every rank"))
 }
 

@@ -100,7 +100,7 @@ impl Nvml {
     /// Handle of the GPU at `address`, or null and the status of the failure.
     pub(super) fn find(&self, address: PciAddress) -> Result<(NvmlHandle, c_int)> {
         let text = CString::new(address.to_string())
-            .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;
+            .map_err(|error| Error::internal(error.to_string()))?;
         let mut handle = NvmlHandle(std::ptr::null_mut());
         // SAFETY: `text` ends with a zero, and `handle` is an output parameter for one handle.
         let status = unsafe { (self.nvmlDeviceGetHandleByPciBusId_v2)(text.as_ptr(), &mut handle) };

@@ -13,7 +13,7 @@ use super::hazard::{self, Barriers};
 use super::range::Range;
 use super::scope::Scope;
 use crate::device::ReduceOp;
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 use crate::program::construct::{Branch, Each, Loop, NodeKind, Over, Selection, TensorRef};
 use crate::program::expr::{self, Expr, PART_UNIT};
 use crate::program::section::{
@@ -590,7 +590,7 @@ impl<'s> Emitter<'s> {
 
     fn error(&self, text: impl Into<String>, help: &'static str) -> Error {
         let operation = format!("compile a kernel section, {}", self.position);
-        Error::new(ErrorKind::Unsupported, text.into())
+        Error::unsupported(text.into())
             .with_operation(operation)
             .with_help(help)
     }
