@@ -21,7 +21,7 @@ impl Schedule<'_> {
 
     pub(super) fn add_matmul(
         &mut self,
-        state: &mut RankState,
+        state: &mut RankState<'_>,
         &MatmulSpec { m, n, k, dtype, .. }: &MatmulSpec,
     ) {
         let seconds = self.gemm(dtype, (m, k, n));
@@ -39,7 +39,7 @@ impl Schedule<'_> {
     }
 
     /// Adds a copy within a rank's memory.
-    pub(super) fn copy_work(&mut self, state: &mut RankState, bytes: f64) {
+    pub(super) fn copy_work(&mut self, state: &mut RankState<'_>, bytes: f64) {
         let memory = &self.model.memory;
         let seconds = memory.copy.seconds(bytes);
         let (share, occupancy) = (2.0 * bytes / seconds / memory.rate, memory.copy_occupancy);
@@ -54,7 +54,7 @@ impl Schedule<'_> {
     }
 
     /// Adds an element-wise operation that reads and writes `bytes` bytes; it is bound by memory.
-    pub(super) fn add_elementwise(&mut self, state: &mut RankState, bytes: f64) {
+    pub(super) fn add_elementwise(&mut self, state: &mut RankState<'_>, bytes: f64) {
         let memory = &self.model.memory;
         let seconds = memory.kernel + bytes / memory.sum_rate;
         let (share, occupancy) = (bytes / seconds / memory.rate, memory.sum_occupancy);
@@ -71,7 +71,7 @@ impl Schedule<'_> {
     /// Adds a collective among `members`, or among all ranks.
     pub(super) fn add_collective(
         &mut self,
-        state: &mut RankState,
+        state: &mut RankState<'_>,
         members: Option<&Arc<[Rank]>>,
         name: &str,
         bytes: f64,
@@ -107,7 +107,7 @@ impl Schedule<'_> {
     }
 
     /// Adds work of the engine in which `bytes` bytes leave this rank and as many arrive.
-    pub(super) fn engine_work(&mut self, state: &RankState, seconds: f64, bytes: f64) {
+    pub(super) fn engine_work(&mut self, state: &RankState<'_>, seconds: f64, bytes: f64) {
         let (link, memory) = (&self.model.link, &self.model.memory);
         let rate = if seconds > 0.0 { bytes / seconds } else { 0.0 };
         let (peak, ring, occupancy) = (link.put.peak(), link.put_ring, memory.copy_occupancy);
@@ -125,7 +125,7 @@ impl Schedule<'_> {
     }
 
     /// The engine runs its operations in the host's order, across streams.
-    pub(super) fn follow_engine(&mut self, state: &mut RankState) {
+    pub(super) fn follow_engine(&mut self, state: &mut RankState<'_>) {
         if let Some((stream, done)) = state.engine
             && stream != state.stream
         {
@@ -134,13 +134,13 @@ impl Schedule<'_> {
         }
     }
 
-    pub(super) fn mark_engine(&mut self, state: &mut RankState) {
+    pub(super) fn mark_engine(&mut self, state: &mut RankState<'_>) {
         let done = self.new_counter();
         self.step(state, Step::Add(done, 1.0, 0.0));
         state.engine = Some((state.stream, done));
     }
 
-    pub(super) fn add_synchronize(&mut self, state: &mut RankState, other: usize) {
+    pub(super) fn add_synchronize(&mut self, state: &mut RankState<'_>, other: usize) {
         let event = self.new_counter();
         let stream = &mut self.streams[state.first_stream + other];
         stream.extend([Step::NotBefore(state.host), Step::Add(event, 1.0, 0.0)]);
