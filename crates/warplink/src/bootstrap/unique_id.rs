@@ -2,6 +2,7 @@
 
 use super::secret::Secret;
 use super::socket;
+use crate::debug::debug_fields;
 use crate::error::{Error, Result};
 use sha2::{Digest, Sha256};
 use std::fmt;
@@ -199,13 +200,7 @@ impl PartialEq for UniqueId {
 
 impl Eq for UniqueId {}
 
-impl fmt::Debug for UniqueId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("UniqueId")
-            .field("address", &self.address)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(UniqueId, |it| address: it.address);
 
 /// 256 lower-case hexadecimal digits, the secret included.
 impl fmt::Display for UniqueId {

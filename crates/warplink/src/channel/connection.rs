@@ -4,6 +4,7 @@ use super::answers::Answers;
 use super::proxy::{Proxy, StreamCopy};
 use super::request::Transport;
 use super::tables::AddressTable;
+use crate::debug::debug_fields;
 use crate::device::channel::Side;
 use crate::device::channel::trigger::Movement;
 use crate::device::{
@@ -15,7 +16,6 @@ use crate::memory::{Region, RemoteRegion};
 use crate::signal::SlotPair;
 use crate::sync::lock;
 use crate::transport::{NetworkLink, NetworkPath};
-use std::fmt;
 use std::sync::{Arc, Mutex};
 
 /// One rank's end of a connection: a peer and a tag. It keeps its regions registered, and the peer's mapped. Clones
@@ -273,16 +273,12 @@ impl From<&Connection> for Argument {
     }
 }
 
-impl fmt::Debug for Connection {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connection")
-            .field("peer", &self.end.peer)
-            .field("tag", &self.end.tag)
-            .field("transport", &self.end.transport)
-            .field("network_path", &self.network_path())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Connection, |it|
+    peer: it.end.peer,
+    tag: it.end.tag,
+    transport: it.end.transport,
+    network_path: it.network_path()
+);
 
 impl ConnectionEnd {
     /// Its name in messages.

@@ -7,11 +7,11 @@ use super::choice::Choice;
 use super::enqueue::Uses;
 use super::join::{CallPath, cannot_map};
 use super::launches::Overlap;
+use crate::debug::debug_fields;
 use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, Rank, Result};
 use crate::p2p::Path;
 use crate::program::execute::{Bindings, Executor, Plan, PrepareOptions, RankContext};
-use std::fmt;
 use std::sync::Arc;
 
 /// A call of a collective bound to fixed memory, which it keeps alive ([`Collectives::bind`]). Clones share
@@ -39,14 +39,7 @@ enum Strategy {
     Copies(Box<Plan>),
 }
 
-impl fmt::Debug for BoundCall {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BoundCall")
-            .field("call", &self.0.call)
-            .field("choice", &self.0.choice)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(BoundCall, |it| call: it.0.call, choice: it.0.choice);
 
 impl BoundCall {
     /// The call; in bytes if it does not reduce.

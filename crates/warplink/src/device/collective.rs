@@ -4,6 +4,7 @@ use super::reduce_op::ReduceOp;
 use super::slice::DeviceSlice;
 use super::stream::Stream;
 use crate::deadline::Deadline;
+use crate::debug::debug_fields;
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};
 use crate::named::named;
@@ -238,12 +239,8 @@ impl VendorCommunicator {
     }
 }
 
-/// Omits the address, which differs between ranks.
-impl fmt::Debug for VendorCommunicator {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("VendorCommunicator")
-    }
-}
+// Omits the address, which differs between ranks.
+debug_fields!(VendorCommunicator);
 
 /// Collectives over all ranks. Every rank must enqueue the same ones in the same order with matching lengths.
 pub trait CollectiveEngine: Send + Sync + fmt::Debug {

@@ -3,6 +3,7 @@
 //! The last bytes are a keyed hash of the others, so that a handle that was altered, or created outside of
 //! the job, is rejected before a driver sees it.
 
+use crate::debug::debug_fields;
 use crate::device::{DeviceIdentity, DeviceKind};
 use crate::error::{Error, Rank, Result};
 use hmac::{Hmac, Mac};
@@ -79,11 +80,7 @@ pub struct Handle {
 #[derive(Clone)]
 pub struct HandleKey(Hmac<Sha256>);
 
-impl std::fmt::Debug for HandleKey {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("HandleKey")
-    }
-}
+debug_fields!(HandleKey);
 
 impl HandleKey {
     /// The key of jobs that share `secret`.

@@ -10,6 +10,7 @@ use super::request::{ConnectionRequest, Transport};
 use super::tables::TablePool;
 use crate::bootstrap::Group;
 use crate::deadline::Deadline;
+use crate::debug::debug_fields;
 use crate::device::Fault;
 use crate::device::channel::trigger::MAX_OFFSET;
 use crate::error::{ErrorKind, Rank, Result};
@@ -36,11 +37,7 @@ pub(crate) struct ProxySource(pub(crate) Arc<StartProxy>);
 
 type StartProxy = dyn Fn(ProxyKey) -> Result<Arc<Proxy>> + Send + Sync;
 
-impl std::fmt::Debug for ProxySource {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("ProxySource")
-    }
-}
+debug_fields!(ProxySource);
 
 /// An end of this rank.
 pub(crate) struct RequestedConnection {
