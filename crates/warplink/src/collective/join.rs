@@ -105,12 +105,12 @@ impl Collectives {
             Some(CollectivePath::Direct) => {
                 // If ranks span machines, each rank has a remote peer.
                 if let Some(peer) = far(&context, machine.world)? {
-                    return Err(Error::unsupported("the peer is on another machine; expected the ranks of one machine on the direct path",
-                    )
-                    .with_operation("join the collectives")
-                    .with_rank(rank)
-                    .with_peer(peer)
-                    .with_help("leave the path open"));
+                    let text = "the peer is on another machine; expected the ranks of one machine on the direct path";
+                    return Err(Error::unsupported(text)
+                        .with_operation("join the collectives")
+                        .with_rank(rank)
+                        .with_peer(peer)
+                        .with_help("leave the path open"));
                 }
                 Paths::Direct(Box::new(Direct::join(
                     &context,

@@ -203,11 +203,13 @@ pub(super) struct HostModule {
 impl HostModule {
     pub(super) fn load(source: &ModuleSource, processors: usize) -> Result<Self> {
         if source.host_kernels().is_empty() {
-            return Err(Error::unsupported("the module has no kernels for the host device",
-            )
-            .with_operation("load a module")
-            .with_key(source.name())
-            .with_help("give the module its kernels for the host device, by ModuleSource::with_host_kernel, `host` in Python or `host_kernels` in C"));
+            let help = "give the module its kernels for the host device, by ModuleSource::with_host_kernel, `host` in Python or `host_kernels` in C";
+            return Err(
+                Error::unsupported("the module has no kernels for the host device")
+                    .with_operation("load a module")
+                    .with_key(source.name())
+                    .with_help(help),
+            );
         }
         Ok(Self {
             name: source.name().to_owned(),

@@ -41,26 +41,24 @@ impl Schedule<'_> {
     /// Adds a copy within a rank's memory.
     pub(super) fn copy_work(&mut self, state: &mut RankState<'_>, bytes: f64) {
         let memory = &self.model.memory;
-        let seconds = memory.copy.seconds(bytes);
-        let (share, occupancy) = (2.0 * bytes / seconds / memory.rate, memory.copy_occupancy);
-        let first = self.demands.len();
-        self.demand(state.rank, MEMORY, share);
+        let (seconds, occupancy) = (memory.copy.seconds(bytes), memory.copy_occupancy);
         self.engine_copy(state);
-        let work = Work {
-            occupancy,
-            ..Work::new(seconds, Bound::Memory, [state.rank, state.rank])
-        };
-        self.work(state, first, work);
+        self.memory_work(state, seconds, 2.0 * bytes, occupancy);
     }
 
     /// Adds an element-wise operation that reads and writes `bytes` bytes; it is bound by memory.
     pub(super) fn add_elementwise(&mut self, state: &mut RankState<'_>, bytes: f64) {
         let memory = &self.model.memory;
         let seconds = memory.kernel + bytes / memory.sum_rate;
-        let (share, occupancy) = (bytes / seconds / memory.rate, memory.sum_occupancy);
-        let first = self.demands.len();
-        self.demand(state.rank, MEMORY, share);
+        let occupancy = memory.sum_occupancy;
         self.kernel(state);
+        self.memory_work(state, seconds, bytes, occupancy);
+    }
+
+    /// Adds work bound by the rank's memory, which it reads and writes `bytes` bytes of.
+    fn memory_work(&mut self, state: &RankState<'_>, seconds: f64, bytes: f64, occupancy: f64) {
+        let first = self.demands.len();
+        self.demand(state.rank, MEMORY, bytes / seconds / self.model.memory.rate);
         let work = Work {
             occupancy,
             ..Work::new(seconds, Bound::Memory, [state.rank, state.rank])

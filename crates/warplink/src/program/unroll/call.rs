@@ -208,10 +208,7 @@ impl<'p> Unroller<'p> {
     ) -> Result<(), Diagnostic> {
         for parameter in &program.parameters {
             let bound = match values.resolve(parameter) {
-                Ok(Value::Integer(value)) => Bound::Integer(value),
-                Ok(Value::List(values)) => Bound::List(values.into()),
-                Ok(Value::ElementType(dtype)) => Bound::ElementType(dtype),
-                Ok(Value::Operator(operator)) => Bound::Operator(operator),
+                Ok(value) => value.into(),
                 Err(error) => {
                     let message = format!("'{}': {}", program.name, error.message());
                     return Err(self.diagnostic(DiagnosticKind::Requirement, message));

@@ -26,7 +26,7 @@ use super::ir::{
     Branch, Collective, Direction, Each, Node, NodeKind, Position, Program, Selection, Statement,
     StatementKind, TensorRef,
 };
-use super::parameters::{Parameter, Parameters, Value};
+use super::parameters::{Parameter, Parameters};
 use super::rank_program::{Operation, OperationKind, RankProgram, Site, StreamKind, TensorId};
 use super::text::MAX_BLOCK_DEPTH;
 use crate::error::{Rank, Result};
@@ -319,10 +319,7 @@ impl<'p> Unroller<'p> {
         for parameter in &program.parameters {
             let name = &parameter.name;
             let bound = match parameters.resolve(parameter) {
-                Ok(Value::Integer(value)) => Bound::Integer(value),
-                Ok(Value::List(values)) => Bound::List(values.into()),
-                Ok(Value::ElementType(dtype)) => Bound::ElementType(dtype),
-                Ok(Value::Operator(operator)) => Bound::Operator(operator),
+                Ok(value) => value.into(),
                 Err(error) => {
                     return requirement(format!("'{}': {}", program.name, error.message()));
                 }

@@ -130,8 +130,10 @@ impl VirtualMemory {
             memory.map(Mapped { handle, bytes }).map_err(|error| {
                 // The driver reports a mapping beyond the physical memory as an invalid value.
                 if error.code() == Some(status::INVALID_VALUE.into()) {
-                    Error::invalid_handle(format!("the peer's allocation is smaller than expected: a piece has {bytes} bytes according to its owner"),
-                    )
+                    let text = format!(
+                        "the peer's allocation is smaller than expected: a piece has {bytes} bytes according to its owner"
+                    );
+                    Error::invalid_handle(text)
                     .with_operation("map a peer's memory")
                     .with_code(status::INVALID_VALUE.into())
                 } else {

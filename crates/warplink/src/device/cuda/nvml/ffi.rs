@@ -84,17 +84,16 @@ function_table! {
 }
 
 impl Nvml {
-    /// NVML, loaded and initialized. Failures are not cached: the next call tries again.
+    /// NVML, loaded and initialized.
     pub(super) fn get() -> Result<&'static Self> {
         static LIBRARY: OnceLock<Nvml> = OnceLock::new();
-        if let Some(library) = LIBRARY.get() {
-            return Ok(library);
-        }
-        let library = Self::resolve(&library::load(&library::NVML)?)?;
-        // SAFETY: it has no arguments; the library counts its starts, and is never shut down here.
-        let status = unsafe { (library.nvmlInit_v2)() };
-        library.check(status, "start NVML")?;
-        Ok(LIBRARY.get_or_init(|| library))
+        library::once(&LIBRARY, &library::NVML, |loaded| {
+            let library = Self::resolve(loaded)?;
+            // SAFETY: it has no arguments; the library counts its starts, and is never shut down here.
+            let status = unsafe { (library.nvmlInit_v2)() };
+            library.check(status, "start NVML")?;
+            Ok(library)
+        })
     }
 
     /// Handle of the GPU at `address`, or null and the status of the failure.
