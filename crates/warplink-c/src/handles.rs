@@ -13,7 +13,7 @@ use crate::memory::RegionObject;
 use crate::status::{Failure, Outcome};
 use crate::stream::StreamObject;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use warplink::{Error, ErrorKind};
+use warplink::Error;
 
 /// A communicator: this rank among the others. Zero is invalid.
 #[repr(C)]
@@ -267,7 +267,7 @@ impl<T> Table<T> {
                 self.name
             ),
         };
-        Error::new(ErrorKind::Closed, message)
+        Error::closed(message)
             .with_help(format!("create another {}", self.name))
             .into()
     }

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use warplink::bootstrap::JoinConfig;
-use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind};
+use warplink::{Communicator, Config, DeviceKind, Error};
 
 /// Timeout of joining in seconds; 0 if none was set.
 static BOOTSTRAP_TIMEOUT: AtomicI32 = AtomicI32::new(0);
@@ -244,7 +244,7 @@ pub unsafe extern "C" fn warplink_all_gather(
                 "the peer passed {} bytes; expected {bytes}",
                 gathered[other].len()
             );
-            let error = Error::new(ErrorKind::Mismatch, message).with_peer(other);
+            let error = Error::mismatch(message).with_peer(other);
             return Err(error.with_help("pass the same length on every rank").into());
         }
         // SAFETY: as above; `own`, the only other reference, was copied.

@@ -99,7 +99,7 @@ impl Failure {
     pub(crate) fn usage(message: impl Into<String>, help: impl Into<String>) -> Self {
         Self {
             status: Status::INVALID_USAGE,
-            error: Error::new(ErrorKind::InvalidArgument, message.into()).with_help(help.into()),
+            error: Error::invalid(message.into()).with_help(help.into()),
         }
     }
 
@@ -127,7 +127,7 @@ impl Failure {
             "the library panicked: {}",
             text.unwrap_or("without a message")
         );
-        Error::new(ErrorKind::Internal, message)
+        Error::internal(message)
             .with_help("report this, with the log")
             .into()
     }

@@ -48,7 +48,7 @@ use warplink::device::{
 };
 use warplink::memory::Region;
 use warplink::p2p::{Transfer, TransferRequest, post_all};
-use warplink::{Communicator, DType, DeviceKind, Error, ErrorKind, Result};
+use warplink::{Communicator, DType, DeviceKind, Error, Result};
 use zerocopy::IntoBytes;
 
 /// How often each way is measured.
@@ -268,7 +268,7 @@ fn rank(comm: &Communicator) -> Result<()> {
         for (index, chunk) in c.chunks(problem.rows * problem.n).enumerate() {
             if chunk.iter().any(|c| *c != value(index)) {
                 let message = format!("chunk {index} of C is wrong");
-                return Err(Error::new(ErrorKind::Internal, message).with_rank(rank));
+                return Err(Error::internal(message).with_rank(rank));
             }
         }
 

@@ -3,7 +3,7 @@
 use crate::bootstrap::JoinConfig;
 use crate::channel::{ProxyConfig, StagingConfig};
 use crate::device::{self, Delays, DeviceConfig, DeviceKind, Pretend};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::memory::IdleMappings;
 use crate::named::{Named, alternatives, parse};
 use crate::p2p::{Path, Protocol};
@@ -189,16 +189,15 @@ impl Config {
             None => Ok(None),
             Some(text) => match text.parse::<u64>() {
                 Ok(number) => Ok(Some(number)),
-                Err(_) => Err(Error::new(
-                    ErrorKind::Parse,
-                    format!("{name} is '{text}'; expected a whole number of {unit}"),
-                )),
+                Err(_) => Err(Error::parse(format!(
+                    "{name} is '{text}'; expected a whole number of {unit}"
+                ))),
             },
         };
         if let Some(seconds) = number("WARPLINK_TIMEOUT", "seconds")? {
             if seconds == 0 {
                 let message = "WARPLINK_TIMEOUT is 0; expected at least 1 second";
-                return Err(Error::new(ErrorKind::Parse, message));
+                return Err(Error::parse(message));
             }
             config.timeout = Duration::from_secs(seconds);
         }
@@ -230,18 +229,14 @@ fn variable<T: Named>(name: &str, value: &str) -> Result<T> {
     parse(value, T::ALL).map_err(|_| {
         let expected = alternatives(T::ALL);
         let message = format!("{name} is '{value}'; expected {expected}");
-        Error::new(ErrorKind::Parse, message)
-            .with_help(format!("set {name} to one of these, or unset it"))
+        Error::parse(message).with_help(format!("set {name} to one of these, or unset it"))
     })
 }
 
 /// Ordinal among the `visible` GPUs for the rank with `local_rank` on this machine.
 fn gpu_ordinal(local_rank: usize, visible: usize) -> Result<usize> {
     match visible {
-        0 => {
-            Err(Error::new(ErrorKind::Unsupported, "no GPU is visible")
-                .with_help("use --device host"))
-        }
+        0 => Err(Error::unsupported("no GPU is visible").with_help("use --device host")),
         // The launcher has already assigned each rank its own GPU.
         1 => Ok(0),
         _ if local_rank < visible => Ok(local_rank),

@@ -82,6 +82,31 @@ struct Inner {
     help: Option<Cow<'static, str>>,
 }
 
+/// Constructors for the kinds that many places raise.
+macro_rules! constructors {
+    ($($name:ident: $kind:ident,)*) => {
+        impl Error {
+            $(
+                #[doc = concat!("Shorthand for [`ErrorKind::", stringify!($kind), "`].")]
+                pub fn $name(message: impl Into<Cow<'static, str>>) -> Self {
+                    Self::new(ErrorKind::$kind, message)
+                }
+            )*
+        }
+    };
+}
+
+constructors! {
+    closed: Closed,
+    internal: Internal,
+    invalid: InvalidArgument,
+    invalid_handle: InvalidHandle,
+    mismatch: Mismatch,
+    parse: Parse,
+    protocol: Protocol,
+    unsupported: Unsupported,
+}
+
 impl Error {
     /// Creates an error of `kind` with `message`.
     pub fn new(kind: ErrorKind, message: impl Into<Cow<'static, str>>) -> Self {
@@ -98,11 +123,6 @@ impl Error {
             code: None,
             help: None,
         }))
-    }
-
-    /// Shorthand for [`ErrorKind::InvalidArgument`].
-    pub fn invalid(message: impl Into<Cow<'static, str>>) -> Self {
-        Self::new(ErrorKind::InvalidArgument, message)
     }
 
     /// A failed operating-system call.

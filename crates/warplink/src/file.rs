@@ -1,6 +1,6 @@
 //! Reads files that a user or the environment names.
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use rustix::fs::OFlags;
 use std::fs::File;
 use std::io::{self, Read};
@@ -48,13 +48,14 @@ fn read(path: &Path, limit: usize, file: io::Result<File>) -> Result<String> {
     String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
         let message = format!("byte {at} is not UTF-8; expected text");
-        Error::new(ErrorKind::Parse, message).with_operation(format!("read {}", path.display()))
+        Error::parse(message).with_operation(format!("read {}", path.display()))
     })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
 
     #[test]
     fn only_short_text_of_regular_files_is_read() {

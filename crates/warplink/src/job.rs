@@ -3,7 +3,7 @@
 use crate::communicator::Communicator;
 use crate::config::Config;
 use crate::device::Device;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -95,7 +95,7 @@ impl PendingJob {
     /// # Errors
     /// As [`Job::join`].
     pub fn wait(self) -> Result<Job> {
-        let panicked = || Error::new(ErrorKind::Internal, "the thread that joins panicked");
+        let panicked = || Error::internal("the thread that joins panicked");
         self.thread.join().map_err(|_| panicked())?
     }
 }

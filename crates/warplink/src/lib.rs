@@ -66,6 +66,7 @@ pub mod collective;
 pub mod communicator;
 mod config;
 pub mod deadline;
+mod debug;
 pub mod device;
 pub mod dtype;
 pub mod error;

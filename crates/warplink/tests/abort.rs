@@ -5,7 +5,9 @@
 
 mod common;
 
-use common::{Stopwatch, TimedBarrier, config_of_thread, threads_that_end, world};
+use common::{
+    Stopwatch, TimedBarrier, assert_names_peer, config_of_thread, threads_that_end, world,
+};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 use warplink::bootstrap::{UniqueId, Wait};
@@ -89,11 +91,7 @@ fn end_while(
 }
 
 fn check(error: &Error, victim: usize, ending: Ending, took: Duration) {
-    assert_eq!(
-        (error.kind(), error.peer()),
-        (ErrorKind::PeerLost, Some(victim)),
-        "{error}"
-    );
+    assert_names_peer(&error, ErrorKind::PeerLost, victim);
     assert!(error.to_string().contains(ending.reason()), "{error}");
     assert!(took < SOON, "{error} came after {took:?}");
 }
@@ -203,18 +201,10 @@ fn a_rank_that_closes_after_a_loss_is_not_waited_for_elsewhere() {
             // It comes when the loss is known.
             comm.barrier().unwrap_err();
             let error = comm.close().unwrap_err();
-            assert_eq!(
-                (error.kind(), error.peer()),
-                (ErrorKind::PeerLost, Some(2)),
-                "{error}"
-            );
+            assert_names_peer(&error, ErrorKind::PeerLost, 2);
         } else {
             let error = pair.barrier().unwrap_err();
-            assert_eq!(
-                (error.kind(), error.peer()),
-                (ErrorKind::PeerLost, Some(0)),
-                "{error}"
-            );
+            assert_names_peer(&error, ErrorKind::PeerLost, 0);
             common::assert_says(&error, &["rank 2", "the input is missing"]);
         }
         assert!(started.elapsed() < SOON, "{:?}", started.elapsed());

@@ -173,7 +173,7 @@ fn wrong_lists_are_refused_and_errors_name_both_numbers() {
             (&[], "not in"),
         ] {
             let error = comm.subgroup(list).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
             assert_says(&error, &[says, &format!("rank {}", comm.rank())]);
         }
         if comm.rank() == 0 {
@@ -315,10 +315,7 @@ fn two_hundred_communicators_take_no_thread_and_no_descriptor() {
 
 #[test]
 fn a_split_of_eight_ranks_is_quick() {
-    let ranks = Ranks {
-        world: world(8),
-        ..Ranks::default()
-    };
+    let ranks = Ranks::of(world(8));
     let ended = ranks.start(|comm| {
         comm.barrier().unwrap();
         let mut took: Vec<Duration> = (0..51)

@@ -11,7 +11,7 @@ mod elementwise;
 #[path = "device_contract/memory.rs"]
 mod memory;
 
-use common::open_device;
+use common::{assert_names_peer, open_device};
 use std::any::Any;
 use std::time::Duration;
 use warplink::device::{AllocationKind, DeviceSlice, MemoryOp, Opening, Priority};
@@ -126,7 +126,7 @@ fn a_wait_is_for_at_least_the_value() {
         .fault()
         .raise(warplink::Error::new(ErrorKind::PeerLost, "rank 1 is lost").with_peer(1));
     let error = stream.synchronize(soon()).unwrap_err();
-    assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
+    assert_names_peer(&error, ErrorKind::PeerLost, 1);
 }
 
 #[test]

@@ -6,8 +6,8 @@
 mod common;
 
 use common::{
-    Ranks, Stopwatch, assert_says, barrier_that_all_have_passed, exit_with_survivors, kill_self,
-    kind, threads, world,
+    Ranks, Stopwatch, allocate, assert_error, assert_names_peer, assert_says, assert_survived,
+    barrier_that_all_have_passed, exit_with_survivors, kill_self, kind, threads, world,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::net::{IpAddr, Ipv4Addr};
@@ -23,10 +23,7 @@ const SOON: Duration = Duration::from_secs(5);
 /// Runs ranks of which `victim` dies in `until_dead`; every other must get an error from it that
 /// names the victim, soon after the death.
 fn survive(victim: usize, until_dead: impl Fn(&Communicator, &dyn Fn()) -> Result<(), Error>) {
-    let ranks = Ranks {
-        world: world(3),
-        ..Ranks::default()
-    };
+    let ranks = Ranks::of(world(3));
     let ended = ranks.start(|comm| {
         // The clock starts when all are about to enter what one will not leave.
         barrier_that_all_have_passed(&comm);
@@ -38,11 +35,7 @@ fn survive(victim: usize, until_dead: impl Fn(&Communicator, &dyn Fn()) -> Resul
         };
         let error = until_dead(&comm, &die).unwrap_err();
         let took = started.elapsed();
-        assert_eq!(
-            (error.kind(), error.peer()),
-            (ErrorKind::PeerLost, Some(victim)),
-            "{error}"
-        );
+        assert_names_peer(&error, ErrorKind::PeerLost, victim);
         assert_says(
             &error,
             &[&format!("rank {}", comm.rank()), &format!("{victim}")],
@@ -61,22 +54,7 @@ fn survive(victim: usize, until_dead: impl Fn(&Communicator, &dyn Fn()) -> Resul
         println!("survived");
         exit_with_survivors(&comm, victim);
     });
-    for (rank, end) in ended.iter().flatten().enumerate() {
-        if rank == victim {
-            assert_eq!(
-                end.code, None,
-                "the victim ended by itself:\n{}",
-                end.output
-            );
-        } else {
-            assert_eq!(end.code, Some(0), "rank {rank}:\n{}", end.output);
-            assert!(
-                end.output.contains("survived"),
-                "rank {rank}:\n{}",
-                end.output
-            );
-        }
-    }
+    assert_survived(ended.as_deref(), victim);
 }
 
 /// Rounds of a ring until one rank dies, with a thread that kills it while a transfer runs.
@@ -208,32 +186,10 @@ fn a_rank_killed_in_an_exchange() {
 #[test]
 fn a_rank_killed_in_a_barrier() {
     for victim in [1, 0] {
-        let ranks = Ranks {
-            world: world(3),
-            ..Ranks::default()
-        };
-        let ended = ranks.start(|comm| {
-            barrier_that_all_have_passed(&comm);
-            if comm.rank() == victim {
-                kill_self();
-            }
-            let started = Stopwatch::start();
-            let error = comm.barrier().unwrap_err();
-            assert_eq!(
-                (error.kind(), error.peer()),
-                (ErrorKind::PeerLost, Some(victim)),
-                "{error}"
-            );
-            assert!(started.elapsed() < SOON);
-            exit_with_survivors(&comm, victim);
+        survive(victim, |comm, die| {
+            die();
+            comm.barrier()
         });
-        for (rank, end) in ended.iter().flatten().enumerate() {
-            assert!(
-                rank == victim || end.code == Some(0),
-                "rank {rank}:\n{}",
-                end.output
-            );
-        }
     }
 }
 
@@ -253,10 +209,7 @@ fn lengths_that_differ_are_told_to_both_and_nothing_is_lost() {
             _ => TransferRequest::receive(&half, peer, 5),
         };
         let error = comm.exchange(&[request]).unwrap_err();
-        assert_eq!(
-            (error.kind(), error.peer()),
-            (ErrorKind::Mismatch, Some(peer))
-        );
+        assert_names_peer(&error, ErrorKind::Mismatch, peer);
         assert_says(
             &error,
             &["4096", "2048", "tag 5", &format!("rank {}", comm.rank())],
@@ -289,7 +242,7 @@ fn protocols_that_differ_are_told_to_both() {
             _ => TransferRequest::receive(&region, peer, 5).with_protocol(Protocol::Put),
         };
         let error = comm.exchange(&[request]).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Mismatch);
+        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
         assert_says(&error, &["get", "put", "same protocol"]);
         works(comm, peer, 5);
     });
@@ -310,8 +263,7 @@ fn a_peer_that_never_exchanges_is_named_and_a_second_try_works() {
                 ];
                 let deadline = Deadline::after(Duration::from_millis(200));
                 let error = comm.exchange_until(&requests, deadline).unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-                assert_says(&error, &["rank 0", "exchange", "tag 8"]);
+                assert_error(&error, ErrorKind::Timeout, &["rank 0", "exchange", "tag 8"]);
             }
             // No peer can hold what never reached it.
             drop(region);
@@ -345,15 +297,9 @@ fn memory_that_is_no_region_is_refused() {
             &["4000..5000", "4096"],
         );
         assert!(region.slice(usize::MAX - 1..usize::MAX).is_err());
-        assert!(
-            comm.device()
-                .allocate(64, AllocationKind::Plain)
-                .unwrap()
-                .slice(0..0)
-                .is_ok_and(|empty| {
-                    comm.register(&empty).unwrap_err().kind() == ErrorKind::InvalidArgument
-                })
-        );
+        assert!(allocate(comm, 64).slice(0..0).is_ok_and(|empty| {
+            comm.register(&empty).unwrap_err().kind() == ErrorKind::InvalidArgument
+        }));
         // Memory that nobody can share: a plain vector.
         if kind() == warplink::DeviceKind::Host {
             let bytes = std::sync::Arc::new(vec![0u8; 4096]);
@@ -415,11 +361,7 @@ fn a_region_in_use_by_a_peer_is_not_freed() {
             let error = region
                 .close(Deadline::after(Duration::from_millis(100)))
                 .unwrap_err();
-            assert_eq!(
-                (error.kind(), error.peer()),
-                (ErrorKind::Timeout, Some(1)),
-                "{error}"
-            );
+            assert_names_peer(&error, ErrorKind::Timeout, 1);
             comm.barrier().unwrap();
             comm.barrier().unwrap();
             // The peer let go, and its mapping with it: nothing but signal pages is registered.
@@ -519,8 +461,7 @@ fn ranks_on_different_devices_and_worlds_are_refused() {
         let first = scope.spawn(|| join(0, 2));
         let wrong = scope.spawn(|| join(1, 3));
         let error = wrong.join().unwrap().unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-        assert_says(&error, &["2", "3"]);
+        assert_error(&error, ErrorKind::Mismatch, &["2", "3"]);
         // The others were not disturbed: they still wait for the right one.
         let error = first.join().unwrap().unwrap_err();
         assert_says(&error, &["1"]);

@@ -44,10 +44,7 @@ impl Ending {
 
 /// Runs `count` ranks, of which `killed` do not end by themselves.
 fn run(name: &str, count: usize, killed: &[usize], body: impl FnOnce(Communicator)) {
-    let mut ranks = Ranks {
-        world: world(count),
-        ..Ranks::default()
-    };
+    let mut ranks = Ranks::of(world(count));
     let timeout = ("WARPLINK_TIMEOUT".to_owned(), "20".to_owned());
     ranks.env.extend([timeout]);
     if ranks.world < count {

@@ -7,7 +7,7 @@ mod common;
 
 use common::hosts::{Hosts, SOON, ended_well, leave, role, take};
 use common::leave_out;
-use common::{Stopwatch, assert_says, values};
+use common::{Stopwatch, allocate, assert_names_peer, assert_says, downloaded, values};
 use std::net::Ipv4Addr;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -115,10 +115,7 @@ fn connect(comm: &Communicator, bytes: usize) -> (Connection, Stream) {
     let request = ConnectionRequest::new(peer, 0, &region);
     let direct = request.clone().with_transport(Transport::Direct);
     let error = comm.connect(&[direct]).unwrap_err();
-    assert_eq!(
-        (error.kind(), error.peer()),
-        (ErrorKind::Unsupported, Some(peer))
-    );
+    assert_names_peer(&error, ErrorKind::Unsupported, peer);
     assert_says(&error, &["on another machine", "choose the network"]);
     let connection = comm.connect(&[request]).unwrap().all()[0].clone();
     assert_eq!(connection.transport(), Transport::Network);
@@ -211,8 +208,7 @@ fn exchange_by_collectives(comm: &Communicator, collectives: &Collectives) {
     collectives.barrier(&stream).unwrap();
     comm.synchronize(&stream).unwrap();
     let check = |memory: &DeviceSlice, expected: Vec<i32>| {
-        let mut bytes = vec![0; memory.bytes()];
-        comm.device().download(memory, &mut bytes).unwrap();
+        let bytes = downloaded(comm, memory);
         let expected: Vec<u8> = expected.iter().flat_map(|n| n.to_le_bytes()).collect();
         assert!(bytes == expected);
     };
@@ -327,10 +323,7 @@ fn registered_buffers(comm: Communicator, path: NetworkPath) {
     }
     let end = (numbers[0], connection.peer_bytes(1).unwrap() as u64);
     let error = connection.write(&stream, end, &source).unwrap_err();
-    assert_eq!(
-        (error.kind(), error.peer()),
-        (ErrorKind::InvalidArgument, Some(peer))
-    );
+    assert_names_peer(&error, ErrorKind::InvalidArgument, peer);
     drop((connection, region, source, read, buffer));
     comm.close().unwrap();
 }
@@ -419,7 +412,7 @@ fn a_cut_link_ends_collectives_with_an_error_that_names_the_peer() {
             cut_the_link(&comm, directory);
             // Both wait for what is not sent, as after a cut between hosts; these two share memory all the same.
             let stream = comm.create_stream(Default::default()).unwrap();
-            let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+            let memory = allocate(&comm, 64);
             let started = Stopwatch::start();
             let message = Message::receive(1 - comm.rank(), &memory);
             let ended = collectives.send_receive(&[message], &stream);

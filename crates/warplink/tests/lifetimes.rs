@@ -15,13 +15,13 @@ mod pool;
 #[path = "lifetimes/rounds.rs"]
 mod rounds;
 
-use common::{Ranks, kind, processes, threads, world};
+use common::{Ranks, allocate, kind, processes, threads, world};
 use held::Held;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use warplink::device::{AllocationKind, MemoryOp, Priority};
+use warplink::device::{MemoryOp, Priority};
 use warplink::memory::IdleMappings;
 use warplink::p2p::{Protocol, TransferRequest};
 use warplink::{Communicator, DeviceKind, ErrorKind};
@@ -158,14 +158,13 @@ fn what_is_revoked_in_use_is_unmapped_after_its_use() {
 #[test]
 fn mappings_that_nobody_uses_are_closed_in_time() {
     let ranks = Ranks {
-        world: world(2),
         config: Some(|config| {
             config.idle_mappings = IdleMappings {
                 max_age: Duration::from_millis(100),
                 ..IdleMappings::default()
             };
         }),
-        ..Ranks::default()
+        ..Ranks::of(world(2))
     };
     ranks.run(|comm| {
         let transfer = mapped_by_rank_1(comm, MIB);
@@ -240,9 +239,8 @@ fn the_owner_is_told_after_the_unmapping_and_not_before() {
     }
     // With delays, unmapping takes its time too.
     let ranks = Ranks {
-        world: 2,
         delay: Some(Duration::from_millis(100)),
-        ..Ranks::default()
+        ..Ranks::of(2)
     };
     ranks.run(|comm| {
         comm.barrier().unwrap();
@@ -313,10 +311,7 @@ impl Drop for Owner {
 
 /// Two regions of one allocation, borrowed from different owners, and when these were let go.
 fn borrowed_halves(comm: &Communicator) -> [(warplink::memory::Region, Arc<AtomicBool>); 2] {
-    let whole = comm
-        .device()
-        .allocate(2 * MIB, AllocationKind::Plain)
-        .unwrap();
+    let whole = allocate(comm, 2 * MIB);
     [0, MIB].map(|offset| {
         let gone = Arc::new(AtomicBool::new(false));
         let owner = Arc::new((Owner(gone.clone()), whole.clone()));
@@ -381,7 +376,7 @@ fn letting_go_of_an_owner_may_wait_for_a_lock() {
     processes(world(2), |comm| {
         let peer = 1 - comm.rank();
         let interpreter = Arc::new(std::sync::Mutex::new(()));
-        let whole = comm.device().allocate(MIB, AllocationKind::Plain).unwrap();
+        let whole = allocate(comm, MIB);
         let owner = Arc::new((Locked(interpreter.clone()), whole.clone()));
         // SAFETY: the owner holds the allocation, and is held by the borrowed slice.
         let slice = unsafe { comm.device().borrow(whole.address(), MIB, owner) };

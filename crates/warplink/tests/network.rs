@@ -7,7 +7,7 @@ mod common;
 
 use common::hosts::{Hosts, SOON, ended_well, leave, role, soon, take};
 use common::leave_out;
-use common::{Stopwatch, assert_says, processes, values};
+use common::{Stopwatch, assert_names_peer, assert_says, processes, values};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -122,10 +122,7 @@ fn wrong_arguments_are_refused_and_break_nothing() {
     let mut altered = region.key().to_vec();
     altered[20] ^= 1;
     let error = connection.open(&altered).unwrap_err();
-    assert_eq!(
-        (error.kind(), error.peer()),
-        (ErrorKind::InvalidHandle, Some(3))
-    );
+    assert_names_peer(&error, ErrorKind::InvalidHandle, 3);
     assert!(network.connect(3, &altered).is_err());
 
     let remote = connection.open(region.key()).unwrap();
@@ -178,11 +175,7 @@ fn a_peer_that_is_gone_fails_its_connection_with_an_error_that_names_it() {
             Ok(()) => assert!(started.elapsed() < SOON),
         }
     };
-    assert_eq!(
-        (error.kind(), error.peer()),
-        (ErrorKind::PeerLost, Some(5)),
-        "{error}"
-    );
+    assert_names_peer(&error, ErrorKind::PeerLost, 5);
     // It stays so, and the network goes on.
     let again = connection.flush(soon()).unwrap_err();
     assert_eq!(again.peer(), Some(5));

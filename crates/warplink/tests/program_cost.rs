@@ -14,7 +14,7 @@ use warplink::program::cost::collective::{CollectiveTimes, Collectives};
 use warplink::program::cost::curve::Curve;
 use warplink::program::cost::gemm::{Gemm, Grid};
 use warplink::program::cost::model::{
-    DeviceMatch, FORMAT, Host, Interference, Latency, Link, Memory, Source,
+    DeviceMatch, FORMAT, Host, Interference, Latency, Link, Memory, Provenance,
 };
 use warplink::program::cost::{
     Bound, Cost, HardwareModel, SimulateOptions, Submission, simulate, simulate_with,
@@ -50,7 +50,7 @@ fn machine() -> HardwareModel {
             multiprocessors: 10,
             shared: false,
         },
-        source: Source::default(),
+        source: Provenance::default(),
         uncertainty: 1.0,
         memory: Memory {
             rate: 1e12,

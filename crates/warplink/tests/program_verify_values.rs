@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{kind, threads};
+use common::{allocate, kind, threads};
 use warplink::device::{AllocationKind, Priority};
 use warplink::program::{
     Bindings, DiagnosticKind, Parameters, PrepareOptions, Program, Report, verify,
@@ -377,7 +377,7 @@ fn outputs_have_memory_of_their_own() {
             .executor()
             .prepare(&program, &parameters, options)
             .unwrap();
-        let all = comm.device().allocate(24, AllocationKind::Plain).unwrap();
+        let all = allocate(comm, 24);
         let bind = |a: usize, b: usize, c: usize| {
             let part = |at: usize| all.slice(at..at + 8).unwrap();
             prepared

@@ -21,7 +21,9 @@ mod subgroups;
 #[path = "programs/trials.rs"]
 mod trials;
 
-use common::{assert_says, delays, kind, pretending, threads, threads_with, world, worlds};
+use common::{
+    assert_error, assert_says, delays, kind, pretending, threads, threads_with, world, worlds,
+};
 use half::{bf16, f16};
 use matmul::{Case, Inputs, Memory};
 use std::time::Duration;
@@ -275,8 +277,7 @@ fn what_does_not_fit_is_refused() {
             let error = problem
                 .plan(&executor, &options, &buffers)
                 .expect_err("it should be refused");
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert_says(&error, parts);
+            assert_error(&error, ErrorKind::InvalidArgument, parts);
         };
         if comm.world() > 1 {
             let mut odd = case.gather();

@@ -97,10 +97,7 @@ fn one_rank_is_killed_every_second_until_two_are_left() {
         })
         .take(count - 2)
         .collect();
-    let ranks = Ranks {
-        world: count,
-        ..Ranks::default()
-    };
+    let ranks = Ranks::of(count);
     let victims = order.clone();
     let ended = ranks.start(|world| {
         world.barrier().unwrap();

@@ -6,7 +6,8 @@
 mod common;
 
 use common::{
-    Stopwatch, TimedBarrier, assert_says, device_of_thread, ring, threads_that_end, values,
+    Stopwatch, TimedBarrier, assert_error, assert_names_peer, assert_says, device_of_thread, ring,
+    threads_that_end, values,
 };
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -229,8 +230,7 @@ fn forward_along(chain: [Rank; 4]) {
         } else {
             ErrorKind::PeerFailed
         };
-        assert_eq!(error.kind(), expected, "{error}");
-        assert_says(&error, &[&format!("rank {} was lost", chain[0])]);
+        assert_error(&error, expected, &[&format!("rank {} was lost", chain[0])]);
         drop((received, sent));
         go_on(comm, chain[0]);
     });
@@ -280,7 +280,7 @@ fn work_that_was_done_before_the_loss_stays_good() {
         }
         done.wait();
         let error = comm.barrier().unwrap_err();
-        assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(2)));
+        assert_names_peer(&error, ErrorKind::PeerLost, 2);
         for number in 3..20 {
             round(
                 second.as_ref().unwrap(),

@@ -7,8 +7,8 @@
 mod common;
 
 use common::{
-    Ranks, Stopwatch, assert_says, processes_of, resume, ring, stop_self, values,
-    wait_until_stopped, world,
+    Ranks, Stopwatch, assert_names_peer, assert_says, processes_of, resume, ring, stop_self,
+    values, wait_until_stopped, world,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -24,10 +24,7 @@ const LATER: Duration = Duration::from_secs(1);
 /// Runs `count` ranks with a heartbeat limit of `limit` seconds, none of which may fail. A test calls it
 /// once for each of its cases, by `name`.
 fn run(name: &str, count: usize, limit: &str, body: impl FnOnce(Communicator)) {
-    let mut ranks = Ranks {
-        world: world(count),
-        ..Ranks::default()
-    };
+    let mut ranks = Ranks::of(world(count));
     if ranks.world < count {
         return;
     }
@@ -249,7 +246,7 @@ fn a_drop_before_the_limit_is_quick_too() {
         if comm.rank() == 1 {
             stop_self();
             let error = comm.barrier().unwrap_err();
-            assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(0)));
+            assert_names_peer(&error, ErrorKind::PeerLost, 0);
             return;
         }
         wait_until_stopped(processes[1]);

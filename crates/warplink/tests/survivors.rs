@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{Ended, Ranks, Stopwatch, kill_self, kind, ring, world};
+use common::{Ended, Ranks, Stopwatch, assert_names_peer, kill_self, kind, ring, world};
 use std::time::Duration;
 use warplink::bootstrap::Wait;
 use warplink::device::Priority;
@@ -18,10 +18,7 @@ const SOON: Duration = Duration::from_secs(5);
 
 /// Runs four ranks, of which `victims` are killed in `body`; the others end it.
 fn four(victims: &[usize], body: impl FnOnce(Communicator)) {
-    let ranks = Ranks {
-        world: world(4),
-        ..Ranks::default()
-    };
+    let ranks = Ranks::of(world(4));
     if ranks.world < 4 {
         return;
     }
@@ -43,10 +40,7 @@ fn four(victims: &[usize], body: impl FnOnce(Communicator)) {
 #[test]
 fn the_group_without_the_lost_rank_goes_on() {
     for protocol in [Protocol::Put, Protocol::Get] {
-        let ranks = Ranks {
-            world: world(4),
-            ..Ranks::default()
-        };
+        let ranks = Ranks::of(world(4));
         if ranks.world < 4 {
             return;
         }
@@ -72,7 +66,7 @@ fn the_group_without_the_lost_rank_goes_on() {
                 let rounds = || ring(&half, protocol, 300, |_| {}).unwrap();
                 rounds();
                 let error = comm.barrier().unwrap_err();
-                assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(3)));
+                assert_names_peer(&error, ErrorKind::PeerLost, 3);
                 rounds();
                 half.split(0, 1).unwrap().barrier().unwrap();
             }
@@ -167,10 +161,7 @@ fn a_loss_of_several_at_once_is_agreed_on() {
 
 #[test]
 fn the_other_communicator_of_a_stream_fails_and_goes_on_in_another_stream() {
-    let ranks = Ranks {
-        world: world(3),
-        ..Ranks::default()
-    };
+    let ranks = Ranks::of(world(3));
     if ranks.world < 3 {
         return;
     }

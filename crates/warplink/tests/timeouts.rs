@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{assert_says, threads, world};
+use common::{assert_names_peer, assert_says, threads, world};
 use std::time::Duration;
 use warplink::bootstrap::Wait;
 use warplink::channel::ConnectionRequest;
@@ -30,11 +30,7 @@ fn time_out(wait: impl Fn(&Communicator) -> Error + Send + Sync, parts: &[&str])
     threads(world(2), |comm| {
         if comm.rank() == 0 {
             let error = wait(comm);
-            assert_eq!(
-                (error.kind(), error.peer()),
-                (ErrorKind::Timeout, Some(1 as Rank)),
-                "{error}"
-            );
+            assert_names_peer(&error, ErrorKind::Timeout, 1 as Rank);
             assert_says(&error, &["timed out after 50ms waiting for"]);
             assert_says(&error, parts);
         }
@@ -127,11 +123,7 @@ fn name_what_was_not_posted(path: Path) {
                     transfer.wait(&stream).unwrap();
                 }
                 let error = comm.synchronize(&stream).unwrap_err();
-                assert_eq!(
-                    (error.kind(), error.peer()),
-                    (ErrorKind::Timeout, Some(1 as Rank)),
-                    "{error}"
-                );
+                assert_names_peer(&error, ErrorKind::Timeout, 1 as Rank);
                 assert_says(
                     &error,
                     &[

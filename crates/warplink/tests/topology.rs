@@ -337,9 +337,8 @@ fn the_configuration_forces_a_class() {
 #[test]
 fn the_environment_forces_a_class() {
     let ranks = Ranks {
-        world: world(2),
         env: BTreeMap::from([("WARPLINK_TOPOLOGY".to_owned(), "unknown".to_owned())]),
-        ..Ranks::default()
+        ..Ranks::of(world(2))
     };
     ranks.run(|comm| {
         let found = comm.topology().unwrap();

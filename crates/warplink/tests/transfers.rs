@@ -14,7 +14,7 @@ mod paths;
 #[path = "transfers/persistent.rs"]
 mod persistent;
 
-use common::{Ranks, delays, processes, threads, threads_with, values, world};
+use common::{Ranks, allocate, delays, processes, threads, threads_with, values, world};
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority};
 use warplink::memory::Region;
@@ -135,9 +135,8 @@ fn a_ring_with_random_delays() {
 #[test]
 fn each_rank_may_see_only_its_own_gpu() {
     Ranks {
-        world: world(2),
         own_gpu_only: true,
-        ..Ranks::default()
+        ..Ranks::of(world(2))
     }
     .run(ring_of_rounds);
 }
@@ -200,10 +199,7 @@ fn memory_that_somebody_else_allocated() {
     threads(world(2), |comm| {
         let peer = 1 - comm.rank();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let owner = comm
-            .device()
-            .allocate(1 << 16, AllocationKind::Plain)
-            .unwrap();
+        let owner = allocate(comm, 1 << 16);
         // SAFETY: the owner holds the memory, and is held by the borrowed slice.
         let borrowed = unsafe {
             comm.device().borrow(

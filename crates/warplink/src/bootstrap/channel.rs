@@ -59,18 +59,12 @@ pub(super) fn begin(secret: &Secret, prologue: &[u8], is_joiner: bool) -> Result
 
 /// An error of the library that no input can cause.
 pub(super) fn internal(error: snow::Error) -> Error {
-    Error::new(
-        ErrorKind::Internal,
-        format!("the Noise library failed: {error}"),
-    )
+    Error::internal(format!("the Noise library failed: {error}"))
 }
 
 /// The error of a stream that ends too early.
 fn truncated() -> Error {
-    Error::new(
-        ErrorKind::Protocol,
-        "the connection ended in the middle of a frame",
-    )
+    Error::protocol("the connection ended in the middle of a frame")
 }
 
 /// Adds a record in the clear to `bytes`. It must be shorter than 64 KiB.
@@ -178,7 +172,7 @@ impl Opener {
         let Some(first) = self.open(reader)? else {
             return Ok(None);
         };
-        let malformed = |text: String| Error::new(ErrorKind::Protocol, text);
+        let malformed = |text: String| Error::protocol(text);
         let Some((&[l0, l1, l2, l3, ref id @ ..], rest)) = first.split_first_chunk::<HEADER>()
         else {
             let text = format!("a frame has {} bytes; expected {HEADER}", first.len());

@@ -353,7 +353,7 @@ impl Client {
     fn conflict(&self, groups: &[[u8; 16]], ranks: [u32; 2], message: String) {
         let other = ranks.map(|rank| rank as Rank);
         let other = other.into_iter().find(|&rank| rank != self.identity.rank);
-        let mut error = Error::new(ErrorKind::Mismatch, message)
+        let mut error = Error::mismatch(message)
             .with_help("call subgroup with the same lists in the same order on all of their ranks");
         if let Some(other) = other {
             error = error.with_peer(other);
@@ -446,10 +446,9 @@ impl Client {
                 let message = format!("rank {serving} closed the job, and the store with it");
                 Error::new(ErrorKind::PeerLeft, message).with_peer(serving)
             }
-            None if matches!(state.phase, Phase::Abandoned(_)) => Error::new(
-                ErrorKind::Closed,
-                format!("rank {serving} stopped waiting for the other ranks to join"),
-            ),
+            None if matches!(state.phase, Phase::Abandoned(_)) => Error::closed(format!(
+                "rank {serving} stopped waiting for the other ranks to join"
+            )),
             None => {
                 // No effect if the rank has reported why it aborts.
                 self.health.lose(serving, reason);
@@ -519,9 +518,9 @@ impl Client {
     pub(crate) fn close(&self) {
         let link = {
             let mut state = lock(&self.state);
-            state.over.get_or_insert_with(|| {
-                Error::new(ErrorKind::Closed, "this rank has closed its membership")
-            });
+            state
+                .over
+                .get_or_insert_with(|| Error::closed("this rank has closed its membership"));
             if let Some(connecting) = &state.connecting {
                 // This ends its handshake.
                 let _ = connecting.shutdown(Shutdown::Both);

@@ -2,7 +2,7 @@
 
 use super::secret::Secret;
 use super::unique_id::UniqueId;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use std::fmt;
 use std::net::SocketAddr;
 use std::str::FromStr;
@@ -41,10 +41,9 @@ impl FromStr for Rendezvous {
         if text.len() == 2 * UniqueId::SIZE {
             return text.parse().map(Self::Id);
         }
-        Err(Error::new(
-            ErrorKind::Parse,
-            format!("unknown rendezvous '{text}'; expected ip:port or a unique id"),
-        )
+        Err(Error::parse(format!(
+            "unknown rendezvous '{text}'; expected ip:port or a unique id"
+        ))
         .with_help("give ip:port, or a unique id of 256 hexadecimal digits"))
     }
 }
@@ -179,6 +178,7 @@ impl fmt::Debug for JoinConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
 
     #[test]
     fn a_rendezvous_is_an_address_or_an_id() {

@@ -21,7 +21,7 @@ const READ_BUFFER: usize = 16 << 10;
 const MAX_ATTEMPT: Duration = Duration::from_secs(5);
 
 /// A connection between a member and the store, at either end of it.
-pub(crate) struct Connection {
+pub(crate) struct StoreConnection {
     stream: Arc<TcpStream>,
     opener: Opener,
     pub(crate) outbox: Arc<Outbox>,
@@ -29,7 +29,7 @@ pub(crate) struct Connection {
     pub(crate) pulse: Arc<Pulse>,
 }
 
-impl Connection {
+impl StoreConnection {
     pub(crate) fn new(stream: Arc<TcpStream>, channel: Channel) -> Self {
         Self {
             outbox: Outbox::new(stream.clone(), channel.sealer),
@@ -57,7 +57,7 @@ impl Connection {
 
 /// A connection that the store has admitted.
 pub(crate) struct StoreLink {
-    pub(crate) connection: Connection,
+    pub(crate) connection: StoreConnection,
     /// Identifies the job.
     pub(crate) session: [u8; 32],
     /// The rank that serves.
@@ -115,7 +115,7 @@ pub(crate) fn connect(
     let (session, serving) = handshake::welcomed(&mut timed, &mut channel.opener)?;
     timed.finish().map_err(failed)?;
     Ok(StoreLink {
-        connection: Connection::new(Arc::new(stream), channel),
+        connection: StoreConnection::new(Arc::new(stream), channel),
         session,
         serving,
     })

@@ -3,7 +3,7 @@
 use super::config::{JoinConfig, Rendezvous};
 use super::member::MIN_HEARTBEAT_LIMIT;
 use super::nodelist;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use sha2::{Digest, Sha256};
 use std::ffi::OsString;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs};
@@ -334,7 +334,7 @@ impl Variables<'_> {
 }
 
 fn wrong(name: &str, value: &str, what: &str) -> Error {
-    Error::new(ErrorKind::Parse, format!("{name}={value} {what}"))
+    Error::parse(format!("{name}={value} {what}"))
 }
 
 /// A port that is the same on all ranks of a job and differs between most jobs.

@@ -1,6 +1,7 @@
 //! Tests of reading launchers' variables.
 
 use super::*;
+use crate::ErrorKind;
 use crate::bootstrap::UniqueId;
 use std::collections::HashMap;
 

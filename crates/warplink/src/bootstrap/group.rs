@@ -5,9 +5,9 @@ use super::group_name::GroupName;
 use super::message::{Bytes, GatherId, Purpose, Reply, Request};
 use super::store::wire_ranks;
 use crate::deadline::Deadline;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::debug::debug_fields;
+use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -226,16 +226,7 @@ pub(crate) fn sort_members(members: &[Rank], rank: Rank, world: usize) -> Result
 }
 
 fn unexpected() -> Error {
-    Error::new(
-        ErrorKind::Protocol,
-        "the store sent a reply of an unexpected type",
-    )
+    Error::protocol("the store sent a reply of an unexpected type")
 }
 
-impl fmt::Debug for Group {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Group")
-            .field("members", &self.members)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Group, |it| members: it.members);

@@ -172,8 +172,7 @@ pub(crate) fn accept(stream: &mut (impl Read + Write), secret: &Secret) -> Resul
     let (hello, message) = match Hello::read_from_prefix(&bytes) {
         Ok((hello, message)) if hello.magic == MAGIC => (hello, message),
         _ => {
-            return Err(Error::new(
-                ErrorKind::Protocol,
+            return Err(Error::protocol(
                 "the first frame is malformed; expected a join request",
             ));
         }

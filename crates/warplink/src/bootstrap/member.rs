@@ -14,10 +14,10 @@ use super::server::{Server, Settings};
 use super::socket;
 use super::store::{Store, Wait, wire_ranks};
 use crate::deadline::Deadline;
+use crate::debug::debug_fields;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::HashMap;
-use std::fmt;
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::{self, JoinHandle};
@@ -142,12 +142,9 @@ impl Bootstrap {
             joined.inspect_err(|_| own.get().into_iter().for_each(|server| server.stop()))?;
         let session = link.session;
         let key = identity.secret.clone();
-        let server = own.into_inner().ok_or_else(|| {
-            Error::new(
-                ErrorKind::Internal,
-                "a rank joined without starting its server",
-            )
-        })?;
+        let server = own
+            .into_inner()
+            .ok_or_else(|| Error::internal("a rank joined without starting its server"))?;
         let client =
             Client::start(identity, health, server.clone(), link).inspect_err(|_| server.stop())?;
         let heartbeat = Heartbeat::start(client.clone(), server.clone(), config.heartbeat_limit)
@@ -448,12 +445,4 @@ impl Drop for Bootstrap {
     }
 }
 
-impl fmt::Debug for Bootstrap {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Bootstrap")
-            .field("rank", &self.rank)
-            .field("world", &self.world)
-            .field("health", self.health())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Bootstrap, |it| rank: it.rank, world: it.world, health: it.health());

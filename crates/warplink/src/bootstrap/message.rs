@@ -479,12 +479,8 @@ fn check_ranks(ranks: &[u32], world: usize) -> Result<(), Refusal> {
 
 /// Encodes a message as the body of a frame.
 pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
-    postcard::to_stdvec(message).map_err(|error| {
-        Error::new(
-            ErrorKind::Internal,
-            format!("a message cannot be encoded: {error}"),
-        )
-    })
+    postcard::to_stdvec(message)
+        .map_err(|error| Error::internal(format!("a message cannot be encoded: {error}")))
 }
 
 /// Decodes the message in a body, which must not contain further bytes.
@@ -494,14 +490,11 @@ pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
 pub(crate) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
     match postcard::take_from_bytes(body) {
         Ok((message, [])) => Ok(message),
-        Ok((_, rest)) => Err(Error::new(
-            ErrorKind::Protocol,
-            format!("{} bytes follow a message; expected none", rest.len()),
-        )),
-        Err(error) => Err(Error::new(
-            ErrorKind::Protocol,
-            format!("a message is malformed: {error}"),
-        )),
+        Ok((_, rest)) => Err(Error::protocol(format!(
+            "{} bytes follow a message; expected none",
+            rest.len()
+        ))),
+        Err(error) => Err(Error::protocol(format!("a message is malformed: {error}"))),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Slurm's notation for lists of hosts, as in `node[01-04,7],login`.
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// The longest list that is parsed; lists of thousands of nodes are much shorter.
 const MAX_LENGTH: usize = 1 << 20;
@@ -57,12 +57,13 @@ fn first_number(ranges: &str) -> Result<&str> {
 }
 
 fn bad(what: &'static str) -> Error {
-    Error::new(ErrorKind::Parse, what)
+    Error::parse(what)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
     use proptest::prelude::*;
 
     #[test]

@@ -63,7 +63,7 @@ impl Outbox {
 
     fn place(self: &Arc<Self>, queue: &mut OutboxQueue, mut bytes: Vec<u8>) -> Result<()> {
         if queue.closed {
-            return Err(Error::new(ErrorKind::Closed, "the connection is closed"));
+            return Err(Error::closed("the connection is closed"));
         }
         if !queue.draining {
             let sent = self.send_now(&bytes)?;

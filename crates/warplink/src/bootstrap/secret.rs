@@ -52,7 +52,7 @@ impl Secret {
     /// Each piece is preceded by its length, so that no two different lists give the same input.
     pub(crate) fn proof(&self, label: &str, parts: &[&[u8]]) -> Result<Proof> {
         let mut mac = Hmac::<Sha256>::new_from_slice(&self.0)
-            .map_err(|_| Error::new(ErrorKind::Internal, "HMAC rejected a key of 32 bytes"))?;
+            .map_err(|_| Error::internal("HMAC rejected a key of 32 bytes"))?;
         for part in std::iter::once(&label.as_bytes()).chain(parts) {
             mac.update(&(part.len() as u64).to_le_bytes());
             mac.update(part);

@@ -7,7 +7,7 @@ mod accept;
 mod departure;
 
 use super::channel::Frame;
-use super::connection::Connection;
+use super::connection::StoreConnection;
 use super::handshake::{self, Claim, Identity};
 use super::health::Health;
 use super::message::{self, Refusal, RefusalKind, Request, StoreEntry};
@@ -301,8 +301,12 @@ impl ServerShared {
     }
 
     /// Admits a rank, or refuses it.
-    fn admit_member(&self, stream: &Arc<TcpStream>, claim: Claim) -> Result<(u32, Connection)> {
-        let connection = Connection::new(stream.clone(), claim.channel);
+    fn admit_member(
+        &self,
+        stream: &Arc<TcpStream>,
+        claim: Claim,
+    ) -> Result<(u32, StoreConnection)> {
+        let connection = StoreConnection::new(stream.clone(), claim.channel);
         match self.enter(claim.rank, claim.world, &claim.entry, &connection) {
             Ok(rank) => {
                 self.changed.notify_all();
@@ -320,7 +324,7 @@ impl ServerShared {
         rank: u64,
         world: u64,
         entry: &StoreEntry,
-        connection: &Connection,
+        connection: &StoreConnection,
     ) -> Result<u32, Refusal> {
         let expected = self.settings.identity.world as u64;
         if world != expected {
@@ -393,7 +397,7 @@ impl ServerShared {
         let leaving = request == Request::Leave;
         let mut state = lock(&self.state);
         if state.closing {
-            return Err(Error::new(ErrorKind::Closed, "the store is closing"));
+            return Err(Error::closed("the store is closing"));
         }
         match request {
             // Its arrival was noted already.

@@ -3,8 +3,8 @@
 use super::client::Client;
 use super::message::{Bytes, OnReady, Reply, Request};
 use crate::deadline::Deadline;
-use crate::error::{Error, ErrorKind, Rank, Result};
-use std::fmt;
+use crate::debug::debug_fields;
+use crate::error::{Error, Rank, Result};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -294,15 +294,7 @@ pub(crate) fn wire_ranks(ranks: &[Rank]) -> Result<Vec<u32>> {
 }
 
 fn unexpected(operation: &'static str) -> Error {
-    Error::new(
-        ErrorKind::Protocol,
-        "the store sent a reply of an unexpected type",
-    )
-    .with_operation(operation)
+    Error::protocol("the store sent a reply of an unexpected type").with_operation(operation)
 }
 
-impl fmt::Debug for Store {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Store").finish_non_exhaustive()
-    }
-}
+debug_fields!(Store);

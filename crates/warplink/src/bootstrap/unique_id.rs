@@ -2,7 +2,8 @@
 
 use super::secret::Secret;
 use super::socket;
-use crate::error::{Error, ErrorKind, Result};
+use crate::debug::debug_fields;
+use crate::error::{Error, Result};
 use sha2::{Digest, Sha256};
 use std::fmt;
 use std::net::{IpAddr, SocketAddr};
@@ -137,9 +138,8 @@ impl UniqueId {
     /// # Errors
     /// [`ErrorKind::InvalidHandle`] when they are truncated, altered or of another version.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
-        let bad = |message: String| {
-            Error::new(ErrorKind::InvalidHandle, message).with_operation("read a unique id")
-        };
+        let bad =
+            |message: String| Error::invalid_handle(message).with_operation("read a unique id");
         let layout = Layout::read_from_bytes(bytes).map_err(|_| {
             bad(format!(
                 "it has {} bytes; expected {}",
@@ -200,13 +200,7 @@ impl PartialEq for UniqueId {
 
 impl Eq for UniqueId {}
 
-impl fmt::Debug for UniqueId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("UniqueId")
-            .field("address", &self.address)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(UniqueId, |it| address: it.address);
 
 /// 256 lower-case hexadecimal digits, the secret included.
 impl fmt::Display for UniqueId {
@@ -221,9 +215,7 @@ impl FromStr for UniqueId {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self> {
-        let bad = |message: String| {
-            Error::new(ErrorKind::Parse, message).with_operation("read a unique id")
-        };
+        let bad = |message: String| Error::parse(message).with_operation("read a unique id");
         let digits = text.trim().as_bytes();
         if digits.len() != 2 * Self::SIZE {
             return Err(bad(format!(
@@ -248,6 +240,7 @@ impl FromStr for UniqueId {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
     use proptest::prelude::*;
 
     fn id(ip: IpAddr, port: u16, secret: [u8; 32]) -> UniqueId {

@@ -10,7 +10,7 @@ const MAX_SUPERSEDED: usize = 256;
 /// Values by key, within a limit on their memory.
 #[derive(Debug)]
 pub(crate) struct StoreValues {
-    map: HashMap<String, Value>,
+    map: HashMap<String, StoredValue>,
     used: usize,
     limit: usize,
     /// Counts changes; see `journal.rs`.
@@ -20,7 +20,7 @@ pub(crate) struct StoreValues {
 }
 
 #[derive(Debug)]
-struct Value {
+struct StoredValue {
     bytes: Arc<[u8]>,
     /// The rank that set it, whose journal has it.
     owner: u32,
@@ -90,7 +90,7 @@ impl StoreValues {
         }
         self.map.insert(
             key,
-            Value {
+            StoredValue {
                 bytes: value,
                 owner,
             },

@@ -4,18 +4,18 @@ use super::answers::Answers;
 use super::proxy::{Proxy, StreamCopy};
 use super::request::Transport;
 use super::tables::AddressTable;
+use crate::debug::debug_fields;
 use crate::device::channel::Side;
 use crate::device::channel::trigger::Movement;
 use crate::device::{
     Argument, At, ChannelArray, ChannelHandle, ChannelMemory, Device, DeviceSlice, InFlight, InUse,
     MemoryOp, Stream, Word,
 };
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
 use crate::signal::SlotPair;
 use crate::sync::lock;
 use crate::transport::{NetworkLink, NetworkPath};
-use std::fmt;
 use std::sync::{Arc, Mutex};
 
 /// One rank's end of a connection: a peer and a tag. It keeps its regions registered, and the peer's mapped. Clones
@@ -214,15 +214,13 @@ impl Connection {
             .with_help("use memory of the communicator's device"));
         }
         if stream.is_capturing()? {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "a graph does not contain copies over the network",
-            )
-            .with_help("copy outside of the graph, or put and get in a kernel"));
+            return Err(
+                Error::unsupported("a graph does not contain copies over the network")
+                    .with_help("copy outside of the graph, or put and get in a kernel"),
+            );
         }
         let (Some(proxy), Some(end)) = (&self.end.proxy, &parts.proxy) else {
-            return Err(Error::new(
-                ErrorKind::Internal,
+            return Err(Error::internal(
                 "a connection over the network has no proxy",
             ));
         };
@@ -275,16 +273,12 @@ impl From<&Connection> for Argument {
     }
 }
 
-impl fmt::Debug for Connection {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connection")
-            .field("peer", &self.end.peer)
-            .field("tag", &self.end.tag)
-            .field("transport", &self.end.transport)
-            .field("network_path", &self.network_path())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Connection, |it|
+    peer: it.end.peer,
+    tag: it.end.tag,
+    transport: it.end.transport,
+    network_path: it.network_path()
+);
 
 impl ConnectionEnd {
     /// Its name in messages.

@@ -44,13 +44,8 @@ fn worlds<'a>(entry: &ProgramEntry, worlds: &'a [usize]) -> impl Iterator<Item =
 
 fn call(entry: &ProgramEntry, world: usize, count: usize) -> Call {
     let reduces = entry.kind.reduces();
-    Call {
-        kind: entry.kind,
-        op: reduces.then_some(ReduceOp::Sum),
-        dtype: if reduces { DType::F32 } else { DType::U8 },
-        count,
-        root: entry.kind.has_root().then_some(world - 1),
-    }
+    let dtype = if reduces { DType::F32 } else { DType::U8 };
+    Call::new(entry.kind, ReduceOp::Sum, dtype, count, world - 1)
 }
 
 fn choice(entry: &ProgramEntry, lanes: usize, chunks: usize) -> Choice {

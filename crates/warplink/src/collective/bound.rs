@@ -7,11 +7,11 @@ use super::choice::Choice;
 use super::enqueue::Uses;
 use super::join::{CallPath, cannot_map};
 use super::launches::Overlap;
+use crate::debug::debug_fields;
 use crate::device::{DeviceSlice, Stream};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::p2p::Path;
 use crate::program::execute::{Bindings, Executor, Plan, PrepareOptions, RankContext};
-use std::fmt;
 use std::sync::Arc;
 
 /// A call of a collective bound to fixed memory, which it keeps alive ([`Collectives::bind`]). Clones share
@@ -39,14 +39,7 @@ enum Strategy {
     Copies(Box<Plan>),
 }
 
-impl fmt::Debug for BoundCall {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("BoundCall")
-            .field("call", &self.0.call)
-            .field("choice", &self.0.choice)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(BoundCall, |it| call: it.0.call, choice: it.0.choice);
 
 impl BoundCall {
     /// The call; in bytes if it does not reduce.
@@ -177,7 +170,7 @@ impl Collectives {
             let theirs: Vec<u32> = theirs.iter().copied().map(u32::from_le_bytes).collect();
             if theirs != words {
                 let text = Call::difference(&words, &theirs);
-                return Err(Error::new(ErrorKind::Mismatch, text)
+                return Err(Error::mismatch(text)
                     .with_peer(peer)
                     .with_help("bind the same calls in the same order on every rank"));
             }
@@ -233,12 +226,7 @@ impl Collectives {
             Overlap::Shared => copies_in_place(call.kind),
         };
         let prepared = program
-            .unwrap_or_else(|| {
-                Err(Error::new(
-                    ErrorKind::Internal,
-                    "the chosen program does not exist",
-                ))
-            })
+            .unwrap_or_else(|| Err(Error::internal("the chosen program does not exist")))
             .and_then(|program| {
                 let parameters = self.0.machine.parameters(call, choice);
                 // Tests have verified it for every world, like other programs.

@@ -24,6 +24,18 @@ pub struct Call {
 }
 
 impl Call {
+    /// Call with the operator if its kind [reduces](CollectiveKind::reduces), and the root if its kind
+    /// [has one](CollectiveKind::has_root).
+    pub fn new(kind: CollectiveKind, op: ReduceOp, dtype: DType, count: usize, root: Rank) -> Self {
+        Self {
+            kind,
+            op: kind.reduces().then_some(op),
+            dtype,
+            count,
+            root: kind.has_root().then_some(root),
+        }
+    }
+
     /// Size of a part in bytes.
     pub fn bytes(&self) -> usize {
         self.count.saturating_mul(self.dtype.size())
@@ -199,13 +211,13 @@ mod tests {
 
     #[test]
     fn announcement_identifies_call() {
-        let call = Call {
-            kind: CollectiveKind::Reduce,
-            op: Some(ReduceOp::Max),
-            dtype: DType::BF16,
-            count: 5_000_000_000,
-            root: Some(3),
-        };
+        let call = Call::new(
+            CollectiveKind::Reduce,
+            ReduceOp::Max,
+            DType::BF16,
+            5_000_000_000,
+            3,
+        );
         assert_eq!(call.to_string(), "reduce of 5000000000 bf16, max, root 3");
         let other = Call { count: 7, ..call };
         let text = Call::difference(&call.words(1), &other.words(1));

@@ -4,7 +4,7 @@ use super::algorithm::{Algorithm, WorkspacePart, copies_in_place};
 use super::call::{Call, CollectiveKind};
 use super::estimate::Estimates;
 use super::launches::Overlap;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::p2p::TransferKernels;
 use crate::program::expr::PART_UNIT;
 use crate::program::{Parameters, RankProgram, unroll};
@@ -283,9 +283,10 @@ impl Machine {
         call: &Call,
         choice: &Choice,
     ) -> Result<RankProgram> {
-        let program = choice.algorithm.program(call.program()).ok_or_else(|| {
-            Error::new(ErrorKind::Internal, "the chosen algorithm does not exist")
-        })??;
+        let program = choice
+            .algorithm
+            .program(call.program())
+            .ok_or_else(|| Error::internal("the chosen algorithm does not exist"))??;
         let parameters = self.parameters(call, choice);
         unroll(program, rank, self.world, 1, &parameters)
     }
@@ -411,9 +412,7 @@ impl Machine {
     /// Error for a call that the direct path does not support in a hybrid cube mesh.
     fn not_linked(&self, call: &Call) -> Error {
         let rows = Algorithm::Cube.rows(CollectiveKind::AllReduce, self.world, 1);
-        Error::new(
-            ErrorKind::Unsupported,
-            format!(
+        Error::unsupported(format!(
                 "the direct path does not do {call} in a hybrid cube mesh; expected an all_reduce of 1 to {} bytes",
                 self.packet_room(call, rows) / PART_UNIT as usize * PART_UNIT as usize * call.dtype.size()
             ),
@@ -423,9 +422,7 @@ impl Machine {
     }
 
     fn not_forced(&self, forced: Algorithm, call: &Call) -> Error {
-        Error::new(
-            ErrorKind::Unsupported,
-            format!(
+        Error::unsupported(format!(
                 "the algorithm {forced} does not do {call} on {} ranks",
                 self.world
             ),

@@ -40,13 +40,7 @@ fn call(kind: CollectiveKind, bytes: usize) -> Call {
     } else {
         DType::U8
     };
-    Call {
-        kind,
-        op: kind.reduces().then_some(ReduceOp::Max),
-        dtype,
-        count: bytes / dtype.size(),
-        root: kind.has_root().then_some(1),
-    }
+    Call::new(kind, ReduceOp::Max, dtype, bytes / dtype.size(), 1)
 }
 
 fn chosen(machine: &Machine, call: &Call) -> Algorithm {

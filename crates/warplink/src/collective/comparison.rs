@@ -9,7 +9,7 @@ use super::record::{Difference, MAX_STATED, Record, Statement};
 use crate::bootstrap::{Group, Respondent};
 use crate::deadline::Deadline;
 use crate::device::Fault;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -194,7 +194,7 @@ impl CallComparison {
                  called"
             ),
         };
-        Error::new(ErrorKind::Mismatch, text)
+        Error::mismatch(text)
             .with_operation("synchronize")
             .with_rank(self.group.rank())
             .with_peer(peer)

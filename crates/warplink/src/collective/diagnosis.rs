@@ -97,7 +97,7 @@ impl JoinedCollectives {
                     "keep the memory of a graph alive, and record the graph again if its memory changes",
                 ),
             };
-            let error = Error::new(ErrorKind::Mismatch, text)
+            let error = Error::mismatch(text)
                 .with_operation("synchronize")
                 .with_peer(peer)
                 .with_help(help);

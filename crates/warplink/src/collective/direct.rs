@@ -5,10 +5,10 @@ use super::algorithm::Algorithm;
 use super::call::{Call, CollectiveKind};
 use super::choice::Machine;
 use super::fused::FusedLaunches;
-use super::launches::{Launches, Overlap, Shape};
+use super::launches::{CallKey, Launches, Overlap};
 use crate::device::{DeviceSlice, Readying, ReduceOp, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::program::execute::{RankContext, SharedKernel, SharedWorkspace};
 use crate::program::section::{ScratchInstance, WorkspaceLayout};
 use crate::topology;
@@ -55,13 +55,7 @@ impl Direct {
             &[Algorithm::OneShot, Algorithm::Chunks]
         };
         for &algorithm in algorithms {
-            let call = Call {
-                kind: CollectiveKind::AllReduce,
-                op: Some(ReduceOp::Sum),
-                dtype: DType::U8,
-                count: 1,
-                root: None,
-            };
+            let call = Call::new(CollectiveKind::AllReduce, ReduceOp::Sum, DType::U8, 1, 0);
             let forced = Machine {
                 // Forced: the model's choice for such a short call would not show the scratch of both areas.
                 forced: Some(algorithm),
@@ -72,9 +66,9 @@ impl Direct {
             scratch.extend(program.scratch);
         }
         let rows = scratch.iter().find(|scratch| &*scratch.name == "C");
-        let announcements = rows.cloned().ok_or_else(|| {
-            Error::new(ErrorKind::Internal, "the programs have nowhere to announce")
-        })?;
+        let announcements = rows
+            .cloned()
+            .ok_or_else(|| Error::internal("the programs have nowhere to announce"))?;
         let layout = WorkspaceLayout::of(&scratch);
         Ok(Self {
             rank,
@@ -91,7 +85,7 @@ impl Direct {
     }
 
     /// Compiles and loads the kernel of a call, if needed.
-    pub(super) fn prepare(&self, machine: &Machine, shape: &Shape) -> Result<()> {
+    pub(super) fn prepare(&self, machine: &Machine, shape: &CallKey) -> Result<()> {
         // Calls on unaligned memory are rare; reserve prepared graphs for the others.
         let readying = if shape.aligned {
             Readying::Always
@@ -109,7 +103,7 @@ impl Direct {
         (tensors, overlap): (&[&DeviceSlice], Overlap),
         (stream, is_recorded): (&Stream, bool),
     ) -> Result<()> {
-        let shape = Shape {
+        let shape = CallKey {
             call: *call,
             aligned: tensors.iter().all(|tensor| is_aligned(tensor)),
             overlap,
@@ -124,7 +118,7 @@ impl Direct {
     fn kernel(
         &self,
         machine: &Machine,
-        shape: &Shape,
+        shape: &CallKey,
         readying: Readying,
     ) -> Result<Arc<SharedKernel>> {
         self.launches

@@ -202,10 +202,9 @@ impl EngineCollectives {
 
 /// Error for asking for the algorithm of a call that the vendor's library executes.
 pub(super) fn no_choice(call: &Call) -> Error {
-    Error::new(
-        ErrorKind::Unsupported,
-        format!("the vendor's library does {call}; expected the direct path to do it"),
-    )
+    Error::unsupported(format!(
+        "the vendor's library does {call}; expected the direct path to do it"
+    ))
     .with_operation(call.kind.name())
     .with_help("ask path_of which path does a call")
 }

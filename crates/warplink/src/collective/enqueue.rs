@@ -4,10 +4,10 @@ use super::Collectives;
 use super::call::{Call, CollectiveKind};
 use super::direct::is_aligned;
 use super::join::CallPath;
-use super::launches::{Overlap, Shape};
+use super::launches::{CallKey, Overlap};
 use crate::device::{DeviceSlice, ReduceOp, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
 use std::ops::Range;
 
@@ -251,7 +251,7 @@ impl Collectives {
                 None => Ok(()),
             };
         }
-        let shape = Shape {
+        let shape = CallKey {
             call,
             aligned,
             overlap,
@@ -309,9 +309,7 @@ fn overlap(call: &Call, rank: Rank, output: &DeviceSlice, input: &DeviceSlice) -
     if fits {
         return Ok(Overlap::Shared);
     }
-    Err(Error::new(
-        ErrorKind::InvalidArgument,
-        format!("input {input:?} and output {output:?} overlap in part; expected separate memory, or one in place"),
+    Err(Error::invalid(format!("input {input:?} and output {output:?} overlap in part; expected separate memory, or one in place"),
     )
     .with_operation(call.kind.name())
     .with_help("see Collectives for in-place calls"))

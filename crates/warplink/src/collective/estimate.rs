@@ -4,7 +4,7 @@ use super::algorithm::Algorithm;
 use super::call::{Call, CollectiveKind};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::program::RankProgram;
 use crate::program::cost::lanes::Lanes;
 use crate::program::cost::{HardwareModel, SimulateOptions, Submission, simulate_with};
@@ -134,7 +134,7 @@ const fn default_element(kind: CollectiveKind) -> usize {
 
 /// Error for a model with an invalid algorithm table.
 fn wrong(what: String) -> Error {
-    Error::new(ErrorKind::Parse, format!("{what} in the hardware model"))
+    Error::parse(format!("{what} in the hardware model"))
         .with_help("fix the model's file, or measure again with `warplink tune --algorithms`")
 }
 

@@ -93,27 +93,24 @@ impl Collectives {
         // Ranks with different options or models would choose different algorithms.
         let all = context.all_gather(settings.as_bytes())?;
         if let Some(peer) = all.iter().position(|other| other != settings.as_bytes()) {
-            return Err(Error::new(
-                ErrorKind::Mismatch,
-                "the ranks have other options; expected the same on all",
-            )
-            .with_operation("join the collectives")
-            .with_rank(rank)
-            .with_peer(peer)
-            .with_help("pass the same options on every rank"));
+            return Err(
+                Error::mismatch("the ranks have other options; expected the same on all")
+                    .with_operation("join the collectives")
+                    .with_rank(rank)
+                    .with_peer(peer)
+                    .with_help("pass the same options on every rank"),
+            );
         }
         let path = match options.path {
             Some(CollectivePath::Direct) => {
                 // If ranks span machines, each rank has a remote peer.
                 if let Some(peer) = far(&context, machine.world)? {
-                    return Err(Error::new(
-                        ErrorKind::Unsupported,
-                        "the peer is on another machine; expected the ranks of one machine on the direct path",
-                    )
-                    .with_operation("join the collectives")
-                    .with_rank(rank)
-                    .with_peer(peer)
-                    .with_help("leave the path open"));
+                    let text = "the peer is on another machine; expected the ranks of one machine on the direct path";
+                    return Err(Error::unsupported(text)
+                        .with_operation("join the collectives")
+                        .with_rank(rank)
+                        .with_peer(peer)
+                        .with_help("leave the path open"));
                 }
                 Paths::Direct(Box::new(Direct::join(
                     &context,
@@ -219,10 +216,9 @@ impl Collectives {
     ) -> Result<Machine> {
         let world = context.world();
         if options.path == Some(CollectivePath::Direct) && world > MAX_DIRECT_RANKS {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!("{world} ranks on the direct path; expected at most {MAX_DIRECT_RANKS}"),
-            )
+            return Err(Error::unsupported(format!(
+                "{world} ranks on the direct path; expected at most {MAX_DIRECT_RANKS}"
+            ))
             .with_operation("join the collectives")
             .with_help("leave the path open, or use fewer ranks"));
         }

@@ -5,7 +5,7 @@ use super::call::Call;
 use super::choice::{Choice, Machine};
 use super::recent::Recent;
 use crate::device::{Readying, ReduceOp};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::program::execute::{CodeWanted, SharedKernel, SharedWorkspace, TellDifference};
 use crate::program::section::SectionInstance;
 use crate::program::{OperationKind, RankProgram};
@@ -18,7 +18,7 @@ const MAX_MODELS: usize = 512;
 
 /// Cache key: calls with different keys need different kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Shape {
+pub(super) struct CallKey {
     pub(super) call: Call,
     /// Whether all addresses are multiples of 16 bytes.
     pub(super) aligned: bool,
@@ -37,7 +37,7 @@ pub(super) enum Overlap {
 /// Cache key of code: everything that the code depends on, which excludes count and factor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Form {
-    shape: Shape,
+    shape: CallKey,
     algorithm: Algorithm,
     lanes: usize,
     threads: usize,
@@ -47,7 +47,7 @@ struct Form {
 #[derive(Debug)]
 pub(super) struct Launches {
     // Looked up by every call.
-    kept: Mutex<Recent<Shape, Arc<SharedKernel>>>,
+    kept: Mutex<Recent<CallKey, Arc<SharedKernel>>>,
     /// For each form, a kernel whose code others share.
     models: Mutex<Recent<Form, Arc<SharedKernel>>>,
 }
@@ -62,7 +62,7 @@ impl Default for Launches {
 }
 
 impl Form {
-    fn of(shape: &Shape, choice: &Choice) -> Self {
+    fn of(shape: &CallKey, choice: &Choice) -> Self {
         // The factor is a kernel parameter, so it does not affect the code.
         let op = shape.call.op.map(|op| match op.factor() {
             Some(_) => ReduceOp::scaled_sum(1.0),
@@ -76,7 +76,7 @@ impl Form {
             ..shape.call
         };
         Self {
-            shape: Shape { call, ..*shape },
+            shape: CallKey { call, ..*shape },
             algorithm: choice.algorithm,
             lanes: choice.lanes,
             threads: choice.threads,
@@ -89,7 +89,7 @@ impl Launches {
     /// unrolling its program, since the code is shared.
     pub(super) fn get(
         &self,
-        shape: &Shape,
+        shape: &CallKey,
         workspace: &SharedWorkspace,
         machine: &Machine,
         rank: usize,
@@ -162,9 +162,6 @@ pub(super) fn section(program: &RankProgram) -> Result<SectionInstance> {
             sizes_vary: true,
             ..(**section).clone()
         }),
-        _ => Err(Error::new(
-            ErrorKind::Internal,
-            "a collective is a program with one kernel",
-        )),
+        _ => Err(Error::internal("a collective is a program with one kernel")),
     }
 }

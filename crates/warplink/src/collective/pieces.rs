@@ -10,7 +10,7 @@ use super::join::CallPath;
 use super::launches::Overlap;
 use super::{Collectives, Message};
 use crate::device::{DeviceSlice, Stream};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::ops::Range;
 
 /// Pieces are multiples of this many elements, so that all are aligned like the whole.
@@ -107,7 +107,7 @@ impl Collectives {
         let in_place = uses.overlap == Overlap::Shared;
         if in_place && call.kind == CollectiveKind::AllToAll {
             let text = format!("{call} in place is longer than one launch takes");
-            return Err(Error::new(ErrorKind::Unsupported, text)
+            return Err(Error::unsupported(text)
                 .with_operation(call.kind.name())
                 .with_help("pass a separate output, or split the call"));
         }

@@ -259,13 +259,13 @@ mod tests {
     use proptest::prelude::*;
 
     fn call(count: usize) -> Call {
-        Call {
-            kind: CollectiveKind::AllReduce,
-            op: Some(ReduceOp::Sum),
-            dtype: DType::I32,
+        Call::new(
+            CollectiveKind::AllReduce,
+            ReduceOp::Sum,
+            DType::I32,
             count,
-            root: None,
-        }
+            0,
+        )
     }
 
     fn make(record: &mut Record, counts: impl IntoIterator<Item = usize>) {

@@ -1,7 +1,7 @@
 //! Sub-communicators.
 
 use super::{Communicator, losses};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
 use std::sync::Arc;
 
@@ -65,10 +65,10 @@ impl Communicator {
                 let key = rest.try_into().ok().map(i64::from_le_bytes);
                 Some((u64::from_le_bytes(*color), key?))
             }) else {
-                return Err(Error::new(
-                    ErrorKind::Protocol,
-                    format!("rank {rank} sent {} bytes; expected 16", bytes.len()),
-                )
+                return Err(Error::protocol(format!(
+                    "rank {rank} sent {} bytes; expected 16",
+                    bytes.len()
+                ))
                 .with_operation("split a communicator")
                 .with_help("call split at the same time on every rank"));
             };

@@ -344,12 +344,11 @@ impl Communicator {
     /// Executes every transfer once, as one group, in any order; see [`send`](Self::send).
     pub fn once(&self, requests: &[TransferRequest], stream: &Stream) -> Result<()> {
         if stream.is_capturing()? {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "a transfer of one use cannot be captured",
-            )
-            .with_rank(self.rank())
-            .with_help("exchange the transfers before the capture, post and wait in it"));
+            return Err(
+                Error::unsupported("a transfer of one use cannot be captured")
+                    .with_rank(self.rank())
+                    .with_help("exchange the transfers before the capture, post and wait in it"),
+            );
         }
         self.job.in_flight.release_finished();
         let transfers = self.exchange(requests)?;
@@ -576,7 +575,7 @@ impl Communicator {
     /// another device object of this process, whose waits only the communicator's fault ends.
     fn end(&self, reason: &str) {
         let message = format!("this rank's communicator ended: {reason}");
-        let error = Error::new(ErrorKind::Closed, message);
+        let error = Error::closed(message);
         self.fault.raise(error.with_rank(self.rank()));
     }
 }

@@ -185,7 +185,7 @@ impl JobServices {
         let message = format!("this rank's communicator ended: {reason}");
         self.device
             .fault()
-            .raise(Error::new(ErrorKind::Closed, message).with_rank(self.rank()));
+            .raise(Error::closed(message).with_rank(self.rank()));
     }
 }
 

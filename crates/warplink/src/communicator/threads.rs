@@ -35,7 +35,7 @@ impl Communicator {
             let ranks: Vec<_> = (0..world)
                 .map(|rank| scope.spawn(move || run(rank)))
                 .collect();
-            let panicked = || Error::new(ErrorKind::Internal, "the thread of a rank panicked");
+            let panicked = || Error::internal("the thread of a rank panicked");
             ranks
                 .into_iter()
                 // Join every thread before returning: `body` is borrowed.

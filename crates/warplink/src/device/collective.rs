@@ -4,8 +4,9 @@ use super::reduce_op::ReduceOp;
 use super::slice::DeviceSlice;
 use super::stream::Stream;
 use crate::deadline::Deadline;
+use crate::debug::debug_fields;
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::named::named;
 use std::ffi::c_void;
 use std::fmt;
@@ -238,12 +239,8 @@ impl VendorCommunicator {
     }
 }
 
-/// Omits the address, which differs between ranks.
-impl fmt::Debug for VendorCommunicator {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("VendorCommunicator")
-    }
-}
+// Omits the address, which differs between ranks.
+debug_fields!(VendorCommunicator);
 
 /// Collectives over all ranks. Every rank must enqueue the same ones in the same order with matching lengths.
 pub trait CollectiveEngine: Send + Sync + fmt::Debug {
@@ -264,12 +261,11 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) after the deadline;
     /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the engine works only in streams.
     fn call(&self, _: &RankCall, _: Deadline) -> Result<Option<(Rank, Vec<u8>)>> {
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("{} does no call outside of streams", self.name()),
+        Err(
+            Error::unsupported(format!("{} does no call outside of streams", self.name()))
+                .with_operation("call")
+                .with_help("enqueue it"),
         )
-        .with_operation("call")
-        .with_help("enqueue it"))
     }
 
     /// Registers memory that later requests use, so that the engine may access it directly on all ranks.
@@ -280,12 +276,11 @@ pub trait CollectiveEngine: Send + Sync + fmt::Debug {
     /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if the engine cannot register this kind of
     /// memory.
     fn register(&self, slice: &DeviceSlice) -> Result<()> {
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("{} cannot register {slice:?}", self.name()),
+        Err(
+            Error::unsupported(format!("{} cannot register {slice:?}", self.name()))
+                .with_operation("register memory")
+                .with_help("use it as it is: nothing needs to be registered"),
         )
-        .with_operation("register memory")
-        .with_help("use it as it is: nothing needs to be registered"))
     }
 
     /// The library's communicator, for direct calls of the library; null after an abort. Owned by the engine
@@ -347,9 +342,7 @@ pub(super) fn check_adopted(
     if (rank, world) == (expected_rank, expected_world) {
         return Ok(());
     }
-    Err(Error::new(
-        ErrorKind::Mismatch,
-        format!(
+    Err(Error::mismatch(format!(
             "the communicator has this process as rank {rank} of {world}; expected rank {expected_rank} of {expected_world}"
         ),
     )

@@ -4,7 +4,7 @@ use super::elementwise::Elementwise;
 use super::slice::DeviceSlice;
 use super::stream::Stream;
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::named::alternatives;
 use std::fmt;
 use std::sync::Arc;
@@ -123,14 +123,11 @@ impl MatmulSpec {
         if self.dtype.matmul_tolerance().is_some() {
             return Ok(());
         }
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            format!(
-                "unsupported element type {}; expected {}",
-                self.dtype,
-                alternatives(&DType::MATMUL)
-            ),
-        )
+        Err(Error::unsupported(format!(
+            "unsupported element type {}; expected {}",
+            self.dtype,
+            alternatives(&DType::MATMUL)
+        ))
         .with_operation("matmul")
         .with_help("use one of these types"))
     }

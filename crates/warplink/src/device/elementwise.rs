@@ -2,7 +2,7 @@
 
 use super::slice::DeviceSlice;
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::named::{alternatives, named};
 
 /// Maximum number of sources that every device supports.
@@ -155,7 +155,7 @@ impl Elementwise {
         if let Some(dtype) = refused {
             let types = alternatives(&DType::computed_elementwise());
             let message = format!("unsupported element type {dtype}; expected {types}");
-            return Err(Error::new(ErrorKind::Unsupported, message)
+            return Err(Error::unsupported(message)
                 .with_operation(op.name())
                 .with_help("use one of these types"));
         }

@@ -2,9 +2,9 @@
 
 use super::{Device, Event, Stream};
 use crate::deadline::Deadline;
+use crate::debug::debug_fields;
 use crate::sync::lock;
 use std::any::Any;
-use std::fmt;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -239,13 +239,7 @@ impl<T: Send + Sync + 'static> Drop for InUse<T> {
     }
 }
 
-impl fmt::Debug for InFlight {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("InFlight")
-            .field("items", &lock(&self.state).held.len())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(InFlight, |it| items: lock(&it.state).held.len());
 
 #[cfg(test)]
 mod tests {

@@ -4,6 +4,7 @@ use crate::error::{Error, ErrorKind, Result};
 use std::ffi::{CStr, OsString, c_char};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
 /// Colon-separated list of directories that are searched first.
 const PATH_VARIABLE: &str = "WARPLINK_LIBRARY_PATH";
@@ -161,6 +162,19 @@ pub struct LibraryReport {
     pub tried: Vec<PathBuf>,
     /// How to install it.
     pub help: &'static str,
+}
+
+/// A library's functions, loaded and resolved on first use. Failures are not cached: the next call tries again.
+pub(crate) fn once<T>(
+    functions: &'static OnceLock<T>,
+    wanted: &'static Wanted,
+    resolve: impl FnOnce(&Loaded) -> Result<T>,
+) -> Result<&'static T> {
+    if let Some(functions) = functions.get() {
+        return Ok(functions);
+    }
+    let resolved = resolve(&load(wanted)?)?;
+    Ok(functions.get_or_init(|| resolved))
 }
 
 /// Loads `wanted` from the first matching location.

@@ -4,6 +4,7 @@ use super::image;
 use super::launch::{Argument, Launch};
 use super::serial::SerialBackend;
 use super::stream::Stream;
+use crate::debug::debug_fields;
 use crate::error::{Error, Result};
 use std::collections::BTreeMap;
 use std::fmt;
@@ -151,15 +152,7 @@ impl ModuleSource {
     }
 }
 
-impl fmt::Debug for ModuleSource {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ModuleSource")
-            .field("name", &self.name)
-            .field("cuda", &self.code.is_some())
-            .field("host", &self.host.keys())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(ModuleSource, |it| name: it.name, cuda: it.code.is_some(), host: it.host.keys());
 
 /// Code loaded on a device; see [`Device::load_module`](super::Device::load_module). Clones share the module.
 #[derive(Clone)]

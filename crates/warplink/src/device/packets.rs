@@ -22,7 +22,7 @@
 //! ```
 
 use super::slice::{DeviceSlice, Word};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// Alignment of scratch memory.
 const SCRATCH_ALIGNMENT: usize = 256;
@@ -86,13 +86,10 @@ impl PacketLine {
     ) -> Result<Self> {
         let expected = shape.scratch_bytes(!receives);
         if peer.bytes() != expected {
-            return Err(Error::new(
-                ErrorKind::InvalidHandle,
-                format!(
-                    "the peer's scratch has {} bytes; expected {expected}",
-                    peer.bytes()
-                ),
-            )
+            return Err(Error::invalid_handle(format!(
+                "the peer's scratch has {} bytes; expected {expected}",
+                peer.bytes()
+            ))
             .with_help("run the same version of Warplink on every rank"));
         }
         Ok(Self {

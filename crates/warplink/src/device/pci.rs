@@ -1,6 +1,6 @@
 //! PCI addresses.
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -55,10 +55,9 @@ impl FromStr for PciAddress {
             parts.next().is_none().then_some(address)
         };
         parsed().ok_or_else(|| {
-            Error::new(
-                ErrorKind::Parse,
-                format!("malformed PCI address '{text}'; expected the form 0000:1b:00.0"),
-            )
+            Error::parse(format!(
+                "malformed PCI address '{text}'; expected the form 0000:1b:00.0"
+            ))
         })
     }
 }
@@ -86,6 +85,7 @@ fn hex(text: &str) -> Option<u32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
     use proptest::prelude::*;
 
     #[test]

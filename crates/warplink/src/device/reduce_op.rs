@@ -1,7 +1,7 @@
 //! Reduction operators.
 
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::named::{Named, listed};
 use std::fmt;
 use std::str::FromStr;
@@ -108,20 +108,16 @@ impl ReduceOp {
             return Ok(());
         };
         if !factor.value().is_finite() {
-            return Err(Error::new(
-                ErrorKind::InvalidArgument,
-                format!("{self}; expected a finite factor"),
-            )
-            .with_help("give a factor that is neither infinite nor NaN"));
+            return Err(Error::invalid(format!("{self}; expected a finite factor"))
+                .with_help("give a factor that is neither infinite nor NaN"));
         }
         if dtype.is_float() {
             return Ok(());
         }
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("{SCALED} of {dtype}; expected floats"),
+        Err(
+            Error::unsupported(format!("{SCALED} of {dtype}; expected floats"))
+                .with_help("use sum, or another type"),
         )
-        .with_help("use sum, or another type"))
     }
 }
 
@@ -193,10 +189,10 @@ impl FromStr for ReduceOp {
         let mut all = Self::ALL.into_iter();
         let plain = all.find(|operator| operator.name() == text);
         plain.or_else(|| factor(text)).ok_or_else(|| {
-            Error::new(
-                ErrorKind::Parse,
-                format!("unknown operator '{text}'; expected {}", Self::forms()),
-            )
+            Error::parse(format!(
+                "unknown operator '{text}'; expected {}",
+                Self::forms()
+            ))
         })
     }
 }

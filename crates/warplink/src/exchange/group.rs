@@ -197,7 +197,7 @@ impl GroupExchange<'_> {
     }
 
     fn out_of_step(&self, rank: Rank) -> Error {
-        Error::new(ErrorKind::Mismatch, "the peer makes another call")
+        Error::mismatch("the peer makes another call")
             .with_operation(self.operation)
             .with_peer(rank)
             .with_help("make the same calls in the same order on every rank")

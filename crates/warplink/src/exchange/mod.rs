@@ -26,7 +26,7 @@ mod group;
 mod numbers;
 mod pairs;
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 pub(crate) use group::GroupExchange;
 pub(crate) use pairs::{ExchangeServices, Matching, Missing, Offer, PairExchange, PublishedEnds};
 use serde::Serialize;
@@ -34,17 +34,15 @@ use serde::de::DeserializeOwned;
 
 /// Encodes a message for the other rank.
 pub(crate) fn encode(value: &impl Serialize) -> Result<Vec<u8>> {
-    postcard::to_stdvec(value).map_err(|error| {
-        Error::new(ErrorKind::Internal, error.to_string()).with_operation("exchange")
-    })
+    postcard::to_stdvec(value)
+        .map_err(|error| Error::internal(error.to_string()).with_operation("exchange"))
 }
 
 /// Decodes a message of the other rank.
 pub(crate) fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T> {
     let malformed = |why: String| {
         let text = format!("malformed message from the peer: {why}");
-        Error::new(ErrorKind::Protocol, text)
-            .with_help("run the same version of Warplink on every rank")
+        Error::protocol(text).with_help("run the same version of Warplink on every rank")
     };
     match postcard::take_from_bytes(bytes) {
         Ok((value, [])) => Ok(value),

@@ -19,7 +19,7 @@ use self::pool::Pooled;
 use super::handle::Handle;
 use super::releaser::Releaser;
 use crate::device::{AllocationKind, Backing, DeviceSlice, Export, Piece};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -281,10 +281,9 @@ impl Exports {
         let piece = piece.and_then(|index| entry.pieces.get(index));
         let piece = piece.ok_or_else(|| {
             let pieces = entry.pieces.len();
-            Error::new(
-                ErrorKind::Unsupported,
-                format!("the allocation has no piece {index}; expected less than {pieces}"),
-            )
+            Error::unsupported(format!(
+                "the allocation has no piece {index}; expected less than {pieces}"
+            ))
         })?;
         piece.try_clone()
     }
@@ -507,6 +506,6 @@ impl Freed {
 }
 
 fn not_registered() -> Error {
-    Error::new(ErrorKind::Closed, "the region is no longer registered")
+    Error::closed("the region is no longer registered")
         .with_help("keep the region as long as peers open handles of it")
 }

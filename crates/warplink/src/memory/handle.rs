@@ -3,8 +3,9 @@
 //! The last bytes are a keyed hash of the others, so that a handle that was altered, or created outside of
 //! the job, is rejected before a driver sees it.
 
+use crate::debug::debug_fields;
 use crate::device::{DeviceIdentity, DeviceKind};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 use zerocopy::little_endian::{U16, U32, U64};
@@ -79,11 +80,7 @@ pub struct Handle {
 #[derive(Clone)]
 pub struct HandleKey(Hmac<Sha256>);
 
-impl std::fmt::Debug for HandleKey {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("HandleKey")
-    }
-}
+debug_fields!(HandleKey);
 
 impl HandleKey {
     /// The key of jobs that share `secret`.
@@ -92,7 +89,7 @@ impl HandleKey {
     /// [`ErrorKind::Internal`] if the hash rejects the secret, which cannot happen: it accepts any length.
     pub fn new(secret: &[u8]) -> Result<Self> {
         let mut mac = Hmac::<Sha256>::new_from_slice(secret).map_err(|_| {
-            Error::new(ErrorKind::Internal, "the hash rejects this secret")
+            Error::internal("the hash rejects this secret")
                 .with_operation("make the key of handles")
         })?;
         // Separates this use of the secret from its others.
@@ -161,9 +158,7 @@ impl Handle {
     /// [`ErrorKind::InvalidHandle`] if it is truncated, altered, of another version, or describes a range
     /// outside its allocation.
     pub fn decode(bytes: &[u8], key: &HandleKey) -> Result<Self> {
-        let invalid = |what: String| {
-            Error::new(ErrorKind::InvalidHandle, what).with_operation("read a handle")
-        };
+        let invalid = |what: String| Error::invalid_handle(what).with_operation("read a handle");
         let wire = Wire::read_from_bytes(bytes).map_err(|_| {
             invalid(format!(
                 "the handle has {} bytes; expected {HANDLE_BYTES}",
@@ -234,6 +229,7 @@ fn kind_number(kind: DeviceKind) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
     use proptest::prelude::*;
 
     fn example() -> Handle {

@@ -1,7 +1,7 @@
 //! Messages between the memory services of a machine's ranks, as fixed-size records.
 
 use super::handle::HANDLE_BYTES;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use zerocopy::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
@@ -181,8 +181,7 @@ impl Request {
     /// # Errors
     /// [`ErrorKind::Protocol`] if length, token or kind is wrong.
     pub(super) fn decode(bytes: &[u8], token: &[u8; TOKEN_BYTES]) -> Result<Self> {
-        let refuse =
-            |what: String| Error::new(ErrorKind::Protocol, what).with_operation("read a request");
+        let refuse = |what: String| Error::protocol(what).with_operation("read a request");
         let wrong_length = || {
             refuse(format!(
                 "the request has {} bytes; expected {}, or {MAX_REQUEST_BYTES} with a handle",
@@ -224,6 +223,7 @@ impl Request {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
 
     const TOKEN: [u8; TOKEN_BYTES] = [5; TOKEN_BYTES];
 

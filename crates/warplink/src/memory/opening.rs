@@ -5,7 +5,7 @@ use super::mapping::Mapped;
 use super::message::Message;
 use super::shared::Shared;
 use crate::device::{Backing, DeviceSlice, Opening, Piece};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
@@ -64,19 +64,15 @@ pub(super) fn open(shared: &Arc<Shared>, handle: &Handle) -> Result<Mapped> {
 /// Tries in order: same process, host memory by descriptor, CUDA IPC, descriptors.
 fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
     let bytes = usize::try_from(handle.allocation_bytes).map_err(|_| {
-        Error::new(
-            ErrorKind::InvalidHandle,
-            format!(
-                "the allocation has {} bytes, more than this process can address",
-                handle.allocation_bytes
-            ),
-        )
+        Error::invalid_handle(format!(
+            "the allocation has {} bytes, more than this process can address",
+            handle.allocation_bytes
+        ))
     })?;
     let peers = shared.peers()?;
     // Before any request to the owner, so that both ranks of a pair fail alike.
     if !handle.host && peers.is_near(handle.owner)? && !peers.access(handle.owner)?.mapped {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
+        return Err(Error::unsupported(
             "the devices of the two ranks cannot map each other's memory",
         )
         .with_help(
@@ -88,7 +84,7 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
             .get(&handle.allocation)
             .and_then(|holders| holders.iter().find_map(Weak::upgrade))
             .ok_or_else(|| {
-                Error::new(ErrorKind::InvalidHandle, "the peer's memory was freed")
+                Error::invalid_handle("the peer's memory was freed")
                     .with_help("keep the region until the peer has opened its handle")
             })?;
         let opening = Opening::SameProcess(DeviceSlice::whole(backing));
@@ -98,8 +94,7 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
     if handle.host {
         let mut pieces = pieces(shared, handle)?;
         let (Some(piece), true) = (pieces.pop(), pieces.is_empty()) else {
-            return Err(Error::new(
-                ErrorKind::InvalidHandle,
+            return Err(Error::invalid_handle(
                 "memory of the host has one piece; the handle names another number",
             ));
         };
@@ -118,10 +113,7 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
         return shared.device.import(Opening::Pieces(pieces), bytes);
     }
     Err(failed.unwrap_or_else(|| {
-        Error::new(
-            ErrorKind::InvalidHandle,
-            "the handle has neither an IPC handle nor descriptors",
-        )
+        Error::invalid_handle("the handle has neither an IPC handle nor descriptors")
     }))
 }
 
@@ -129,13 +121,10 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
 fn pieces(shared: &Shared, handle: &Handle) -> Result<Vec<Piece>> {
     // The number comes from a peer; each piece costs a descriptor and a round trip.
     if handle.pieces > MAX_PIECES {
-        return Err(Error::new(
-            ErrorKind::InvalidHandle,
-            format!(
-                "the allocation has {} pieces; expected at most {MAX_PIECES}",
-                handle.pieces
-            ),
-        )
+        return Err(Error::invalid_handle(format!(
+            "the allocation has {} pieces; expected at most {MAX_PIECES}",
+            handle.pieces
+        ))
         .with_help("register a smaller part of it"));
     }
     let piece = |index: u32| {
@@ -144,12 +133,9 @@ fn pieces(shared: &Shared, handle: &Handle) -> Result<Vec<Piece>> {
             generation: handle.generation,
             index: index.into(),
         };
-        shared.ask(handle.owner, message)?.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Protocol,
-                "the peer answered without a descriptor",
-            )
-        })
+        shared
+            .ask(handle.owner, message)?
+            .ok_or_else(|| Error::protocol("the peer answered without a descriptor"))
     };
     (0..handle.pieces).map(piece).collect()
 }

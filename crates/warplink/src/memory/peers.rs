@@ -4,7 +4,7 @@ use super::opening::process_identity;
 use crate::device::{
     Device, DeviceIdentity, DeviceKind, PciAddress, PeerAccess, machine_identity, network_namespace,
 };
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -68,25 +68,23 @@ impl Peers {
         all_gather: impl Fn(Vec<u8>) -> Result<Vec<Vec<u8>>>,
     ) -> Result<Self> {
         let encoded = postcard::to_stdvec(own).map_err(|error| {
-            Error::new(ErrorKind::Internal, error.to_string())
-                .with_operation("encode peer information")
+            Error::internal(error.to_string()).with_operation("encode peer information")
         })?;
         let mut infos = Vec::new();
         for (peer, bytes) in all_gather(encoded)?.into_iter().enumerate() {
             let info: PeerInfo = postcard::from_bytes(&bytes).map_err(|error| {
-                Error::new(ErrorKind::Protocol, error.to_string())
+                Error::protocol(error.to_string())
                     .with_operation("read peer information")
                     .with_peer(peer)
             })?;
             // The two kinds cannot map each other's memory, so fail here rather than at the first transfer.
             if info.cuda != own.cuda {
-                return Err(Error::new(
-                    ErrorKind::Mismatch,
-                    "one rank uses a GPU and another the host device",
-                )
-                .with_rank(rank)
-                .with_peer(peer)
-                .with_help("give every rank the same --device"));
+                return Err(
+                    Error::mismatch("one rank uses a GPU and another the host device")
+                        .with_rank(rank)
+                        .with_peer(peer)
+                        .with_help("give every rank the same --device"),
+                );
             }
             infos.push(info);
         }
@@ -108,7 +106,7 @@ impl Peers {
         for ((peer, encoded), asked) in all_gather(encoded)?.iter().enumerate().zip(asked) {
             let back = encoded.get(rank).copied().and_then(decode).ok_or_else(|| {
                 let what = "the peer's access information is malformed";
-                Error::new(ErrorKind::Protocol, what)
+                Error::protocol(what)
                     .with_operation("read peer information")
                     .with_peer(peer)
             })?;
@@ -166,7 +164,7 @@ impl Peers {
             return Ok(());
         }
         Err(
-            Error::new(ErrorKind::Unsupported, "the peer is on another machine").with_help(
+            Error::unsupported("the peer is on another machine").with_help(
                 "transfers reach the ranks of one machine; use connections or a collective engine between machines",
             ),
         )
@@ -206,9 +204,7 @@ fn check_sharing(infos: &[PeerInfo]) -> Result<()> {
                 && !(other.shareable && info.shareable)
         });
         if let Some(other) = other {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
+            return Err(Error::unsupported(format!(
                     "ranks {other} and {rank} are two processes on one GPU, which serves one at a time; \
                      expected a GPU for each"
                 ),
@@ -226,6 +222,7 @@ fn check_sharing(infos: &[PeerInfo]) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
 
     fn info(process: u8, device: u8, shareable: bool) -> PeerInfo {
         PeerInfo {

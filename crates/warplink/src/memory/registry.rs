@@ -73,7 +73,7 @@ impl MemoryRegistry {
             shared.token,
             Box::new(move |request| match answering.upgrade() {
                 Some(shared) => shared.answer(request),
-                None => Err(Error::new(ErrorKind::Closed, "the communicator is closed")),
+                None => Err(Error::closed("the communicator is closed")),
             }),
         )?;
         let own = PeerInfo::of_this_rank(&**device, service.name());

@@ -9,6 +9,7 @@
 
 use super::message::{MAX_REQUEST_BYTES, Request, TOKEN_BYTES};
 use super::socket::{MAX_WAIT, address, io, is_same_user, socket};
+use crate::debug::debug_fields;
 use crate::device::Piece;
 use crate::error::{Error, ErrorKind, Result};
 use crate::shortage::Throttle;
@@ -18,7 +19,6 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags};
 use rustix::process::{Resource, getrlimit};
 use std::collections::VecDeque;
-use std::fmt;
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
@@ -56,13 +56,7 @@ pub(super) struct Service {
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-impl fmt::Debug for Service {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Service")
-            .field("name", &String::from_utf8_lossy(&self.name))
-            .finish()
-    }
-}
+debug_fields!(Service, |it| name: String::from_utf8_lossy(&it.name));
 
 pub(super) fn listen(name: &[u8]) -> Result<OwnedFd> {
     let listener = socket()?;
@@ -337,7 +331,7 @@ mod tests {
                 descriptor: rustix::fs::memfd_create("test", rustix::fs::MemfdFlags::CLOEXEC)?,
                 bytes: 1 << 40,
             })),
-            _ => Err(Error::new(ErrorKind::Closed, "gone")),
+            _ => Err(Error::closed("gone")),
         });
         let service = Service::start([5; 16], handler).unwrap();
         let piece = ask(service.name(), &[5; 16], descriptor_of(7), MAX_WAIT).unwrap();

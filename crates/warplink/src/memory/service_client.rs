@@ -255,18 +255,14 @@ pub(super) fn read_answer(connection: &OwnedFd) -> Result<Option<Piece>> {
         return Err(peer_is_short(number));
     }
     if status != DONE {
-        return Err(Error::new(
-            ErrorKind::InvalidHandle,
-            "the peer refused: the region is no longer registered",
-        )
-        .with_operation("ask a peer's service")
-        .with_help("exchange the region again"));
+        return Err(
+            Error::invalid_handle("the peer refused: the region is no longer registered")
+                .with_operation("ask a peer's service")
+                .with_help("exchange the region again"),
+        );
     }
     let bytes = usize::try_from(number).map_err(|_| {
-        Error::new(
-            ErrorKind::Protocol,
-            "the peer's memory is longer than this process can address",
-        )
+        Error::protocol("the peer's memory is longer than this process can address")
     })?;
     Ok(descriptor.map(|descriptor| Piece { descriptor, bytes }))
 }

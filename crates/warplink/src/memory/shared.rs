@@ -11,7 +11,7 @@ use super::peers::Peers;
 use super::publications::{Heard, Publications};
 use super::service_client::{self, Asked};
 use crate::device::{Device, Piece};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -55,12 +55,9 @@ pub(super) struct Shared {
 
 impl Shared {
     pub(super) fn peers(&self) -> Result<&Peers> {
-        self.peers.get().ok_or_else(|| {
-            Error::new(
-                ErrorKind::Internal,
-                "peers are asked before their information was gathered",
-            )
-        })
+        self.peers
+            .get()
+            .ok_or_else(|| Error::internal("peers are asked before their information was gathered"))
     }
 
     /// Notifies the owner that a handle is not used.
@@ -90,7 +87,7 @@ impl Shared {
                 "the handle is of rank {} on device {}; expected rank {peer} on device {kind}",
                 handle.owner, handle.kind
             );
-            return Err(Error::new(ErrorKind::InvalidHandle, what)
+            return Err(Error::invalid_handle(what)
                 .with_operation("read a handle")
                 .with_rank(self.rank)
                 .with_peer(peer));

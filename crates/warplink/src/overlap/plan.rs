@@ -2,6 +2,7 @@
 
 use super::operands::{BoundOperands, bindings};
 use super::{Choice, Lowering, Options, trial};
+use crate::debug::debug_fields;
 use crate::device::{DeviceSlice, Graph, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::cost::HardwareModel;
@@ -20,15 +21,11 @@ pub struct OverlapPlan {
     plans: Vec<Plan>,
 }
 
-impl fmt::Debug for OverlapPlan {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("OverlapPlan")
-            .field("subject", &self.choice.subject)
-            .field("lowering", &self.choice.name())
-            .field("plans", &self.plans.len())
-            .finish()
-    }
-}
+debug_fields!(OverlapPlan, |it|
+    subject: it.choice.subject,
+    lowering: it.choice.name(),
+    plans: it.plans.len()
+);
 
 impl OverlapPlan {
     /// Selects and verifies the lowering of `problem`, and binds it to part `index` of each of `tensors`, for
@@ -209,12 +206,9 @@ impl OverlapPlan {
     /// Enqueues a run, and keeps the plan until it is done.
     pub(super) fn once(self, stream: &Stream) -> Result<Choice> {
         if stream.is_capturing()? {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "a plan of one use cannot be captured",
-            )
-            .with_rank(self.executor.rank())
-            .with_help("create a plan before the capture, and run it there"));
+            return Err(Error::unsupported("a plan of one use cannot be captured")
+                .with_rank(self.executor.rank())
+                .with_help("create a plan before the capture, and run it there"));
         }
         let enqueued = self.run(stream);
         // Even after a failure: some of it may have been enqueued.

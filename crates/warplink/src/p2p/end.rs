@@ -9,7 +9,7 @@ use super::request::{Buffer, Direction};
 use crate::device::{
     DeviceSlice, KernelCopy, MemoryOp, PacketLine, PacketPart, Stream, StreamOp, Unit, Word,
 };
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
 use crate::signal::{SignalOp, SignalWord, SlotPair};
 use std::sync::Arc;
@@ -177,10 +177,7 @@ impl TransferEnd {
                 word: self.word(name, captured),
             },
             SignalOp::Wait(SignalWord::Outbound, _) => {
-                return Err(Error::new(
-                    ErrorKind::Internal,
-                    "a rank waits on its own memory only",
-                ));
+                return Err(Error::internal("a rank waits on its own memory only"));
             }
             SignalOp::Wait(name, value) => MemoryOp::Wait {
                 word: self.word(name, captured),
@@ -251,8 +248,7 @@ impl TransferEnd {
     /// This end's part of a transfer of `data` by packets. Outside of graphs it also counts completed posts.
     fn packets<'a>(&'a self, data: &'a DeviceSlice, captured: bool) -> Result<StreamOp<'a>> {
         let Some(line) = &self.line else {
-            return Err(Error::new(
-                ErrorKind::Internal,
+            return Err(Error::internal(
                 "a transfer by packets has no scratch memory",
             ));
         };
@@ -269,10 +265,7 @@ impl TransferEnd {
     pub(super) fn unpack(&self, captured: bool) -> Result<StreamOp<'_>> {
         match self.buffer.region() {
             Some(region) => self.packets(region.memory(), captured),
-            None => Err(Error::new(
-                ErrorKind::Internal,
-                "a receive has no buffer of its own",
-            )),
+            None => Err(Error::internal("a receive has no buffer of its own")),
         }
     }
 
@@ -304,8 +297,7 @@ impl TransferEnd {
     pub(super) fn remote(&self) -> Result<&DeviceSlice> {
         match &self.remote {
             Some(remote) => Ok(remote.memory()),
-            None => Err(Error::new(
-                ErrorKind::Internal,
+            None => Err(Error::internal(
                 "the initiator has no mapping of the peer's buffer",
             )),
         }

@@ -7,7 +7,7 @@
 
 use super::protocol::{PostNumber, Role};
 use crate::device::{Device, Event, Stream};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::{Mutex, guard};
 use std::sync::{Arc, OnceLock};
 
@@ -145,10 +145,7 @@ impl GraphMark {
     pub(super) fn wait(&self, stream: &Stream) -> Result<()> {
         match self.event.get() {
             Some(event) => stream.wait_event(event),
-            None => Err(Error::new(
-                ErrorKind::Internal,
-                "a post in a graph is not marked",
-            )),
+            None => Err(Error::internal("a post in a graph is not marked")),
         }
     }
 }
@@ -156,6 +153,7 @@ impl GraphMark {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
 
     fn waiting(count: u64, follows: bool) -> Option<Waiting> {
         Some(Waiting {

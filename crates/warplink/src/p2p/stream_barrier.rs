@@ -3,10 +3,10 @@
 use super::exchange::TransferExchange;
 use super::{Path, Protocol, Transfer, TransferRequest, post_all, wait_all};
 use crate::deadline::Deadline;
+use crate::debug::debug_fields;
 use crate::device::{AllocationKind, Stream};
 use crate::error::Result;
 use crate::memory::{MemoryRegistry, Region};
-use std::fmt;
 
 /// Length of the token: the smallest length of a transfer.
 const BYTES: usize = 64;
@@ -24,13 +24,7 @@ pub struct StreamBarrier {
     _tokens: [Region; 2],
 }
 
-impl fmt::Debug for StreamBarrier {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("StreamBarrier")
-            .field("rounds", &self.rounds)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(StreamBarrier, |it| rounds: it.rounds);
 
 impl StreamBarrier {
     /// Collective call: every rank creates one at the same time, whose token uses `path`. Blocks until the neighbours

@@ -48,14 +48,14 @@ named! {
 
 /// Location in a program's run.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Place {
+pub struct RankSite {
     /// The rank.
     pub rank: Rank,
     /// The statement and its loop indices.
     pub site: Site,
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for RankSite {
     /// `rank 2, line 12 (j = 3)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank {}, {}", self.rank, self.site)
@@ -70,14 +70,14 @@ pub struct Diagnostic {
     /// Description, one sentence.
     pub message: String,
     /// Locations of the operations involved, starting with the one that the message begins with.
-    pub places: Vec<Place>,
+    pub places: Vec<RankSite>,
     /// Number of further diagnostics of this kind for the same statements, in other iterations or on other ranks.
     pub repeated: usize,
 }
 
 impl Diagnostic {
     /// A diagnostic of `kind` at `places`.
-    pub fn new(kind: DiagnosticKind, message: impl Into<String>, places: Vec<Place>) -> Self {
+    pub fn new(kind: DiagnosticKind, message: impl Into<String>, places: Vec<RankSite>) -> Self {
         Self {
             kind,
             message: message.into(),
@@ -92,7 +92,7 @@ impl Diagnostic {
         (rank, site): (Rank, &Site),
         message: impl fmt::Display,
     ) -> Self {
-        let place = Place {
+        let place = RankSite {
             rank,
             site: site.clone(),
         };

@@ -11,7 +11,7 @@ pub use super::construct::{
 use super::expr::{Condition, Expr};
 use super::parameters::Parameter;
 use super::section::function::Function;
-use super::section::ir::{Application, DeviceValue, Operator, Place, Scratch, Section};
+use super::section::ir::{Application, DeviceValue, Place, ReduceOperator, Scratch, Section};
 pub use super::site::Position;
 pub use crate::device::{Collective, ElementwiseOp};
 use crate::dtype::DType;
@@ -172,7 +172,7 @@ pub struct Expectation {
     /// The output, or a part of it.
     pub target: TensorRef,
     /// Operator that combines the terms in order; `None` with a single term.
-    pub operator: Option<Operator>,
+    pub operator: Option<ReduceOperator>,
     /// Terms; exactly one without an operator.
     pub terms: Vec<Each<Term>>,
     /// Bias vector added to each row; an omitted optional tensor adds nothing.

@@ -43,7 +43,7 @@ pub mod unroll;
 pub mod verify;
 
 pub use area::{Area, Axis};
-pub use diagnostic::{Diagnostic, DiagnosticKind, Place, refused};
+pub use diagnostic::{Diagnostic, DiagnosticKind, RankSite, refused};
 pub use execute::{
     Bindings, CapturedPlan, Executor, KernelReport, Plan, PrepareOptions, Prepared, Trace,
     TraceSpan,
@@ -52,8 +52,8 @@ pub use expr::{Condition, Expr};
 pub use ir::{Backend, Direction, Program, Protocol};
 pub use parameters::{Parameters, Value};
 pub use rank_program::{
-    Call, Expected, ExpectedTerm, Operand, Operation, OperationKind, Range, RankProgram, Site,
-    StreamKind, TensorId, TensorInstance, TransferId, TransferInstance,
+    CallSite, Expected, ExpectedTerm, InputPart, Operation, OperationKind, Range, RankProgram,
+    Site, StreamKind, TensorId, TensorInstance, TransferId, TransferInstance,
 };
 pub use unroll::unroll;
 pub use verify::{Report, verify};

@@ -6,7 +6,7 @@ use super::ir::{Backend, Collective, Direction, ElementwiseOp, Protocol, Role};
 use super::section::instance::{SectionInstance, SectionMemory};
 use super::section::layout::ScratchInstance;
 use super::section::{FreeNames, RowStep};
-pub use super::site::{Call, Site};
+pub use super::site::{CallSite, Site};
 pub use super::tensor::{Range, TensorId, TensorInstance};
 use crate::device::{MatmulSpec, ReduceOp};
 use crate::dtype::DType;
@@ -61,7 +61,7 @@ pub struct Expected {
     /// Terms.
     pub terms: Vec<ExpectedTerm>,
     /// Bias added to each row.
-    pub plus: Option<Operand>,
+    pub plus: Option<InputPart>,
     /// Row function applied to the terms, and the index of its result.
     pub rows: Option<(Arc<RowStep>, usize)>,
     /// The statement.
@@ -72,13 +72,13 @@ pub struct Expected {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExpectedTerm {
     /// An input.
-    Operand(Operand),
+    Operand(InputPart),
     /// A product.
     Product {
         /// Left matrix, row-major.
-        a: Operand,
+        a: InputPart,
         /// Right matrix.
-        b: Operand,
+        b: InputPart,
         /// Columns of the product.
         columns: usize,
         /// Inner dimension.
@@ -88,7 +88,7 @@ pub enum ExpectedTerm {
 
 /// A part of a rank's input.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Operand {
+pub struct InputPart {
     /// Rank that owns the input.
     pub rank: Rank,
     /// Name of the tensor; its index may differ on the other rank.

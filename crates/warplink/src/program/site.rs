@@ -49,12 +49,12 @@ pub struct Site {
     /// Indices of the enclosing loops, outermost first; in a called program, only of loops in that program.
     pub indices: Arc<[(Arc<str>, i64)]>,
     /// Call of the enclosing program; `None` in the main program.
-    pub call: Option<Arc<Call>>,
+    pub call: Option<Arc<CallSite>>,
 }
 
 /// A call of a program.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Call {
+pub struct CallSite {
     /// Name of the called program.
     pub program: Arc<str>,
     /// Location of the call.
@@ -90,7 +90,7 @@ impl fmt::Display for Site {
             f.write_str(")")?;
         }
         match self.call.as_deref() {
-            Some(Call { program, site }) => write!(f, " of '{program}', called in {site}"),
+            Some(CallSite { program, site }) => write!(f, " of '{program}', called in {site}"),
             None => Ok(()),
         }
     }

@@ -1,7 +1,7 @@
 //! User signals: words that kernels and streams of this rank wait for and peers increment.
 
 use crate::device::{Argument, DeviceSlice, Fault, Word};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::memory::{MemoryRegistry, Region, RemoteRegion};
 use std::sync::Arc;
 
@@ -84,8 +84,7 @@ impl RemoteSignals {
             .with_help("export Signals::region on the peer"));
         }
         if !region.has_atomics() {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
+            return Err(Error::unsupported(
                 "the device has no atomic operations on the peer's memory",
             )
             .with_operation("map a peer's signals")

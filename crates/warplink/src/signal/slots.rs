@@ -3,7 +3,7 @@
 use super::SignalWord;
 use super::scratch::ScratchPool;
 use crate::device::{AllocationKind, Device, DeviceSlice, Fault, Word};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::memory::{MemoryRegistry, Region};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex};
@@ -143,7 +143,7 @@ impl SlotPool {
         }
         let part = part.ok_or_else(|| {
             let what = format!("a new page has no space for {bytes} bytes of scratch memory");
-            Error::new(ErrorKind::Internal, what)
+            Error::internal(what)
         })?;
         // Both ends of its previous transfer are gone, so nobody writes to it.
         match self.device.upload(part.memory(), &vec![0; bytes]) {
@@ -247,8 +247,5 @@ impl RemoteSlot {
 }
 
 fn unknown_slot(number: u64) -> Error {
-    Error::new(
-        ErrorKind::Internal,
-        format!("signal slot {number} is not in any page"),
-    )
+    Error::internal(format!("signal slot {number} is not in any page"))
 }

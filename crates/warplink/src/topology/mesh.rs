@@ -2,7 +2,7 @@
 
 use super::place::Place;
 use crate::device::{DeviceLinks, LinkEnd, LinkQuery};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -115,13 +115,10 @@ impl LinkCounts {
         let named = self.direct.keys().chain(&self.reaches);
         match named.copied().find(|&peer| peer >= world || peer == rank) {
             None => Ok(()),
-            Some(peer) => Err(Error::new(
-                ErrorKind::Protocol,
-                format!(
-                    "the answer of rank {rank} names a link to rank {peer}; expected another rank \
+            Some(peer) => Err(Error::protocol(format!(
+                "the answer of rank {rank} names a link to rank {peer}; expected another rank \
                      below {world}"
-                ),
-            )),
+            ))),
         }
     }
 }
@@ -229,6 +226,7 @@ impl Mesh {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
     use crate::device::DeviceLink;
 
     fn place(machine: &str, address: &str) -> Place {

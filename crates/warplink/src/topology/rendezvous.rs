@@ -5,7 +5,7 @@ use super::mesh::LinkCounts;
 use super::place::Place;
 use super::survey::{RankAnswer, Topology};
 use crate::device::{Attachment, Device, LinkQuery};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -74,15 +74,14 @@ fn meet(
 }
 
 fn write(value: &impl Serialize) -> Result<Vec<u8>> {
-    serde_json::to_vec(value).map_err(|error| {
-        Error::new(ErrorKind::Internal, error.to_string()).with_operation(OPERATION)
-    })
+    serde_json::to_vec(value)
+        .map_err(|error| Error::internal(error.to_string()).with_operation(OPERATION))
 }
 
 fn read_all<T: DeserializeOwned>(values: Vec<Vec<u8>>) -> Result<Vec<T>> {
     let read = |(peer, bytes): (Rank, Vec<u8>)| {
         serde_json::from_slice(&bytes).map_err(|error| {
-            Error::new(ErrorKind::Protocol, error.to_string())
+            Error::protocol(error.to_string())
                 .with_operation(OPERATION)
                 .with_peer(peer)
                 .with_help("ask for the topology at the same time on every rank")
@@ -94,6 +93,7 @@ fn read_all<T: DeserializeOwned>(values: Vec<Vec<u8>>) -> Result<Vec<T>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
     use crate::device::{DeviceLink, DeviceLinks, LinkEnd, PciAddress};
     use crate::topology::{Connection, Obstacle};
     use std::sync::{Barrier, Mutex};

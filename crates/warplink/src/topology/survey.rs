@@ -5,7 +5,7 @@ use super::cube;
 use super::mesh::{LinkCounts, Mesh};
 use super::obstacle::Obstacle;
 use super::place::Place;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -100,9 +100,7 @@ impl Topology {
     /// # Errors
     /// [`ErrorKind::Parse`] if the text is invalid.
     pub fn from_json(text: &str) -> Result<Self> {
-        let malformed = |message: String| {
-            Error::new(ErrorKind::Parse, message).with_operation("read a topology")
-        };
+        let malformed = |message: String| Error::parse(message).with_operation("read a topology");
         let recorded: Recorded =
             serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?;
         if recorded.ranks.is_empty() {
@@ -123,9 +121,8 @@ impl Topology {
     /// # Errors
     /// None in practice; serialization is fallible in principle.
     pub fn to_json(&self) -> Result<String> {
-        serde_json::to_string(self).map_err(|error| {
-            Error::new(ErrorKind::Internal, error.to_string()).with_operation("write a topology")
-        })
+        serde_json::to_string(self)
+            .map_err(|error| Error::internal(error.to_string()).with_operation("write a topology"))
     }
 
     /// Identity and location of each rank, in rank order.

@@ -15,7 +15,7 @@ pub(crate) use network::NetworkCarrier;
 pub use networks::NetworkPath;
 pub(crate) use networks::{Exposed, NetworkLink, Networks, Offered, OfferedRings};
 pub use staging::StagingConfig;
-pub(crate) use staging::{Shape as StagingShape, StagedCarrier};
+pub(crate) use staging::{RingShape, StagedCarrier};
 
 use crate::deadline::Deadline;
 use crate::device::channel::trigger::Movement;

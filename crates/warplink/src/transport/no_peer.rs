@@ -1,11 +1,11 @@
 //! Fake network connection for tests.
 
 use crate::deadline::Deadline;
+use crate::debug::debug_fields;
 use crate::device::DeviceSlice;
 use crate::device::network::{NetworkConnection, OnDone, OnFailure, RemoteMemory};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
-use std::fmt;
 use std::sync::Mutex;
 
 /// A connection whose peer the test plays: nothing is sent, and it breaks on request.
@@ -55,11 +55,7 @@ impl NoPeer {
     }
 }
 
-impl fmt::Debug for NoPeer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("NoPeer")
-    }
-}
+debug_fields!(NoPeer);
 
 impl NetworkConnection for NoPeer {
     /// Keys encode a length.

@@ -51,14 +51,13 @@ fn what_needs_atomic_operations_is_refused() {
 fn one_rank_that_lacks_something_is_enough() {
     for limit in LIMITS {
         Ranks {
-            world: world(2),
             config: Some(|config| {
                 if config.join.rank == 0 {
                     config.device.pretend = Default::default();
                 }
             }),
             env: [("WARPLINK_PRETEND".to_owned(), limit.to_owned())].into(),
-            ..Ranks::default()
+            ..Ranks::of(world(2))
         }
         .run(|comm| {
             let region = comm.alloc(64).unwrap();

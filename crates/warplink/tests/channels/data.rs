@@ -54,14 +54,13 @@ fn a_million_rounds() {
         is_long() || wanted().is_some()
     }
     let ranks = Ranks {
-        world: world(2),
         config: Some(|config| {
             if takes_long() {
                 config.timeout = HOUR;
             }
         }),
         limit: takes_long().then_some(HOUR),
-        ..Ranks::default()
+        ..Ranks::of(world(2))
     };
     ranks.run(|comm| {
         const BYTES: u64 = 64;
@@ -250,9 +249,8 @@ fn barriers(comm: &Communicator, set: &[usize], rounds: u32) {
 #[test]
 fn barriers_over_all_peers() {
     let ranks = Ranks {
-        world: world(8),
         delay: Some(Duration::from_micros(200)),
-        ..Ranks::default()
+        ..Ranks::of(world(8))
     };
     ranks.run(|comm| {
         let all: Vec<_> = (0..comm.world()).collect();

@@ -56,10 +56,9 @@ fn automatic(to: &mut Config) {
 fn run(config: fn(&mut Config), delay: Option<Duration>, body: fn(&Communicator)) {
     if has_network() {
         let ranks = Ranks {
-            world: world(2),
             config: Some(config),
             delay,
-            ..Ranks::default()
+            ..Ranks::of(world(2))
         };
         let ended = ranks.start(|comm| {
             body(&comm);

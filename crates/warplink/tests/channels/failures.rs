@@ -1,8 +1,8 @@
 //! Peers that are lost or leave while kernels wait: an error, and no hang.
 
 use super::common::{
-    LIMIT, Ranks, Stopwatch, assert_says, has_network, kind, processes_of, stop_self,
-    wait_until_stopped, world,
+    LIMIT, Ranks, Stopwatch, assert_names_peer, assert_says, has_network, kind, processes_of,
+    stop_self, wait_until_stopped, world,
 };
 use super::kernels::{Fixture, Outcome, THREADS, TRANSPORTS};
 use super::proxied::small;
@@ -40,11 +40,7 @@ impl Waiting {
     /// does not wait for it any more.
     fn check(&self, comm: &Communicator, started: &Stopwatch) {
         let error = comm.synchronize(&self.stream).unwrap_err();
-        assert_eq!(
-            (error.kind(), error.peer()),
-            (ErrorKind::PeerLost, Some(1)),
-            "{error}"
-        );
+        assert_names_peer(&error, ErrorKind::PeerLost, 1);
         while kind() == DeviceKind::Cuda && self.outcome.look() != ABORTED {
             let told = self.outcome.look();
             assert!(started.elapsed() < SOON, "{told:?} after {error}");
@@ -72,10 +68,9 @@ fn ends_with(
 ) {
     let limit = ("WARPLINK_HEARTBEAT_LIMIT".to_owned(), "3".to_owned());
     let ranks = Ranks {
-        world: world(2),
         env: [limit].into(),
         config,
-        ..Ranks::default()
+        ..Ranks::of(world(2))
     };
     let ended = ranks.start(|comm| {
         let processes = processes_of(&comm);
@@ -96,11 +91,7 @@ fn ends_with(
             processes[1]
         });
         let error = comm.synchronize(&fixture.stream).unwrap_err();
-        assert_eq!(
-            (error.kind(), error.peer()),
-            (ErrorKind::PeerLost, Some(1)),
-            "{error}"
-        );
+        assert_names_peer(&error, ErrorKind::PeerLost, 1);
         let started = started.into_inner();
         assert!(started.elapsed() < SOON, "{error} came late");
         waiting.iter().for_each(|one| one.check(&comm, &started));
@@ -250,7 +241,7 @@ fn write(fixture: &Fixture<'_>, connection: &Connection, ready: &dyn Fn() -> i32
         let written = connection.write(&fixture.stream, 0, &source);
         let both = written.and_then(|()| connection.read(&fixture.stream, &source, 0));
         if let Err(error) = both {
-            assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
+            assert_names_peer(&error, ErrorKind::PeerLost, 1);
             return Vec::new();
         }
         std::thread::sleep(Duration::from_millis(10));
@@ -303,7 +294,7 @@ fn flush_chunks(
         let launched = fixture.launch("many_puts", 4, &arguments);
         let both = launched.and_then(|()| fixture.launch("many_signals", 4, &arguments));
         if let Err(error) = both {
-            assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
+            assert_names_peer(&error, ErrorKind::PeerLost, 1);
             break;
         }
         assert!(!until.passed(), "the peer is not lost");
@@ -347,9 +338,8 @@ fn patience() -> Duration {
 fn a_peer_that_closes_while_a_kernel_waits_is_a_timeout() {
     for transport in TRANSPORTS {
         let ranks = Ranks {
-            world: world(2),
             config: Some(|config| config.timeout = patience()),
-            ..Ranks::default()
+            ..Ranks::of(world(2))
         };
         let ended = ranks.start(|comm| {
             let fixture = Fixture::new(&comm);
@@ -389,10 +379,7 @@ fn a_proxy_that_fails_ends_kernels_and_tells_the_peer() {
     if kind() == DeviceKind::Host {
         return;
     }
-    let ranks = Ranks {
-        world: world(2),
-        ..Ranks::default()
-    };
+    let ranks = Ranks::of(world(2));
     let ended = ranks.start(|comm| {
         let fixture = Fixture::new(&comm);
         let connection = fixture.pair(Transport::Proxied, 64);
@@ -416,7 +403,7 @@ fn a_proxy_that_fails_ends_kernels_and_tells_the_peer() {
         let error = comm.synchronize(&fixture.stream).unwrap_err();
         assert_says(&error, &["unknown connection"]);
         if comm.rank() == 1 {
-            assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(0)));
+            assert_names_peer(&error, ErrorKind::PeerLost, 0);
             assert_says(&error, &["its proxy failed"]);
         }
         // The device whose proxy failed refuses to read memory, so that the peer looks for both ranks.

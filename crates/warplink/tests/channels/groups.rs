@@ -358,9 +358,8 @@ fn a_grid_exchanges_packets() {
 #[test]
 fn warps_make_barriers_at_the_same_time() {
     let ranks = Ranks {
-        world: world(8),
         delay: Some(Duration::from_micros(200)),
-        ..Ranks::default()
+        ..Ranks::of(world(8))
     };
     ranks.run(|comm| {
         const WARPS: u32 = 3;

@@ -38,7 +38,7 @@ fn wrong_launches_are_errors() {
     // SAFETY: this source has no code.
     let loaded = unsafe { device.load_module(&ModuleSource::new("empty")) };
     let error = loaded.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
     assert_says(&error, &["empty", "ModuleSource::with"]);
 }
 
@@ -98,7 +98,7 @@ fn an_unknown_kernel_is_an_error() {
     module.kernel("one").unwrap();
     for name in ["two", "with\0zero"] {
         let error = module.kernel(name).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert_says(&error, &["unknown kernel", "one.cu"]);
     }
 }

@@ -26,10 +26,7 @@ fn mistakes_that_the_sanitizer_finds() {
         Ok("memcheck") => 1 << 30,
         _ => 0,
     };
-    let ranks = Ranks {
-        world: world(2),
-        ..Ranks::default()
-    };
+    let ranks = Ranks::of(world(2));
     ranks.start(|comm| {
         let device = comm.device();
         let memory = device.allocate(4096, AllocationKind::Plain).unwrap();

@@ -1,7 +1,9 @@
 //! Connections over the network, between ranks of one machine. They are left out, with a notice, where UCX is
 //! missing.
 
-use super::common::{assert_says, has_network, kind, processes, waiting_streams, world};
+use super::common::{
+    assert_names_peer, assert_says, has_network, kind, processes, waiting_streams, world,
+};
 use super::kernels::{Fixture, contents};
 use super::proxied::await_proxies;
 use std::time::{Duration, Instant};
@@ -373,10 +375,10 @@ pub(super) fn stopped_proxy(comm: &Communicator) {
         connection.write(&fixture.stream, 0, &source).unwrap();
         let deadline = Deadline::after(Duration::from_millis(50));
         let error = comm.stop_proxy(deadline).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Timeout);
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
         assert_says(&error, &["1 copies of streams were not done"]);
         let error = comm.synchronize(&fixture.stream).unwrap_err();
-        assert_eq!((error.kind(), error.peer()), (ErrorKind::Closed, Some(1)));
+        assert_names_peer(&error, ErrorKind::Closed, 1);
         assert_says(&error, &["the proxy was stopped"]);
         // The other is told while this rank is there.
         let wait = Wait::on(vec![1], Deadline::after(Duration::from_secs(20)));
@@ -391,11 +393,7 @@ pub(super) fn stopped_proxy(comm: &Communicator) {
     };
     fixture.stream.memory_ops(&[wait]).unwrap();
     let error = comm.synchronize(&fixture.stream).unwrap_err();
-    assert_eq!(
-        (error.kind(), error.peer()),
-        (ErrorKind::PeerFailed, Some(0)),
-        "{error}"
-    );
+    assert_names_peer(&error, ErrorKind::PeerFailed, 0);
     assert_says(&error, &["the proxy was stopped"]);
     comm.bootstrap().store().set("told", b"").unwrap();
     // Rank 0 has failed for its peers.

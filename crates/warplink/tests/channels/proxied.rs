@@ -127,10 +127,10 @@ fn kernels_that_use_a_stopped_proxy_end() {
         // It finds the ring empty for a moment, or it says how much it did not send.
         let stopped = comm.stop_proxy(Deadline::after(Duration::from_millis(200)));
         if let Err(error) = stopped {
-            assert_eq!(error.kind(), ErrorKind::Timeout);
+            assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
             assert_says(&error, &["triggers were not sent", "stop the proxy"]);
             let error = comm.launch_proxy().unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Closed);
+            assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
             assert_says(&error, &["before it had sent everything", "connect again"]);
         }
         // On GPUs the kernel ends with a status, on the host device it fails.
@@ -236,34 +236,30 @@ fn all_communicators_of_a_rank_share_one_proxy() {
 /// Also where the ring has room: nobody reads it any more.
 #[test]
 fn a_single_call_after_the_proxy_was_stopped_is_refused() {
-    threads_with(
-        world(2),
-        |_| {},
-        |comm| {
-            let fixture = Fixture::new(comm);
-            let connection = fixture.pair(Transport::Proxied, 64);
-            comm.stop_proxy(comm.deadline()).unwrap();
-            let calls = [
-                ("signal_and_wait", 0),
-                ("many_puts", 1),
-                ("many_signals", 1),
-            ];
-            for (name, count) in calls {
-                let mut arguments = vec![connection.channel()];
-                arguments.extend((count > 0).then_some(Argument::U32(count)));
-                fixture.launch(name, 1, &arguments).unwrap();
-                match comm.synchronize(&fixture.stream) {
-                    Ok(()) => assert_eq!(fixture.outcome.read(), [0, 1], "{name}"),
-                    Err(error) => {
-                        assert_says(&error, &["the proxy was stopped"]);
-                        // On the host device the stream has failed.
-                        break;
-                    }
+    threads(world(2), |comm| {
+        let fixture = Fixture::new(comm);
+        let connection = fixture.pair(Transport::Proxied, 64);
+        comm.stop_proxy(comm.deadline()).unwrap();
+        let calls = [
+            ("signal_and_wait", 0),
+            ("many_puts", 1),
+            ("many_signals", 1),
+        ];
+        for (name, count) in calls {
+            let mut arguments = vec![connection.channel()];
+            arguments.extend((count > 0).then_some(Argument::U32(count)));
+            fixture.launch(name, 1, &arguments).unwrap();
+            match comm.synchronize(&fixture.stream) {
+                Ok(()) => assert_eq!(fixture.outcome.read(), [0, 1], "{name}"),
+                Err(error) => {
+                    assert_says(&error, &["the proxy was stopped"]);
+                    // On the host device the stream has failed.
+                    break;
                 }
             }
-            comm.barrier().unwrap();
-        },
-    );
+        }
+        comm.barrier().unwrap();
+    });
 }
 
 #[test]

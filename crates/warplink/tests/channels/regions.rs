@@ -1,6 +1,8 @@
 //! Places in regions: added while kernels run, never added, misaligned, and further apart than a trigger reaches.
 
-use super::common::{assert_says, kind, processes, threads, threads_with, world};
+use super::common::{
+    assert_names_peer, assert_says, kind, processes, threads, threads_with, world,
+};
 use super::kernels::{Fixture, TRANSPORTS, contents};
 use std::time::Duration;
 use warplink::channel::{ConnectionRequest, Transport};
@@ -43,7 +45,7 @@ fn a_peer_that_adds_no_region_is_a_timeout_that_names_it() {
             let region = comm.alloc(64).unwrap();
             if comm.rank() == 0 {
                 let error = comm.add_regions(&[(&connection, &region)]).unwrap_err();
-                assert_eq!((error.kind(), error.peer()), (ErrorKind::Timeout, Some(1)));
+                assert_names_peer(&error, ErrorKind::Timeout, 1);
                 assert_says(&error, &["add regions", "rank 1 to add a region", "tag 0"]);
             }
             let until = Deadline::after(Duration::from_secs(20));
@@ -64,7 +66,7 @@ fn a_connection_has_as_many_regions_as_channels_name() {
             assert_eq!(comm.add_regions(&added).unwrap(), [number]);
         }
         let error = comm.add_regions(&added).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
         assert_says(&error, &["has 16 regions already; expected at most 16"]);
         // Those that it has are there.
         let arguments = [connection.channel(), Argument::U32(15), Argument::U64(32)];

@@ -1,6 +1,6 @@
 //! Connecting, and what is left when connections are dropped.
 
-use super::common::{assert_says, threads, world};
+use super::common::{assert_error, assert_names_peer, assert_says, threads, world};
 use super::kernels::{Fixture, TRANSPORTS};
 use std::time::{Duration, Instant};
 use warplink::channel::{Connection, ConnectionRequest};
@@ -27,15 +27,14 @@ fn wrong_requests_are_errors() {
             (vec![request(peer), request(peer)], "two connections"),
         ] {
             let error = comm.connect(&requests).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-            assert_says(&error, &[says]);
+            assert_error(&error, ErrorKind::InvalidArgument, &[says]);
         }
         // Nobody else connects with tag 5.
         if rank == 0 {
             let deadline = Deadline::after(Duration::from_millis(100));
             let request = ConnectionRequest::new(peer, 5, &region);
             let error = comm.connect_until(&[request], deadline).unwrap_err();
-            assert_eq!((error.kind(), error.peer()), (ErrorKind::Timeout, Some(1)));
+            assert_names_peer(&error, ErrorKind::Timeout, 1);
             assert_says(&error, &["connect with tag 5"]);
         }
         // The withdrawn end is not met by the peer's next.
@@ -58,7 +57,7 @@ fn different_transports_are_an_error_on_both_ranks() {
         let transport = TRANSPORTS[comm.rank()];
         let request = ConnectionRequest::new(1 - comm.rank(), 3, &region).with_transport(transport);
         let error = comm.connect(&[request]).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Mismatch);
+        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
         assert_says(&error, &["tag 3", "direct", "proxied", "same transport"]);
     });
 }

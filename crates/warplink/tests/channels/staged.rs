@@ -2,8 +2,8 @@
 
 use super::common::has_network;
 use super::common::{
-    Ranks, Stopwatch, assert_says, processes_of, resume, stop_self, threads_that_end,
-    wait_until_stopped, waiting_streams, world,
+    Ranks, Stopwatch, assert_names_peer, assert_says, processes_of, resume, stop_self,
+    threads_that_end, wait_until_stopped, waiting_streams, world,
 };
 use super::kernels::{Fixture, contents};
 use super::network;
@@ -55,10 +55,9 @@ fn large(config: &mut Config) {
 fn staged(config: fn(&mut Config), delay: Option<Duration>, body: fn(&Communicator)) {
     if has_network() {
         let ranks = Ranks {
-            world: world(2),
             config: Some(config),
             delay,
-            ..Ranks::default()
+            ..Ranks::of(world(2))
         };
         ranks.run(body);
     }
@@ -185,9 +184,8 @@ fn a_stopped_peer_holds_up_no_other_connection() {
     const BLOCKS: u32 = 4;
     const EACH: u32 = 150;
     let mut ranks = Ranks {
-        world: world(3),
         config: Some(tiny),
-        ..Ranks::default()
+        ..Ranks::of(world(3))
     };
     if ranks.world < 3 || !has_network() {
         return;
@@ -248,7 +246,7 @@ fn ranks_that_stage_differently_are_told_so() {
         let connected = comm.connect(&[request]);
         if comm.device().kind() == warplink::DeviceKind::Host {
             let error = connected.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Mismatch);
+            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
             assert_says(&error, &["tag 3", "stages", "same staging"]);
         }
         comm.close().unwrap();
@@ -270,10 +268,7 @@ fn rings_that_cannot_be_are_refused() {
         let request = ConnectionRequest::new(peer, 0, &region);
         let request = request.with_transport(Transport::Network);
         let error = comm.connect(&[request]).unwrap_err();
-        assert_eq!(
-            (error.kind(), error.peer()),
-            (ErrorKind::InvalidArgument, Some(peer))
-        );
+        assert_names_peer(&error, ErrorKind::InvalidArgument, peer);
         assert_says(&error, &["3 chunks of 100 bytes", "multiple of 64"]);
         comm.close().unwrap();
     });

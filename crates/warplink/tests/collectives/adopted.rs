@@ -1,6 +1,6 @@
 //! Communicators of the vendor's library that the application has: adopted, refused and not needed.
 
-use crate::common::{assert_says, threads_with, world};
+use crate::common::{assert_says, threads, world};
 use crate::data::{by_the_library, calls_of_the_library, library};
 use crate::expected::{Case, Random};
 use warplink::collective::{CollectiveOptions, CollectivePath};
@@ -14,15 +14,11 @@ fn with_own(least: usize, body: impl Fn(&Communicator, &Collectives) + Send + Sy
     if ranks < least {
         return;
     }
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            if let Some(own) = library(comm) {
-                body(comm, &own);
-            }
-        },
-    );
+    threads(ranks, |comm| {
+        if let Some(own) = library(comm) {
+            body(comm, &own);
+        }
+    });
 }
 
 /// Options that adopt the library's communicator of `own`.
@@ -115,8 +111,6 @@ fn a_communicator_is_not_used_where_the_direct_path_serves() {
         assert_eq!(collectives.communicator(), None);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let case = Case::random(&mut Random::new(89), comm.world(), 3000);
-        let made = case.make(comm, &collectives, &stream).unwrap();
-        comm.synchronize(&stream).unwrap();
-        made.check(comm);
+        case.run(comm, &collectives, &stream);
     });
 }

@@ -1,8 +1,9 @@
 //! Calls that are bound to their memory.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, assert_all_ended_well, assert_says, assert_survived, delays,
-    kill_self, kind, share_gpus, threads, threads_that_end, threads_with, world, worlds,
+    Ranks, Stopwatch, TimedBarrier, allocate, assert_all_ended_well, assert_names_peer,
+    assert_says, delays, kind, lose, share_gpus, threads, threads_that_end, threads_with,
+    with_victim, world, worlds,
 };
 use crate::expected::{Case, Made, Random};
 use std::sync::Arc;
@@ -275,7 +276,7 @@ fn what_the_copy_engine_does_not_do_goes_as_without_binding() {
                     made.check(comm);
                 }
             }
-            let nothing = comm.device().allocate(16, AllocationKind::Plain).unwrap();
+            let nothing = allocate(comm, 16);
             let nothing = nothing.slice(0..0).unwrap();
             let barrier = moved(CollectiveKind::Barrier, 0);
             let barrier = collectives.bind(&barrier, &nothing, &nothing).unwrap();
@@ -312,7 +313,7 @@ fn the_copy_engine_alone_does_no_calls_that_are_not_bound() {
     threads(world(2), |comm| {
         let collectives = copying(comm);
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+        let memory = allocate(comm, 64);
         let [output, input] = [0..32, 32..48].map(|range| memory.slice(range).unwrap());
         let refused = |error: Error| {
             assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
@@ -361,7 +362,7 @@ fn ranks_that_bind_different_calls_are_told() {
         );
         // One that cannot bind is told to all, who try again.
         let failed = if comm.rank() == 1 {
-            let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+            let memory = allocate(comm, 64);
             let call = moved(CollectiveKind::AllGather, 16);
             collectives.bind(&call, &memory, &memory)
         } else {
@@ -399,11 +400,7 @@ fn a_rank_that_does_not_bind_or_call_is_named() {
                 let started = Stopwatch::start();
                 bound.enqueue(&stream).unwrap();
                 let error = comm.synchronize(&stream).unwrap_err();
-                assert_eq!(
-                    (error.kind(), error.peer()),
-                    (ErrorKind::Timeout, Some(1)),
-                    "{error}"
-                );
+                assert_names_peer(&error, ErrorKind::Timeout, 1);
                 assert!(started.elapsed() < timeout + SOON, "{error}");
             } else {
                 std::thread::sleep(timeout + Duration::from_secs(1));
@@ -420,11 +417,7 @@ fn a_rank_that_does_not_bind_or_call_is_named() {
             let collectives = copying(&comm);
             if comm.rank() != 1 {
                 let error = bind(&comm, &collectives, 1000).unwrap_err();
-                assert_eq!(
-                    (error.kind(), error.peer()),
-                    (ErrorKind::Timeout, Some(1)),
-                    "{error}"
-                );
+                assert_names_peer(&error, ErrorKind::Timeout, 1);
             }
             all.wait();
             comm.abort("the test is over");
@@ -435,40 +428,21 @@ fn a_rank_that_does_not_bind_or_call_is_named() {
 #[test]
 fn a_rank_that_dies_ends_bound_calls_of_the_others() {
     let victim = 1;
-    let ranks = Ranks {
-        world: world(3),
-        ..Ranks::default()
-    };
-    let ended = ranks.start(|comm| {
-        let collectives = copying(&comm);
-        let bound = bind(&comm, &collectives, 100_000).unwrap();
+    with_victim(victim, |comm| {
+        let collectives = copying(comm);
+        let bound = bind(comm, &collectives, 100_000).unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         for _ in 0..5 {
             bound.enqueue(&stream).unwrap();
         }
         comm.synchronize(&stream).unwrap();
-        comm.barrier().unwrap();
-        if comm.rank() == victim {
-            kill_self();
-        }
-        let started = Stopwatch::start();
-        let again = || {
+        lose(comm, victim, || {
             bound.enqueue(&stream)?;
             comm.synchronize(&stream)
-        };
-        let error = again().unwrap_err();
-        assert_eq!(
-            (error.kind(), error.peer()),
-            (ErrorKind::PeerLost, Some(victim)),
-            "{error}"
-        );
-        assert!(started.elapsed() < SOON, "{error}");
+        });
         let error = bound.enqueue(&stream).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
-        println!("survived");
-        std::process::exit(0);
     });
-    assert_survived(ended.as_deref(), victim);
 }
 
 /// Where the model has the copy engine ahead, it is chosen, unless a rank's memory is of a kind that peers cannot map.
@@ -479,19 +453,14 @@ fn memory_that_peers_cannot_map_is_bound_all_the_same() {
     }
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/models/h200-2.json");
     let ranks = Ranks {
-        world: 2,
         env: [("WARPLINK_MODEL".to_owned(), model.to_owned())].into(),
-        ..Ranks::default()
+        ..Ranks::of(2)
     };
     let ended = ranks.start(|comm| {
         const COUNT: usize = 64 << 20;
         let collectives = comm.collectives().unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = |bytes| {
-            comm.device()
-                .allocate(bytes, AllocationKind::Plain)
-                .unwrap()
-        };
+        let memory = |bytes| allocate(&comm, bytes);
         let (output, input) = (memory(2 * COUNT), memory(COUNT));
         let call = moved(CollectiveKind::AllGather, COUNT);
         let bound = collectives.bind(&call, &output, &input).unwrap();
@@ -542,7 +511,7 @@ fn a_communicator_that_fails_ends_the_wait_for_those_that_bind() {
                 0 => bind(&comm, &copied, 1000).map(drop),
                 rank => {
                     let stream = comm.create_stream(Priority::Normal).unwrap();
-                    let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+                    let memory = allocate(&comm, 64);
                     let part = memory.slice(0..8 * rank).unwrap();
                     let message = match rank {
                         1 => Message::send(2, &part),

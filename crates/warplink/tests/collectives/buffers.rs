@@ -1,6 +1,6 @@
 //! Memory that users share with peers, and barriers of some ranks' streams around accesses of it.
 
-use crate::common::{delays, kind, processes, threads_with, world};
+use crate::common::{allocate, delays, kind, processes, threads, threads_with, world};
 use crate::launches::integers;
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority, Stream};
@@ -94,26 +94,19 @@ fn processes_read_one_anothers_memory_between_barriers() {
 /// Every rank's workspace can be read by the others, whole.
 #[test]
 fn workspaces_of_peers_are_read() {
-    threads_with(
-        world(3),
-        |_| {},
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            collectives.barrier(&stream).unwrap();
-            for peer in 0..comm.world() {
-                let buffer = collectives.peer_buffer(peer).unwrap();
-                assert!(buffer.bytes() > 0);
-                let copy = comm
-                    .device()
-                    .allocate(buffer.bytes(), AllocationKind::Plain)
-                    .unwrap();
-                stream.copy(&copy, buffer).unwrap();
-            }
-            assert!(collectives.peer_buffer(comm.world()).is_none());
-            // No rank calls anything else before all have read.
-            comm.synchronize(&stream).unwrap();
-            comm.barrier().unwrap();
-        },
-    );
+    threads(world(3), |comm| {
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        collectives.barrier(&stream).unwrap();
+        for peer in 0..comm.world() {
+            let buffer = collectives.peer_buffer(peer).unwrap();
+            assert!(buffer.bytes() > 0);
+            let copy = allocate(comm, buffer.bytes());
+            stream.copy(&copy, buffer).unwrap();
+        }
+        assert!(collectives.peer_buffer(comm.world()).is_none());
+        // No rank calls anything else before all have read.
+        comm.synchronize(&stream).unwrap();
+        comm.barrier().unwrap();
+    });
 }

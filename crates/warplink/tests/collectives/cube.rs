@@ -39,13 +39,7 @@ fn is_linked(a: usize, b: usize) -> bool {
 }
 
 fn all_reduce(dtype: DType, op: ReduceOp, count: usize) -> Call {
-    Call {
-        kind: CollectiveKind::AllReduce,
-        op: Some(op),
-        dtype,
-        count,
-        root: None,
-    }
+    Call::new(CollectiveKind::AllReduce, op, dtype, count, 0)
 }
 
 /// Whether the library is there: it does not serve several ranks on one GPU. Where it is not, its calls fail.
@@ -193,13 +187,13 @@ fn in_a_hybrid_cube_mesh_the_vendors_library_does_the_rest() {
         }
         made.iter().for_each(|made| made.check(comm));
         for kind in CollectiveKind::ALL {
-            let call = Call {
+            let call = Call::new(
                 kind,
-                op: kind.reduces().then_some(ReduceOp::Sum),
-                dtype: DType::I32,
-                count: usize::from(kind != CollectiveKind::AllReduce),
-                root: kind.has_root().then_some(0),
-            };
+                ReduceOp::Sum,
+                DType::I32,
+                usize::from(kind != CollectiveKind::AllReduce),
+                0,
+            );
             assert_eq!(collectives.path_of(&call), CollectivePath::Engine);
             let error = collectives.choice(&call).unwrap_err();
             assert_says(

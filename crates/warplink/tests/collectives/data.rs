@@ -1,7 +1,7 @@
 //! Right results: every collective, type, operator, number of ranks and algorithm.
 
 use crate::common::{
-    assert_says, delays, kind, processes, share_gpus, threads_with, world, worlds,
+    assert_says, delays, kind, processes, share_gpus, threads, threads_with, world, worlds,
 };
 use crate::expected::{Case, Random};
 use crate::scaled::unhurried;
@@ -61,13 +61,9 @@ fn long_calls_are_right_for_every_number_of_ranks() {
                 // Of elements that are reduced it takes longer to tell what they have to give.
                 let least = if kind.reduces() { 110_000 } else { 500_000 };
                 case.call.count = longer * (least + random.below(1000));
-                let made = case.make(comm, &collectives, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                made.check(comm);
+                let made = case.run(comm, &collectives, &stream);
                 // When its memory may be reached.
-                made.again(comm, &collectives, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                made.check(comm);
+                made.run_again(comm, &collectives, &stream);
             }
         });
     }
@@ -89,17 +85,12 @@ fn processes_make_each_collective_by_each_algorithm() {
             };
             let collectives = comm.collectives_with(&options).unwrap();
             for kind in CollectiveKind::ALL {
-                let call = Call {
-                    kind,
-                    op: kind.reduces().then_some(ReduceOp::Sum),
-                    dtype: if kind.reduces() {
-                        DType::BF16
-                    } else {
-                        DType::U8
-                    },
-                    count: 1003,
-                    root: kind.has_root().then_some(comm.world() - 1),
+                let dtype = if kind.reduces() {
+                    DType::BF16
+                } else {
+                    DType::U8
                 };
+                let call = Call::new(kind, ReduceOp::Sum, dtype, 1003, comm.world() - 1);
                 if kind == CollectiveKind::Barrier || collectives.choice(&call).is_err() {
                     continue;
                 }
@@ -109,9 +100,7 @@ fn processes_make_each_collective_by_each_algorithm() {
                     shift: 0,
                     seed: random.next(),
                 };
-                let call = case.make(comm, &collectives, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                call.check(comm);
+                case.run(comm, &collectives, &stream);
                 made += 1;
             }
         }
@@ -152,9 +141,7 @@ fn long_data_goes_through_a_small_workspace() {
             assert_eq!(choice.algorithm, Algorithm::Chunks);
             assert!(choice.chunks > 1, "{kind}: {choice:?}");
             for collectives in [&by_chunks, &collectives] {
-                let made = case.make(comm, collectives, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                made.check(comm);
+                case.run(comm, collectives, &stream);
             }
             assert_eq!(by_chunks.direct_lanes().unwrap(), 0);
         }
@@ -187,50 +174,46 @@ pub(crate) fn exact(case: &mut Case, random: &mut Random) {
 /// In place, of lengths that rise and fall, eagerly and in a graph that is launched after longer ones.
 #[test]
 fn all_to_all_in_place_by_the_vendors_library_is_right() {
-    threads_with(
-        world(3),
-        |_| {},
-        |comm| {
-            let Some(collectives) = library(comm) else {
-                return;
-            };
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let case = |count, seed| Case {
-                call: Call {
-                    kind: CollectiveKind::AllToAll,
-                    op: None,
-                    dtype: DType::U8,
-                    count,
-                    root: None,
-                },
-                in_place: true,
-                shift: 1,
-                seed,
-            };
-            let memory = |case: &Case| {
-                let bytes = case.memory_bytes(comm.world());
-                let memory = comm.device().allocate(bytes, AllocationKind::Plain);
-                case.place(comm, memory.unwrap()).unwrap()
-            };
-            let recorded = memory(&case(900, 1));
-            stream.begin_capture().unwrap();
-            recorded.enqueue(&collectives, &stream).unwrap();
-            let graph = stream.end_capture().unwrap();
-            for (round, count) in [10, 5000, 3, 70_000, 900, 0].into_iter().enumerate() {
-                // Two at a time, of which the second uses the same copy.
-                let all = [1, 2].map(|number| memory(&case(count, 10 * round as u64 + number)));
-                for made in &all {
-                    made.fill(comm).unwrap();
-                    made.enqueue(&collectives, &stream).unwrap();
-                }
-                recorded.fill(comm).unwrap();
-                graph.launch(&stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                all.iter().for_each(|made| made.check(comm));
-                recorded.check(comm);
+    threads(world(3), |comm| {
+        let Some(collectives) = library(comm) else {
+            return;
+        };
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let case = |count, seed| Case {
+            call: Call {
+                kind: CollectiveKind::AllToAll,
+                op: None,
+                dtype: DType::U8,
+                count,
+                root: None,
+            },
+            in_place: true,
+            shift: 1,
+            seed,
+        };
+        let memory = |case: &Case| {
+            let bytes = case.memory_bytes(comm.world());
+            let memory = comm.device().allocate(bytes, AllocationKind::Plain);
+            case.place(comm, memory.unwrap()).unwrap()
+        };
+        let recorded = memory(&case(900, 1));
+        stream.begin_capture().unwrap();
+        recorded.enqueue(&collectives, &stream).unwrap();
+        let graph = stream.end_capture().unwrap();
+        for (round, count) in [10, 5000, 3, 70_000, 900, 0].into_iter().enumerate() {
+            // Two at a time, of which the second uses the same copy.
+            let all = [1, 2].map(|number| memory(&case(count, 10 * round as u64 + number)));
+            for made in &all {
+                made.fill(comm).unwrap();
+                made.enqueue(&collectives, &stream).unwrap();
             }
-        },
-    );
+            recorded.fill(comm).unwrap();
+            graph.launch(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            all.iter().for_each(|made| made.check(comm));
+            recorded.check(comm);
+        }
+    });
 }
 
 /// How the library is asked for.
@@ -267,18 +250,14 @@ pub(crate) fn library(comm: &Communicator) -> Option<Collectives> {
 #[test]
 fn the_vendors_library_does_the_same() {
     let ranks = world(3);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let Some(collectives) = library(comm) else {
-                return;
-            };
-            assert_eq!(collectives.path(), CollectivePath::Engine);
-            let direct = comm.collectives().unwrap();
-            assert_eq!(direct.path(), CollectivePath::Direct);
-            assert_eq!(direct.communicator(), None);
-            calls_of_the_library(comm, &collectives, 60);
-        },
-    );
+    threads(ranks, |comm| {
+        let Some(collectives) = library(comm) else {
+            return;
+        };
+        assert_eq!(collectives.path(), CollectivePath::Engine);
+        let direct = comm.collectives().unwrap();
+        assert_eq!(direct.path(), CollectivePath::Direct);
+        assert_eq!(direct.communicator(), None);
+        calls_of_the_library(comm, &collectives, 60);
+    });
 }

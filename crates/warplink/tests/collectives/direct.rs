@@ -2,7 +2,8 @@
 //! when it is freed or a rank is lost.
 
 use crate::common::{
-    Ranks, TimedBarrier, kill_self, kind, processes, threads_that_end, threads_with, world, worlds,
+    Ranks, TimedBarrier, allocate, assert_names_peer, assert_survived, downloaded, kill_self, kind,
+    processes, threads, threads_that_end, world, worlds,
 };
 use crate::expected::{Case, Random};
 use std::sync::Arc;
@@ -27,13 +28,13 @@ pub(crate) fn direct(comm: &Communicator) -> Collectives {
 }
 
 fn sum_of(count: usize) -> Call {
-    Call {
-        kind: CollectiveKind::AllReduce,
-        op: Some(ReduceOp::Sum),
-        dtype: DType::I32,
+    Call::new(
+        CollectiveKind::AllReduce,
+        ReduceOp::Sum,
+        DType::I32,
         count,
-        root: None,
-    }
+        0,
+    )
 }
 
 fn upload(comm: &Communicator, memory: &DeviceSlice, values: &[i32]) {
@@ -42,8 +43,7 @@ fn upload(comm: &Communicator, memory: &DeviceSlice, values: &[i32]) {
 }
 
 fn download(comm: &Communicator, memory: &DeviceSlice) -> Vec<i32> {
-    let mut bytes = vec![0; memory.bytes()];
-    comm.device().download(memory, &mut bytes).unwrap();
+    let bytes = downloaded(comm, memory);
     let words = bytes.chunks_exact(4);
     words
         .map(|word| i32::from_le_bytes(word.try_into().unwrap()))
@@ -128,58 +128,52 @@ fn until_let_go(comm: &Communicator, baseline: (usize, usize)) {
 #[test]
 fn every_collective_goes_directly_once_its_memory_is_known() {
     for ranks in worlds([2, 3, 8]) {
-        threads_with(
-            ranks,
-            |_| {},
-            |comm| {
-                let collectives = direct(comm);
-                let stream = comm.create_stream(Priority::Normal).unwrap();
-                let mut random = Random::new(31 + ranks as u64);
-                for kind in CollectiveKind::ALL {
-                    if kind == CollectiveKind::Barrier {
-                        continue;
-                    }
-                    for in_place in [false, true] {
-                        let mut case = loop {
-                            let case = Case::random(&mut random, ranks, 5000);
-                            if case.call.kind == kind {
-                                break case;
-                            }
-                        };
-                        case.in_place = in_place;
-                        case.shift = 0;
-                        // Parts of outputs are in place at multiples of 16 bytes, too.
-                        case.call.count = case.call.count.max(1).next_multiple_of(16);
-                        case.seed &= !3;
-                        let choice = collectives.choice(&case.call).unwrap();
-                        assert_eq!(choice.algorithm, Algorithm::Direct);
-                        let made = case.make(comm, &collectives, &stream).unwrap();
-                        let started = Instant::now();
-                        loop {
-                            comm.synchronize(&stream).unwrap();
-                            made.check(comm);
-                            let before = collectives.direct_lanes().unwrap();
-                            made.again(comm, &collectives, &stream).unwrap();
-                            comm.synchronize(&stream).unwrap();
-                            made.check(comm);
-                            let lanes = collectives.direct_lanes().unwrap() - before;
-                            // What is stored would replace what is still to be sent.
-                            let never = in_place && kind == CollectiveKind::AllToAll;
-                            if never {
-                                assert_eq!(lanes, 0);
-                                break;
-                            }
-                            if lanes == choice.lanes as u64 {
-                                break;
-                            }
-                            let late = [u8::from(started.elapsed() > SOON)];
-                            let late = comm.all_gather_bytes(&late).unwrap();
-                            assert!(late.iter().all(|late| *late == [0]), "{kind}, {case:?}");
+        threads(ranks, |comm| {
+            let collectives = direct(comm);
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let mut random = Random::new(31 + ranks as u64);
+            for kind in CollectiveKind::ALL {
+                if kind == CollectiveKind::Barrier {
+                    continue;
+                }
+                for in_place in [false, true] {
+                    let mut case = loop {
+                        let case = Case::random(&mut random, ranks, 5000);
+                        if case.call.kind == kind {
+                            break case;
                         }
+                    };
+                    case.in_place = in_place;
+                    case.shift = 0;
+                    // Parts of outputs are in place at multiples of 16 bytes, too.
+                    case.call.count = case.call.count.max(1).next_multiple_of(16);
+                    case.seed &= !3;
+                    let choice = collectives.choice(&case.call).unwrap();
+                    assert_eq!(choice.algorithm, Algorithm::Direct);
+                    let made = case.make(comm, &collectives, &stream).unwrap();
+                    let started = Instant::now();
+                    loop {
+                        comm.synchronize(&stream).unwrap();
+                        made.check(comm);
+                        let before = collectives.direct_lanes().unwrap();
+                        made.run_again(comm, &collectives, &stream);
+                        let lanes = collectives.direct_lanes().unwrap() - before;
+                        // What is stored would replace what is still to be sent.
+                        let never = in_place && kind == CollectiveKind::AllToAll;
+                        if never {
+                            assert_eq!(lanes, 0);
+                            break;
+                        }
+                        if lanes == choice.lanes as u64 {
+                            break;
+                        }
+                        let late = [u8::from(started.elapsed() > SOON)];
+                        let late = comm.all_gather_bytes(&late).unwrap();
+                        assert!(late.iter().all(|late| *late == [0]), "{kind}, {case:?}");
                     }
                 }
-            },
-        );
+            }
+        });
     }
 }
 
@@ -187,37 +181,31 @@ fn every_collective_goes_directly_once_its_memory_is_known() {
 #[test]
 fn random_calls_are_right_while_memory_becomes_known() {
     for ranks in worlds([2, 5]) {
-        threads_with(
-            ranks,
-            |_| {},
-            |comm| {
-                let (collectives, small) = (direct(comm), comm.collectives().unwrap());
-                let stream = comm.create_stream(Priority::Normal).unwrap();
-                let mut random = Random::new(77 + ranks as u64);
-                let mut kept = Vec::new();
-                for round in 0..60 {
-                    let case = Case::random(&mut random, ranks, 3000);
-                    let made = case.make(comm, &collectives, &stream).unwrap();
-                    let beside = Case::random(&mut random, ranks, 30);
-                    let beside = beside.make(comm, &small, &stream).unwrap();
-                    comm.synchronize(&stream).unwrap();
-                    made.check(comm);
-                    beside.check(comm);
-                    if round % 3 == 0 {
-                        kept.push(made);
-                    }
-                    if let Some(one) = kept.get(random.below(kept.len())) {
-                        one.again(comm, &collectives, &stream).unwrap();
-                        comm.synchronize(&stream).unwrap();
-                        one.check(comm);
-                    }
+        threads(ranks, |comm| {
+            let (collectives, small) = (direct(comm), comm.collectives().unwrap());
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let mut random = Random::new(77 + ranks as u64);
+            let mut kept = Vec::new();
+            for round in 0..60 {
+                let case = Case::random(&mut random, ranks, 3000);
+                let made = case.make(comm, &collectives, &stream).unwrap();
+                let beside = Case::random(&mut random, ranks, 30);
+                let beside = beside.make(comm, &small, &stream).unwrap();
+                comm.synchronize(&stream).unwrap();
+                made.check(comm);
+                beside.check(comm);
+                if round % 3 == 0 {
+                    kept.push(made);
                 }
-                assert!(
-                    collectives.direct_lanes().unwrap() > 0,
-                    "nothing went directly"
-                );
-            },
-        );
+                if let Some(one) = kept.get(random.below(kept.len())) {
+                    one.run_again(comm, &collectives, &stream);
+                }
+            }
+            assert!(
+                collectives.direct_lanes().unwrap() > 0,
+                "nothing went directly"
+            );
+        });
     }
 }
 
@@ -225,142 +213,123 @@ fn random_calls_are_right_while_memory_becomes_known() {
 #[test]
 fn memory_of_every_kind_is_reached() {
     let ranks = world(3);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = direct(comm);
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let device = comm.device();
-            let plain = device.allocate(4096, AllocationKind::Plain).unwrap();
-            let region = comm.alloc(4096).unwrap();
-            let owner = device.allocate(8192, AllocationKind::Plain).unwrap();
-            // SAFETY: the owner is held as long as the view, and only collectives access it.
-            let lent =
-                unsafe { device.borrow(owner.address() + 256, 4096, Arc::new(owner.clone())) };
-            let mut all = vec![
-                plain.clone(),
-                plain.slice(512..3072).unwrap(),
-                region.memory().clone(),
-                lent.unwrap(),
-            ];
-            if let Ok(memory) = device.allocate(4096, AllocationKind::Virtual) {
-                all.push(memory);
-            }
-            for memory in &all {
-                until_direct(comm, &collectives, memory, &stream);
-            }
-        },
-    );
+    threads(ranks, |comm| {
+        let collectives = direct(comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let device = comm.device();
+        let plain = device.allocate(4096, AllocationKind::Plain).unwrap();
+        let region = comm.alloc(4096).unwrap();
+        let owner = device.allocate(8192, AllocationKind::Plain).unwrap();
+        // SAFETY: the owner is held as long as the view, and only collectives access it.
+        let lent = unsafe { device.borrow(owner.address() + 256, 4096, Arc::new(owner.clone())) };
+        let mut all = vec![
+            plain.clone(),
+            plain.slice(512..3072).unwrap(),
+            region.memory().clone(),
+            lent.unwrap(),
+        ];
+        if let Ok(memory) = device.allocate(4096, AllocationKind::Virtual) {
+            all.push(memory);
+        }
+        for memory in &all {
+            until_direct(comm, &collectives, memory, &stream);
+        }
+    });
 }
 
 /// A library lends the same memory for each call: it stays reached without being held, until it is freed.
 #[test]
 fn memory_that_is_lent_for_each_call_stays_reached() {
     let ranks = world(3);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = direct(comm);
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let device = comm.device();
-            let baseline = comm.registrations_and_mappings();
-            let library = device.allocate(64 << 10, AllocationKind::Plain).unwrap();
-            let lanes = collectives.choice(&sum_of(1024)).unwrap().lanes as u64;
-            let held = Arc::new(());
-            let lend = |offset: usize| {
-                let address = library.address() + offset as u64;
-                // SAFETY: the library's memory is held until after the call, which alone accesses it.
-                unsafe { device.borrow(address, 4096, held.clone()) }.unwrap()
-            };
-            until_direct(comm, &collectives, &lend(0), &stream);
-            for round in 0..6 {
-                // Longer than between two looks at what is to be withdrawn.
-                std::thread::sleep(Duration::from_millis(150));
-                let lent = lend(8192 * round + 256);
-                assert_eq!(sum(comm, &collectives, &lent, round, &stream), lanes);
-            }
-            let started = Instant::now();
-            while Arc::strong_count(&held) > 1 {
-                assert!(started.elapsed() < LET_GO, "the owner is held");
-                std::thread::sleep(Duration::from_millis(20));
-            }
-            drop(library);
-            // The GPU's memory is kept by the device for its next allocation.
-            if kind() == DeviceKind::Host {
-                until_let_go(comm, baseline);
-            }
-        },
-    );
+    threads(ranks, |comm| {
+        let collectives = direct(comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let device = comm.device();
+        let baseline = comm.registrations_and_mappings();
+        let library = device.allocate(64 << 10, AllocationKind::Plain).unwrap();
+        let lanes = collectives.choice(&sum_of(1024)).unwrap().lanes as u64;
+        let held = Arc::new(());
+        let lend = |offset: usize| {
+            let address = library.address() + offset as u64;
+            // SAFETY: the library's memory is held until after the call, which alone accesses it.
+            unsafe { device.borrow(address, 4096, held.clone()) }.unwrap()
+        };
+        until_direct(comm, &collectives, &lend(0), &stream);
+        for round in 0..6 {
+            // Longer than between two looks at what is to be withdrawn.
+            std::thread::sleep(Duration::from_millis(150));
+            let lent = lend(8192 * round + 256);
+            assert_eq!(sum(comm, &collectives, &lent, round, &stream), lanes);
+        }
+        let started = Instant::now();
+        while Arc::strong_count(&held) > 1 {
+            assert!(started.elapsed() < LET_GO, "the owner is held");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        drop(library);
+        // The GPU's memory is kept by the device for its next allocation.
+        if kind() == DeviceKind::Host {
+            until_let_go(comm, baseline);
+        }
+    });
 }
 
 /// More memory than there are numbers, lent once each, gives way to what is lent later.
 #[test]
 fn lent_memory_that_is_not_used_makes_room() {
     let ranks = world(2);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = direct(comm);
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let device = comm.device();
-            let library: Vec<DeviceSlice> = (0..1200)
-                .map(|_| device.allocate(256, AllocationKind::Plain).unwrap())
-                .collect();
-            for (round, memory) in library.iter().enumerate() {
-                // SAFETY: the library's memory is held until after the call, which alone accesses it.
-                let lent = unsafe { device.borrow(memory.address(), 256, Arc::new(())) }.unwrap();
-                sum(comm, &collectives, &lent, round, &stream);
-            }
-            let memory = device.allocate(4096, AllocationKind::Plain).unwrap();
-            until_direct(comm, &collectives, &memory, &stream);
-        },
-    );
+    threads(ranks, |comm| {
+        let collectives = direct(comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let device = comm.device();
+        let library: Vec<DeviceSlice> = (0..1200)
+            .map(|_| device.allocate(256, AllocationKind::Plain).unwrap())
+            .collect();
+        for (round, memory) in library.iter().enumerate() {
+            // SAFETY: the library's memory is held until after the call, which alone accesses it.
+            let lent = unsafe { device.borrow(memory.address(), 256, Arc::new(())) }.unwrap();
+            sum(comm, &collectives, &lent, round, &stream);
+        }
+        let memory = device.allocate(4096, AllocationKind::Plain).unwrap();
+        until_direct(comm, &collectives, &memory, &stream);
+    });
 }
 
 /// Memory of one rank that no peer can map, or that starts elsewhere than at a multiple of 16 bytes, goes by chunks.
 #[test]
 fn what_one_rank_does_not_share_goes_by_chunks() {
     let ranks = world(3);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = direct(comm);
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let device = comm.device();
-            let whole = device.allocate(4096 + 16, AllocationKind::Plain).unwrap();
-            let memory = whole.slice(0..4096).unwrap();
-            until_direct(comm, &collectives, &memory, &stream);
-            let shifted = if comm.rank() == 1 { 4 } else { 0 };
-            let shifted = whole.slice(shifted..shifted + 4096).unwrap();
-            for round in 0..10 {
-                assert_eq!(sum(comm, &collectives, &shifted, round, &stream), 0);
+    threads(ranks, |comm| {
+        let collectives = direct(comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let device = comm.device();
+        let whole = device.allocate(4096 + 16, AllocationKind::Plain).unwrap();
+        let memory = whole.slice(0..4096).unwrap();
+        until_direct(comm, &collectives, &memory, &stream);
+        let shifted = if comm.rank() == 1 { 4 } else { 0 };
+        let shifted = whole.slice(shifted..shifted + 4096).unwrap();
+        for round in 0..10 {
+            assert_eq!(sum(comm, &collectives, &shifted, round, &stream), 0);
+        }
+        if kind() != DeviceKind::Host {
+            return;
+        }
+        // Memory of no file.
+        let bytes = Arc::new(vec![0_u64; 1024]);
+        let address = bytes.as_ptr() as u64;
+        let address = address.next_multiple_of(16);
+        // SAFETY: the vector is held as long as the view, and only collectives access it.
+        let lent = unsafe { device.borrow(address, 4096, bytes) }.unwrap();
+        let unshared = if comm.rank() == 1 { &lent } else { &memory };
+        let started = Instant::now();
+        for round in 0..50 {
+            assert_eq!(sum(comm, &collectives, unshared, round, &stream), 0);
+            if round == 20 {
+                std::thread::sleep(Duration::from_millis(200).saturating_sub(started.elapsed()));
             }
-            if kind() != DeviceKind::Host {
-                return;
-            }
-            // Memory of no file.
-            let bytes = Arc::new(vec![0_u64; 1024]);
-            let address = bytes.as_ptr() as u64;
-            let address = address.next_multiple_of(16);
-            // SAFETY: the vector is held as long as the view, and only collectives access it.
-            let lent = unsafe { device.borrow(address, 4096, bytes) }.unwrap();
-            let unshared = if comm.rank() == 1 { &lent } else { &memory };
-            let started = Instant::now();
-            for round in 0..50 {
-                assert_eq!(sum(comm, &collectives, unshared, round, &stream), 0);
-                if round == 20 {
-                    std::thread::sleep(
-                        Duration::from_millis(200).saturating_sub(started.elapsed()),
-                    );
-                }
-            }
-            until_direct(comm, &collectives, &memory, &stream);
-        },
-    );
+        }
+        until_direct(comm, &collectives, &memory, &stream);
+    });
 }
 
 /// Mappings are looked up at each launch of a graph.
@@ -368,113 +337,95 @@ fn what_one_rank_does_not_share_goes_by_chunks() {
 fn a_graph_recorded_before_memory_is_known_goes_directly_later() {
     const COUNT: usize = 1000;
     let ranks = world(3);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = direct(comm);
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let memory = comm
-                .device()
-                .allocate(4 * COUNT, AllocationKind::Plain)
-                .unwrap();
-            let lanes = collectives.choice(&sum_of(COUNT)).unwrap().lanes as u64;
-            stream.begin_capture().unwrap();
-            collectives
-                .all_reduce(&memory, &memory, DType::I32, ReduceOp::Sum, &stream)
-                .unwrap();
-            let graph = stream.end_capture().unwrap();
-            let launch = |round: usize| {
-                upload(comm, &memory, &integers(comm.rank(), round, COUNT));
-                let before = collectives.direct_lanes().unwrap();
-                graph.launch(&stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                let expected =
-                    (0..ranks)
-                        .map(|rank| integers(rank, round, COUNT))
-                        .reduce(|all, one| {
-                            all.iter()
-                                .zip(one)
-                                .map(|(a, b)| a.wrapping_add(b))
-                                .collect()
-                        });
-                assert_eq!(Some(download(comm, &memory)), expected, "round {round}");
-                collectives.direct_lanes().unwrap() - before
-            };
-            let started = Instant::now();
-            let mut round = 0;
-            while launch(round) != lanes {
-                let late = [u8::from(started.elapsed() > SOON)];
-                let late = comm.all_gather_bytes(&late).unwrap();
-                assert!(
-                    late.iter().all(|late| *late == [0]),
-                    "the graph is not direct"
-                );
-                round += 1;
-            }
-            // It stays so.
-            for round in 0..20 {
-                assert_eq!(launch(round), lanes);
-            }
-        },
-    );
+    threads(ranks, |comm| {
+        let collectives = direct(comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let memory = allocate(comm, 4 * COUNT);
+        let lanes = collectives.choice(&sum_of(COUNT)).unwrap().lanes as u64;
+        stream.begin_capture().unwrap();
+        collectives
+            .all_reduce(&memory, &memory, DType::I32, ReduceOp::Sum, &stream)
+            .unwrap();
+        let graph = stream.end_capture().unwrap();
+        let launch = |round: usize| {
+            upload(comm, &memory, &integers(comm.rank(), round, COUNT));
+            let before = collectives.direct_lanes().unwrap();
+            graph.launch(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            let expected =
+                (0..ranks)
+                    .map(|rank| integers(rank, round, COUNT))
+                    .reduce(|all, one| {
+                        all.iter()
+                            .zip(one)
+                            .map(|(a, b)| a.wrapping_add(b))
+                            .collect()
+                    });
+            assert_eq!(Some(download(comm, &memory)), expected, "round {round}");
+            collectives.direct_lanes().unwrap() - before
+        };
+        let started = Instant::now();
+        let mut round = 0;
+        while launch(round) != lanes {
+            let late = [u8::from(started.elapsed() > SOON)];
+            let late = comm.all_gather_bytes(&late).unwrap();
+            assert!(
+                late.iter().all(|late| *late == [0]),
+                "the graph is not direct"
+            );
+            round += 1;
+        }
+        // It stays so.
+        for round in 0..20 {
+            assert_eq!(launch(round), lanes);
+        }
+    });
 }
 
 /// Memory that is freed and allocated anew, at the same address or not, is another allocation.
 #[test]
 fn memory_that_is_freed_and_allocated_anew_is_reached_anew() {
     let ranks = world(2);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = direct(comm);
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let baseline = comm.registrations_and_mappings();
-            let mut seen = Vec::new();
-            let mut again = 0;
-            for round in 0..20 {
-                let memory = comm
-                    .device()
-                    .allocate(64 << 10, AllocationKind::Plain)
-                    .unwrap();
-                again += usize::from(seen.contains(&memory.address()));
-                seen.push(memory.address());
-                if round % 4 == 3 {
-                    // Gone before it is known.
-                    sum(comm, &collectives, &memory, round, &stream);
-                } else {
-                    until_direct(comm, &collectives, &memory, &stream);
-                }
-                drop(memory);
+    threads(ranks, |comm| {
+        let collectives = direct(comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let baseline = comm.registrations_and_mappings();
+        let mut seen = Vec::new();
+        let mut again = 0;
+        for round in 0..20 {
+            let memory = allocate(comm, 64 << 10);
+            again += usize::from(seen.contains(&memory.address()));
+            seen.push(memory.address());
+            if round % 4 == 3 {
+                // Gone before it is known.
+                sum(comm, &collectives, &memory, round, &stream);
+            } else {
+                until_direct(comm, &collectives, &memory, &stream);
             }
-            println!(
-                "rank {}: {again} allocations at addresses of others before",
-                comm.rank()
-            );
-            until_let_go(comm, baseline);
-        },
-    );
+            drop(memory);
+        }
+        println!(
+            "rank {}: {again} allocations at addresses of others before",
+            comm.rank()
+        );
+        until_let_go(comm, baseline);
+    });
 }
 
 /// More allocations than have numbers, one after another, find some again.
 #[test]
 fn numbers_of_freed_allocations_are_used_again() {
     let ranks = world(2);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = direct(comm);
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            for round in 0..1500 {
-                let memory = comm.device().allocate(256, AllocationKind::Plain).unwrap();
-                sum(comm, &collectives, &memory, round, &stream);
-            }
-            let memory = comm.device().allocate(4096, AllocationKind::Plain).unwrap();
-            until_direct(comm, &collectives, &memory, &stream);
-        },
-    );
+    threads(ranks, |comm| {
+        let collectives = direct(comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for round in 0..1500 {
+            let memory = allocate(comm, 256);
+            sum(comm, &collectives, &memory, round, &stream);
+        }
+        let memory = allocate(comm, 4096);
+        until_direct(comm, &collectives, &memory, &stream);
+    });
 }
 
 /// Ranks in processes of their own map one another's memory as such.
@@ -484,10 +435,7 @@ fn processes_reach_one_another() {
         let collectives = direct(comm);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         for bytes in [4096, 100_000, 1 << 20] {
-            let memory = comm
-                .device()
-                .allocate(bytes, AllocationKind::Plain)
-                .unwrap();
+            let memory = allocate(comm, bytes);
             until_direct(comm, &collectives, &memory, &stream);
         }
     });
@@ -496,10 +444,7 @@ fn processes_reach_one_another() {
 /// A rank that dies while ranks publish and withdraw is an error for the others, and nothing waits for it.
 #[test]
 fn a_rank_that_dies_while_tables_change_is_an_error() {
-    let ranks = Ranks {
-        world: world(3),
-        ..Ranks::default()
-    };
+    let ranks = Ranks::of(world(3));
     let victim = ranks.world - 1;
     let ended = ranks.start(|comm| {
         let collectives = direct(&comm);
@@ -517,19 +462,14 @@ fn a_rank_that_dies_while_tables_change_is_an_error() {
             });
             let failed = called.and_then(|()| comm.synchronize(&stream));
             if let Err(error) = failed {
-                assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
-                assert_eq!(error.peer(), Some(victim), "{error}");
+                assert_names_peer(&error, ErrorKind::PeerLost, victim);
                 println!("survived");
                 std::process::exit(0);
             }
             assert!(started.elapsed() < Duration::from_secs(60), "no error came");
         }
     });
-    let Some(ended) = ended else { return };
-    for end in &ended[..victim] {
-        assert_eq!(end.code, Some(0), "{}", end.output);
-        assert!(end.output.contains("survived"), "{}", end.output);
-    }
+    assert_survived(ended.as_deref(), victim);
 }
 
 /// Ranks that call different things access nothing of one another: each finds it before it moves anything.
@@ -544,10 +484,7 @@ fn ranks_that_disagree_touch_nothing() {
         |comm| {
             let collectives = direct(&comm);
             let stream = comm.create_stream(Priority::Normal).unwrap();
-            let memory = comm
-                .device()
-                .allocate(4 * COUNT, AllocationKind::Plain)
-                .unwrap();
+            let memory = allocate(&comm, 4 * COUNT);
             until_direct(&comm, &collectives, &memory, &stream);
             let values = integers(comm.rank(), 5, COUNT);
             upload(&comm, &memory, &values);

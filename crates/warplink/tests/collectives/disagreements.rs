@@ -2,8 +2,8 @@
 //! tell for whom it waits.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, assert_all_ended_well, assert_says, processes_of, resume,
-    stop_self, threads_that_end, threads_with, wait_until_stopped, world,
+    Ranks, Stopwatch, TimedBarrier, assert_all_ended_well, assert_names_peer, assert_says,
+    processes_of, resume, stop_self, threads, threads_that_end, wait_until_stopped, world,
 };
 use crate::data::library;
 use crate::launches::{download, memory, sum, sums};
@@ -71,13 +71,13 @@ impl<'a> Caller<'a> {
 
     /// Binds a sum.
     fn bind(&self, count: usize) -> Result<BoundCall, Error> {
-        let call = Call {
-            kind: CollectiveKind::AllReduce,
-            op: Some(ReduceOp::Sum),
-            dtype: DType::I32,
+        let call = Call::new(
+            CollectiveKind::AllReduce,
+            ReduceOp::Sum,
+            DType::I32,
             count,
-            root: None,
-        };
+            0,
+        );
         let memory = self.memory.slice(0..4 * count)?;
         self.collectives.bind(&call, &memory, &memory)
     }
@@ -194,38 +194,30 @@ fn absent(callers: usize, says: &[&str]) {
         return;
     }
     let all = TimedBarrier::new(ranks);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let Some(caller) = Caller::join(comm) else {
-                return;
-            };
-            caller.call_and_wait(Made::Barrier).unwrap();
-            let last = Made::Reduce(7, ReduceOp::Sum);
-            caller.call_and_wait(last).unwrap();
-            if comm.rank() < callers {
-                caller.call(USUAL).unwrap();
-            }
-            all.wait();
-            let error = (comm.rank() < callers).then(|| caller.wait_in_vain());
-            all.wait();
-            if let Some(error) = error {
-                println!("rank {}: {error}", comm.rank());
-                assert_eq!(
-                    (error.kind(), error.peer()),
-                    (ErrorKind::Timeout, Some(callers)),
-                    "{error}"
-                );
-                assert_says(&error, says);
-                assert_says(&error, &["the communicator can still be used"]);
-            } else {
-                caller.call(USUAL).unwrap();
-            }
-            comm.synchronize(&caller.stream).unwrap();
-            caller.call_and_wait(last).unwrap();
-        },
-    );
+    threads(ranks, |comm| {
+        let Some(caller) = Caller::join(comm) else {
+            return;
+        };
+        caller.call_and_wait(Made::Barrier).unwrap();
+        let last = Made::Reduce(7, ReduceOp::Sum);
+        caller.call_and_wait(last).unwrap();
+        if comm.rank() < callers {
+            caller.call(USUAL).unwrap();
+        }
+        all.wait();
+        let error = (comm.rank() < callers).then(|| caller.wait_in_vain());
+        all.wait();
+        if let Some(error) = error {
+            println!("rank {}: {error}", comm.rank());
+            assert_names_peer(&error, ErrorKind::Timeout, callers);
+            assert_says(&error, says);
+            assert_says(&error, &["the communicator can still be used"]);
+        } else {
+            caller.call(USUAL).unwrap();
+        }
+        comm.synchronize(&caller.stream).unwrap();
+        caller.call_and_wait(last).unwrap();
+    });
 }
 
 #[test]
@@ -244,30 +236,25 @@ fn ranks_are_named_as_their_communicator_numbers_them() {
         return;
     }
     let all = TimedBarrier::new(ranks);
-    threads_with(
-        ranks,
-        |_| {},
-        |everyone| {
-            let comm = everyone.subgroup(&[1, 2, 0]).unwrap();
-            let Some(caller) = Caller::join(&comm) else {
-                return;
-            };
-            if comm.rank() != OTHER {
-                caller.call(USUAL).unwrap();
-            }
-            all.wait();
-            let error = (comm.rank() != OTHER).then(|| caller.wait_in_vain());
-            all.wait();
-            if let Some(error) = error {
-                let ended = (error.kind(), error.peer());
-                assert_eq!(ended, (ErrorKind::Timeout, Some(OTHER)), "{error}");
-                assert_says(&error, &["is missing on rank 1 (which has made no call)"]);
-            } else {
-                caller.call(USUAL).unwrap();
-            }
-            comm.synchronize(&caller.stream).unwrap();
-        },
-    );
+    threads(ranks, |everyone| {
+        let comm = everyone.subgroup(&[1, 2, 0]).unwrap();
+        let Some(caller) = Caller::join(&comm) else {
+            return;
+        };
+        if comm.rank() != OTHER {
+            caller.call(USUAL).unwrap();
+        }
+        all.wait();
+        let error = (comm.rank() != OTHER).then(|| caller.wait_in_vain());
+        all.wait();
+        if let Some(error) = error {
+            assert_names_peer(&error, ErrorKind::Timeout, OTHER);
+            assert_says(&error, &["is missing on rank 1 (which has made no call)"]);
+        } else {
+            caller.call(USUAL).unwrap();
+        }
+        comm.synchronize(&caller.stream).unwrap();
+    });
 }
 
 /// One that is not taken for lost yet: it answers nothing.
@@ -277,9 +264,8 @@ fn a_rank_that_is_stopped_is_named() {
         return;
     }
     let ranks = Ranks {
-        world: 2,
         env: [("WARPLINK_HEARTBEAT_LIMIT".to_owned(), "60".to_owned())].into(),
-        ..Ranks::default()
+        ..Ranks::of(2)
     };
     let ended = ranks.start(|comm| {
         let processes = processes_of(&comm);
@@ -297,8 +283,7 @@ fn a_rank_that_is_stopped_is_named() {
             let error = caller.wait_in_vain();
             resume(processes[OTHER]);
             println!("{error}");
-            let ended = (error.kind(), error.peer());
-            assert_eq!(ended, (ErrorKind::Timeout, Some(OTHER)), "{error}");
+            assert_names_peer(&error, ErrorKind::Timeout, OTHER);
             assert_says(&error, &["is not done: no answer came from rank 1"]);
         }
         comm.synchronize(&caller.stream).unwrap();
@@ -312,47 +297,43 @@ fn a_rank_that_is_stopped_is_named() {
 #[test]
 fn calls_in_graphs_are_not_taken_for_others() {
     let ranks = world(3);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let Some(caller) = Caller::join(comm) else {
-                return;
-            };
-            let Caller {
-                collectives,
-                stream,
-                ..
-            } = &caller;
-            let (eager, ..) = sums(comm, collectives, stream, 1, 5);
-            comm.synchronize(stream).unwrap();
-            assert_eq!(download(comm, &eager), sum(ranks, 1, 5));
-            let replayed = memory(comm, 3);
-            let reduce = || {
-                let sum = ReduceOp::Sum;
-                collectives.all_reduce(&replayed, &replayed, DType::I32, sum, stream)
-            };
-            if comm.rank() == OTHER {
-                stream.begin_capture().unwrap();
-                reduce().unwrap();
-                let graph = stream.end_capture().unwrap();
-                for _ in 0..3 {
-                    graph.launch(stream).unwrap();
-                    comm.synchronize(stream).unwrap();
-                }
-            } else {
-                for _ in 0..3 {
-                    reduce().unwrap();
-                    comm.synchronize(stream).unwrap();
-                }
-            }
-            // Until all have told of their calls.
-            for round in 0..15 {
-                let (eager, ..) = sums(comm, collectives, stream, round, 9);
+    threads(ranks, |comm| {
+        let Some(caller) = Caller::join(comm) else {
+            return;
+        };
+        let Caller {
+            collectives,
+            stream,
+            ..
+        } = &caller;
+        let (eager, ..) = sums(comm, collectives, stream, 1, 5);
+        comm.synchronize(stream).unwrap();
+        assert_eq!(download(comm, &eager), sum(ranks, 1, 5));
+        let replayed = memory(comm, 3);
+        let reduce = || {
+            let sum = ReduceOp::Sum;
+            collectives.all_reduce(&replayed, &replayed, DType::I32, sum, stream)
+        };
+        if comm.rank() == OTHER {
+            stream.begin_capture().unwrap();
+            reduce().unwrap();
+            let graph = stream.end_capture().unwrap();
+            for _ in 0..3 {
+                graph.launch(stream).unwrap();
                 comm.synchronize(stream).unwrap();
-                assert_eq!(download(comm, &eager), sum(ranks, round, 9));
-                std::thread::sleep(Duration::from_millis(20));
             }
-        },
-    );
+        } else {
+            for _ in 0..3 {
+                reduce().unwrap();
+                comm.synchronize(stream).unwrap();
+            }
+        }
+        // Until all have told of their calls.
+        for round in 0..15 {
+            let (eager, ..) = sums(comm, collectives, stream, round, 9);
+            comm.synchronize(stream).unwrap();
+            assert_eq!(download(comm, &eager), sum(ranks, round, 9));
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    });
 }

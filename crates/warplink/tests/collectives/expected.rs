@@ -1,6 +1,6 @@
 //! Calls with random inputs, what they have to give, and the comparison.
 
-use crate::common::{decode, encode};
+use crate::common::{decode, downloaded, encode};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -153,6 +153,19 @@ impl Case {
         made.fill(comm)?;
         made.enqueue(collectives, stream)?;
         Ok(made)
+    }
+
+    /// [Makes](Self::make) the call, waits for it, and checks its output.
+    pub(crate) fn run(
+        self,
+        comm: &Communicator,
+        collectives: &Collectives,
+        stream: &Stream,
+    ) -> Made {
+        let made = self.make(comm, collectives, stream).unwrap();
+        comm.synchronize(stream).unwrap();
+        made.check(comm);
+        made
     }
 
     /// Divides memory for the call, as much as it takes.
@@ -413,6 +426,18 @@ impl Made {
         self.enqueue(collectives, stream)
     }
 
+    /// Makes the call once [more](Self::again), waits for it, and checks its output.
+    pub(crate) fn run_again(
+        &self,
+        comm: &Communicator,
+        collectives: &Collectives,
+        stream: &Stream,
+    ) {
+        self.again(comm, collectives, stream).unwrap();
+        comm.synchronize(stream).unwrap();
+        self.check(comm);
+    }
+
     /// Whether the output overwrites the input.
     pub(crate) fn is_in_place(&self) -> bool {
         self.case.in_place
@@ -531,8 +556,6 @@ impl Made {
 
     /// The bytes of an output that all ranks have alike.
     pub(crate) fn reduced(&self, comm: &Communicator) -> Vec<u8> {
-        let mut bytes = vec![0; self.output.bytes()];
-        comm.device().download(&self.output, &mut bytes).unwrap();
-        bytes
+        downloaded(comm, &self.output)
     }
 }

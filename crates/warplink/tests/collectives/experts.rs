@@ -1,8 +1,8 @@
 //! Dispatch and combine of a layer of experts, compared with a reference.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, assert_says, assert_survived, delays, kill_self, kind,
-    processes, threads_that_end, threads_with, world, worlds,
+    Stopwatch, TimedBarrier, assert_error, assert_says, delays, kind, lose, processes, threads,
+    threads_that_end, threads_with, with_victim, world, worlds,
 };
 use crate::data::is_without_library;
 use crate::layer::{Buffers, Choices, GUARD_BYTE, Input, download, inputs};
@@ -35,37 +35,33 @@ fn round(
 #[test]
 fn tokens_go_to_their_experts_and_come_back_as_weighted_sums() {
     for ranks in worlds(1..=8) {
-        threads_with(
-            ranks,
-            |_| {},
-            |comm| {
-                let collectives = comm.collectives().unwrap();
-                let stream = comm.create_stream(Priority::Normal).unwrap();
-                let cases = [
-                    (Choices::Random, DType::BF16, 37),
-                    (Choices::AllToOne(ranks - 1), DType::F16, 8),
-                    (Choices::Careless, DType::F32, 130),
-                    (Choices::Nobody, DType::BF16, 16),
-                ];
-                for (number, (choices, dtype, elements)) in cases.into_iter().enumerate() {
-                    let options = ExpertOptions {
-                        experts: 4 * ranks,
-                        top_k: 3,
-                        max_tokens: 29,
-                        // A careless token may go to one expert three times.
-                        max_rows: (choices == Choices::Careless).then_some(3 * 29),
-                        elements,
-                        dtype,
-                    };
-                    let layer = collectives.experts(&options).unwrap();
-                    let buffers = Buffers::new(comm, &options);
-                    for turn in 0..2 {
-                        let all = inputs(&options, choices, ranks, 10 * number + turn);
-                        round(comm, &layer, &options, &buffers, &all, &stream);
-                    }
+        threads(ranks, |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let cases = [
+                (Choices::Random, DType::BF16, 37),
+                (Choices::AllToOne(ranks - 1), DType::F16, 8),
+                (Choices::Careless, DType::F32, 130),
+                (Choices::Nobody, DType::BF16, 16),
+            ];
+            for (number, (choices, dtype, elements)) in cases.into_iter().enumerate() {
+                let options = ExpertOptions {
+                    experts: 4 * ranks,
+                    top_k: 3,
+                    max_tokens: 29,
+                    // A careless token may go to one expert three times.
+                    max_rows: (choices == Choices::Careless).then_some(3 * 29),
+                    elements,
+                    dtype,
+                };
+                let layer = collectives.experts(&options).unwrap();
+                let buffers = Buffers::new(comm, &options);
+                for turn in 0..2 {
+                    let all = inputs(&options, choices, ranks, 10 * number + turn);
+                    round(comm, &layer, &options, &buffers, &all, &stream);
                 }
-            },
-        );
+            }
+        });
     }
 }
 
@@ -131,54 +127,50 @@ fn the_top_8_of_64_experts_are_reached() {
 #[test]
 fn a_graph_serves_every_routing() {
     let ranks = world(3);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let options = ExpertOptions {
-                experts: 12,
-                top_k: 2,
-                max_tokens: 20,
-                max_rows: None,
-                elements: 24,
-                dtype: DType::F32,
-            };
-            let layer = collectives.experts(&options).unwrap();
-            let buffers = Buffers::new(comm, &options);
-            let tokens = options.max_tokens;
-            let capture = |work: &dyn Fn() -> Result<(), Error>| {
-                stream.begin_capture().unwrap();
-                work().unwrap();
-                stream.end_capture().unwrap()
-            };
-            let dispatch = capture(&|| buffers.dispatch(&layer, &options, tokens, &stream));
-            let combine = capture(&|| buffers.combine(&layer, &options, tokens, &stream));
-            for turn in 0..12 {
-                let choices = [
-                    Choices::Random,
-                    Choices::AllToOne(turn % 3),
-                    Choices::Nobody,
-                ];
-                let mut all = inputs(&options, choices[turn % 3], ranks, turn);
-                // A graph has as many tokens each time; those that are too many choose nobody.
-                for input in &mut all {
-                    input.tokens.resize(tokens * options.elements, 1.0);
-                    input.experts.resize(tokens * options.top_k, -1);
-                    input.weights.resize(tokens * options.top_k, 0.5);
-                }
-                buffers.clear(comm);
-                buffers.fill(comm, &options, &all[comm.rank()]);
-                dispatch.launch(&stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                buffers.work(comm, &options, &all);
-                combine.launch(&stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                buffers.check(comm, &options, &all[comm.rank()]);
+    threads(ranks, |comm| {
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let options = ExpertOptions {
+            experts: 12,
+            top_k: 2,
+            max_tokens: 20,
+            max_rows: None,
+            elements: 24,
+            dtype: DType::F32,
+        };
+        let layer = collectives.experts(&options).unwrap();
+        let buffers = Buffers::new(comm, &options);
+        let tokens = options.max_tokens;
+        let capture = |work: &dyn Fn() -> Result<(), Error>| {
+            stream.begin_capture().unwrap();
+            work().unwrap();
+            stream.end_capture().unwrap()
+        };
+        let dispatch = capture(&|| buffers.dispatch(&layer, &options, tokens, &stream));
+        let combine = capture(&|| buffers.combine(&layer, &options, tokens, &stream));
+        for turn in 0..12 {
+            let choices = [
+                Choices::Random,
+                Choices::AllToOne(turn % 3),
+                Choices::Nobody,
+            ];
+            let mut all = inputs(&options, choices[turn % 3], ranks, turn);
+            // A graph has as many tokens each time; those that are too many choose nobody.
+            for input in &mut all {
+                input.tokens.resize(tokens * options.elements, 1.0);
+                input.experts.resize(tokens * options.top_k, -1);
+                input.weights.resize(tokens * options.top_k, 0.5);
             }
-        },
-    );
+            buffers.clear(comm);
+            buffers.fill(comm, &options, &all[comm.rank()]);
+            dispatch.launch(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            buffers.work(comm, &options, &all);
+            combine.launch(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            buffers.check(comm, &options, &all[comm.rank()]);
+        }
+    });
 }
 
 fn small(max_rows: Option<usize>, elements: usize) -> ExpertOptions {
@@ -307,29 +299,11 @@ fn next_failure(comm: &Communicator, since: Stopwatch) -> Error {
 #[test]
 fn a_rank_that_dies_ends_the_dispatch_of_the_others() {
     let victim = 1;
-    let ranks = Ranks {
-        world: world(3),
-        ..Ranks::default()
-    };
-    let ended = ranks.start(|comm| {
+    with_victim(victim, |comm| {
         let options = small(None, 64);
-        dispatch_to_one_right(&comm, &options).unwrap();
-        comm.barrier().unwrap();
-        if comm.rank() == victim {
-            kill_self();
-        }
-        let started = Stopwatch::start();
-        let error = dispatch_to_one_right(&comm, &options).unwrap_err();
-        assert_eq!(
-            (error.kind(), error.peer()),
-            (ErrorKind::PeerLost, Some(victim)),
-            "{error}"
-        );
-        assert!(started.elapsed() < Duration::from_secs(5), "{error}");
-        println!("survived");
-        std::process::exit(0);
+        dispatch_to_one_right(comm, &options).unwrap();
+        lose(comm, victim, || dispatch_to_one_right(comm, &options));
     });
-    assert_survived(ended.as_deref(), victim);
 }
 
 /// Dispatches and combines a few tokens.
@@ -359,8 +333,7 @@ fn only_what_was_dispatched_is_combined() {
         buffers.fill(comm, &options, &input);
         let refused = |done: Result<(), Error>, says: &str| {
             let error = done.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert_says(&error, &["combine", says]);
+            assert_error(&error, ErrorKind::InvalidArgument, &["combine", says]);
         };
         let combine = |tokens| buffers.combine(&layer, &options, tokens, &stream);
         refused(combine(tokens), "expected a dispatch before it");
@@ -381,8 +354,7 @@ fn layers_that_cannot_be_are_refused() {
         };
         let refused = |options: ExpertOptions, kind: ErrorKind, says: &str| {
             let error = collectives.experts(&options).unwrap_err();
-            assert_eq!(error.kind(), kind, "{error}");
-            assert_says(&error, &["make a layer of experts", says]);
+            assert_error(&error, kind, &["make a layer of experts", says]);
         };
         let invalid = ErrorKind::InvalidArgument;
         refused(

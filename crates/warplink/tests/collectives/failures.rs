@@ -1,8 +1,8 @@
 //! Ranks that do not do what the others do: an error on every rank that says so.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, assert_says, assert_survived, kill_self, threads_that_end,
-    world,
+    Stopwatch, TimedBarrier, allocate, assert_error, assert_says, lose, threads_that_end,
+    with_victim, world,
 };
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority, ReduceOp};
@@ -126,34 +126,16 @@ fn a_rank_that_never_calls_is_named() {
 #[test]
 fn a_rank_that_dies_ends_the_collectives_of_the_others() {
     let victim = 1;
-    let ranks = Ranks {
-        world: world(3),
-        ..Ranks::default()
-    };
-    let ended = ranks.start(|comm| {
+    with_victim(victim, |comm| {
         let collectives = comm.collectives().unwrap();
+        let sum = |count| reduce(comm, &collectives, count, ReduceOp::Sum);
         for _ in 0..20 {
-            reduce(&comm, &collectives, 1000, ReduceOp::Sum).unwrap();
+            sum(1000).unwrap();
         }
-        comm.barrier().unwrap();
-        let started = Stopwatch::start();
-        if comm.rank() == victim {
-            kill_self();
-        }
-        let error = reduce(&comm, &collectives, 1000, ReduceOp::Sum).unwrap_err();
-        let took = started.elapsed();
-        assert_eq!(
-            (error.kind(), error.peer()),
-            (ErrorKind::PeerLost, Some(victim)),
-            "{error}"
-        );
-        assert!(took < SOON, "{error} came after {took:?}");
-        let again = reduce(&comm, &collectives, 10, ReduceOp::Sum).unwrap_err();
+        lose(comm, victim, || sum(1000));
+        let again = sum(10).unwrap_err();
         assert_eq!(again.kind(), ErrorKind::PeerLost, "{again}");
-        println!("survived");
-        std::process::exit(0);
     });
-    assert_survived(ended.as_deref(), victim);
 }
 
 #[test]
@@ -161,12 +143,11 @@ fn slices_that_do_not_fit_are_refused_before_anything_is_enqueued() {
     crate::common::threads(world(2), |comm| {
         let collectives = comm.collectives().unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+        let memory = allocate(comm, 64);
         let slice = |from: usize, to: usize| memory.slice(from..to).unwrap();
         let refused = |result: Result<(), Error>, says: &[&str]| {
             let error = result.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert_says(&error, says);
+            assert_error(&error, ErrorKind::InvalidArgument, says);
         };
         let sum = ReduceOp::Sum;
         refused(

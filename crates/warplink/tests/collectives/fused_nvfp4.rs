@@ -1,7 +1,7 @@
 //! Fused calls to nvfp4, against a reference in `f64` that shares nothing with the library: codes and scales are looked for
 //! among all values that there are.
 
-use crate::common::{threads_with, world, worlds};
+use crate::common::{downloaded, threads_with, world, worlds};
 use crate::fused_rows::{AWKWARD, USUAL, Wanted, fused, quantized};
 use crate::scaled::unhurried;
 use warplink::collective::{CollectiveOptions, Fused, FusedKind, FusedMemory, Quantization, Wire};
@@ -213,11 +213,7 @@ fn exact_rows(comm: &Communicator, collectives: &Collectives, (call, of): (&Fuse
         comm.barrier().unwrap();
         launch();
         comm.synchronize(&stream).unwrap();
-        let [codes, found] = [&codes, &found].map(|slice| {
-            let mut bytes = vec![0; slice.bytes()];
-            comm.device().download(slice, &mut bytes).unwrap();
-            bytes
-        });
+        let [codes, found] = [&codes, &found].map(|slice| downloaded(comm, slice));
         for (t, row) in rows.chunks(width).enumerate() {
             let [meant_codes, meant_scales] = exactly(row, global);
             let part = |bytes: &[u8], each: usize| bytes[t * each..(t + 1) * each].to_vec();

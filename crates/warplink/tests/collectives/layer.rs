@@ -1,6 +1,6 @@
 //! A layer of experts for tests: what tokens hold and choose, the memory of its calls, and what has to come back.
 
-use crate::common::{decode, encode};
+use crate::common::{decode, downloaded, encode};
 use crate::expected::Random;
 use warplink::collective::{Dispatched, ExpertOptions, Experts};
 use warplink::device::{AllocationKind, DeviceSlice, Stream};
@@ -121,8 +121,7 @@ fn memory(comm: &Communicator, bytes: usize, shift: usize) -> DeviceSlice {
 /// Whether nothing around a slice was stored to.
 fn is_guarded(comm: &Communicator, slice: &DeviceSlice) -> bool {
     let whole = slice.allocation();
-    let mut bytes = vec![0; whole.bytes()];
-    comm.device().download(&whole, &mut bytes).unwrap();
+    let bytes = downloaded(comm, &whole);
     let (from, to) = (slice.offset(), slice.offset() + slice.bytes());
     let mut around = bytes[..from].iter().chain(&bytes[to..]);
     around.all(|byte| *byte == GUARD_BYTE)

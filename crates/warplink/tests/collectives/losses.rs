@@ -2,14 +2,14 @@
 //! for a result that is none, and goes on with those that are left.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, assert_says, kill_self, processes_of, resume, stop_self,
-    threads_that_end, threads_with, world,
+    Ranks, Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, kill_self,
+    processes_of, resume, stop_self, threads_that_end, threads_with, world,
 };
 use crate::data::{by_the_library, exact, is_without_library};
 use crate::expected::{Case, Random};
 use std::time::Duration;
 use warplink::collective::{Call, CollectiveKind, CollectiveOptions, CollectivePath};
-use warplink::device::{AllocationKind, Priority, ReduceOp, Stream};
+use warplink::device::{Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, Error, ErrorKind};
 
 const RANKS: usize = 4;
@@ -78,10 +78,7 @@ fn call_until(
 /// Runs ranks of which `victim` ends in the middle of collectives.
 fn lose(victim: usize, end: End, path: Option<CollectivePath>) {
     let name = format!("{victim} {end:?} {path:?}");
-    let mut ranks = Ranks {
-        world: world(RANKS),
-        ..Ranks::default()
-    };
+    let mut ranks = Ranks::of(world(RANKS));
     if ranks.world < 2 {
         return;
     }
@@ -145,8 +142,7 @@ fn lose_in(comm: Communicator, victim: usize, end: End, path: Option<CollectiveP
     let error = call_until(&comm, &collectives, &stream, usize::MAX).unwrap_err();
     let took = started.elapsed();
     println!("rank {}: {error} ({took:?})", comm.rank());
-    assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
-    assert_eq!(error.peer(), Some(victim), "{error}");
+    assert_names_peer(&error, ErrorKind::PeerLost, victim);
     assert!(took < SOON, "{error} came after {took:?}");
     // No call passes for done from now on.
     let again = call_until(&comm, &collectives, &stream, 1).unwrap_err();
@@ -252,7 +248,7 @@ fn close_early(path: Option<CollectivePath>) {
             let started = Stopwatch::start();
             let error = call_until(&comm, &collectives, &stream, 1).unwrap_err();
             let took = started.elapsed();
-            assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLost, Some(1)));
+            assert_names_peer(&error, ErrorKind::PeerLost, 1);
             assert_says(
                 &error,
                 &["it closed its communicator, and not all ranks did"],
@@ -315,7 +311,7 @@ fn ranks_that_called_different_things_go_on_in_another_communicator() {
                 let collectives = comm.collectives().unwrap();
                 let stream = comm.create_stream(Priority::Normal).unwrap();
                 let call = if comm.rank() == 1 { other } else { usual };
-                let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+                let memory = allocate(&comm, 64);
                 let slice = memory.slice(0..call.bytes()).unwrap();
                 collectives.enqueue(&call, &slice, &slice, &stream).unwrap();
                 let error = comm.synchronize(&stream).unwrap_err();
@@ -363,9 +359,7 @@ fn call_late(path: Option<CollectivePath>) {
             let by_library = path == Some(CollectivePath::Engine);
             if by_library {
                 // NCCL connects the ranks in their first call, on the host, where it waits for all of them.
-                let made = case.make(comm, &collectives, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                made.check(comm);
+                case.run(comm, &collectives, &stream);
             }
             let made = if comm.rank() == 1 {
                 // The others' calls have timed out.
@@ -376,7 +370,7 @@ fn call_late(path: Option<CollectivePath>) {
                 let synchronized = comm.synchronize(&stream);
                 all.wait();
                 let error = synchronized.unwrap_err();
-                assert_eq!((error.kind(), error.peer()), (ErrorKind::Timeout, Some(1)));
+                assert_names_peer(&error, ErrorKind::Timeout, 1);
                 assert_says(&error, &["the communicator can still be used"]);
                 if by_library {
                     let says = "synchronize: a call of the vendor's library is not done: call 2, ";
@@ -412,15 +406,12 @@ fn a_rank_that_does_not_join_is_named() {
             all.wait();
             if let Some(early) = early {
                 let error = early.unwrap_err();
-                assert_eq!((error.kind(), error.peer()), (ErrorKind::Timeout, Some(1)));
+                assert_names_peer(&error, ErrorKind::Timeout, 1);
                 assert_says(&error, &["the communicator can still be used"]);
             }
             if let Some(late) = late {
                 let error = late.unwrap_err();
-                assert_eq!(
-                    (error.kind(), error.peer()),
-                    (ErrorKind::PeerFailed, Some(0))
-                );
+                assert_names_peer(&error, ErrorKind::PeerFailed, 0);
             }
             comm.barrier().unwrap();
             let collectives = comm.collectives().unwrap();

@@ -1,8 +1,9 @@
 //! Groups of sends and receives.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, assert_says, assert_survived, delays, kill_self, kind,
-    processes, threads_that_end, threads_with, world, worlds,
+    Stopwatch, TimedBarrier, allocate, assert_error, assert_names_peer, assert_says, delays,
+    kill_self, kind, lose, processes, threads, threads_that_end, threads_with, with_victim, world,
+    worlds,
 };
 use crate::data::is_without_library;
 use crate::expected::Random;
@@ -122,29 +123,25 @@ fn processes_exchange_messages_and_parts() {
 #[test]
 fn groups_by_the_vendors_library_are_the_same() {
     let ranks = world(3);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let options = CollectiveOptions {
-                path: Some(CollectivePath::Engine),
-                ..CollectiveOptions::default()
-            };
-            let collectives = match comm.collectives_with(&options) {
-                Ok(collectives) => collectives,
-                Err(error) if is_without_library(&error) => return,
-                Err(error) => panic!("{error}"),
-            };
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let mut random = Random::new(5);
-            for _ in 0..30 {
-                let group = held(comm, &plan(&mut random, ranks, 100_000), random.next());
-                enqueue(&collectives, &group, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                group.iter().for_each(|held| held.check(comm));
-            }
-        },
-    );
+    threads(ranks, |comm| {
+        let options = CollectiveOptions {
+            path: Some(CollectivePath::Engine),
+            ..CollectiveOptions::default()
+        };
+        let collectives = match comm.collectives_with(&options) {
+            Ok(collectives) => collectives,
+            Err(error) if is_without_library(&error) => return,
+            Err(error) => panic!("{error}"),
+        };
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let mut random = Random::new(5);
+        for _ in 0..30 {
+            let group = held(comm, &plan(&mut random, ranks, 100_000), random.next());
+            enqueue(&collectives, &group, &stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            group.iter().for_each(|held| held.check(comm));
+        }
+    });
 }
 
 /// Ranks group the same messages differently; one waits for what another does after its second message.
@@ -154,86 +151,78 @@ fn ranks_may_group_messages_differently() {
     if ranks < 2 {
         return;
     }
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            for round in 0..20 {
-                let planned = |from, to, number: u64| Planned {
-                    from,
-                    to,
-                    bytes: 100_000 + 7 * number as usize,
-                    seed: 10 * round + number,
-                };
-                let [first, second] = [0, 1].map(|number| planned(0, 1, number));
-                let (on, back) = (planned(1, 2, 2), planned(ranks - 1, 0, 3));
-                let groups = match comm.rank() {
-                    0 => vec![vec![(first, true), (second, true), (back, false)]],
-                    1 => vec![
-                        vec![(first, false)],
-                        vec![(second, false)],
-                        vec![(if ranks == 2 { back } else { on }, true)],
-                    ],
-                    _ => vec![vec![(on, false)], vec![(back, true)]],
-                };
-                let groups: Vec<Vec<Held>> = groups
-                    .into_iter()
-                    .map(|group| {
-                        let ends = group.into_iter();
-                        ends.map(|(planned, sends)| Held::new(comm, planned, sends))
-                            .collect()
-                    })
-                    .collect();
-                for group in &groups {
-                    enqueue(&collectives, group, &stream).unwrap();
-                }
-                comm.synchronize(&stream).unwrap();
-                groups.iter().flatten().for_each(|held| held.check(comm));
+    threads(ranks, |comm| {
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for round in 0..20 {
+            let planned = |from, to, number: u64| Planned {
+                from,
+                to,
+                bytes: 100_000 + 7 * number as usize,
+                seed: 10 * round + number,
+            };
+            let [first, second] = [0, 1].map(|number| planned(0, 1, number));
+            let (on, back) = (planned(1, 2, 2), planned(ranks - 1, 0, 3));
+            let groups = match comm.rank() {
+                0 => vec![vec![(first, true), (second, true), (back, false)]],
+                1 => vec![
+                    vec![(first, false)],
+                    vec![(second, false)],
+                    vec![(if ranks == 2 { back } else { on }, true)],
+                ],
+                _ => vec![vec![(on, false)], vec![(back, true)]],
+            };
+            let groups: Vec<Vec<Held>> = groups
+                .into_iter()
+                .map(|group| {
+                    let ends = group.into_iter();
+                    ends.map(|(planned, sends)| Held::new(comm, planned, sends))
+                        .collect()
+                })
+                .collect();
+            for group in &groups {
+                enqueue(&collectives, group, &stream).unwrap();
             }
-        },
-    );
+            comm.synchronize(&stream).unwrap();
+            groups.iter().flatten().for_each(|held| held.check(comm));
+        }
+    });
 }
 
 /// Graphs of groups and collectives, with other groups between their launches.
 #[test]
 fn groups_in_graphs_are_replayed() {
     let ranks = world(3);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let mut random = Random::new(31);
-            let groups: Vec<Vec<Held>> = (0..4)
-                .map(|_| held(comm, &plan(&mut random, ranks, 50_000), random.next()))
-                .collect();
-            let one = comm.device().allocate(4, AllocationKind::Plain).unwrap();
-            stream.begin_capture().unwrap();
-            for group in &groups {
-                enqueue(&collectives, group, &stream).unwrap();
-                collectives
-                    .all_reduce(&one, &one, DType::I32, ReduceOp::Max, &stream)
-                    .unwrap();
+    threads(ranks, |comm| {
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let mut random = Random::new(31);
+        let groups: Vec<Vec<Held>> = (0..4)
+            .map(|_| held(comm, &plan(&mut random, ranks, 50_000), random.next()))
+            .collect();
+        let one = allocate(comm, 4);
+        stream.begin_capture().unwrap();
+        for group in &groups {
+            enqueue(&collectives, group, &stream).unwrap();
+            collectives
+                .all_reduce(&one, &one, DType::I32, ReduceOp::Max, &stream)
+                .unwrap();
+        }
+        let graph = stream.end_capture().unwrap();
+        for round in 0..30 {
+            groups.iter().flatten().for_each(|held| held.reset(comm));
+            graph.launch(&stream).unwrap();
+            let between = held(comm, &plan(&mut random, ranks, 500), random.next());
+            if round % 2 == 0 {
+                enqueue(&collectives, &between, &stream).unwrap();
             }
-            let graph = stream.end_capture().unwrap();
-            for round in 0..30 {
-                groups.iter().flatten().for_each(|held| held.reset(comm));
-                graph.launch(&stream).unwrap();
-                let between = held(comm, &plan(&mut random, ranks, 500), random.next());
-                if round % 2 == 0 {
-                    enqueue(&collectives, &between, &stream).unwrap();
-                }
-                comm.synchronize(&stream).unwrap();
-                groups.iter().flatten().for_each(|held| held.check(comm));
-                if round % 2 == 0 {
-                    between.iter().for_each(|held| held.check(comm));
-                }
+            comm.synchronize(&stream).unwrap();
+            groups.iter().flatten().for_each(|held| held.check(comm));
+            if round % 2 == 0 {
+                between.iter().for_each(|held| held.check(comm));
             }
-        },
-    );
+        }
+    });
 }
 
 /// Long messages go through the workspace until their receiver's memory is published, and from then on straight to where
@@ -347,11 +336,9 @@ fn another_length_is_told_on_both_ranks_and_to_those_that_wait_for_them() {
                 comm.abort("the test is over");
                 let error = result.unwrap_err();
                 if peer == usize::MAX {
-                    assert_eq!(error.kind(), ErrorKind::PeerFailed, "{error}");
-                    assert_says(&error, &["bytes; expected"]);
+                    assert_error(&error, ErrorKind::PeerFailed, &["bytes; expected"]);
                 } else {
-                    let found = (error.kind(), error.peer());
-                    assert_eq!(found, (ErrorKind::Mismatch, Some(peer)), "{error}");
+                    assert_names_peer(&error, ErrorKind::Mismatch, peer);
                 }
                 assert_says(&error, &[&says]);
                 assert!(took < SOON, "{error}");
@@ -375,11 +362,7 @@ fn a_peer_that_never_comes_is_named() {
             };
             if let Some((message, says)) = expected {
                 let error = one(&comm, message, 100).unwrap_err();
-                assert_eq!(
-                    (error.kind(), error.peer()),
-                    (ErrorKind::Timeout, Some(1)),
-                    "{error}"
-                );
+                assert_names_peer(&error, ErrorKind::Timeout, 1);
                 assert_says(&error, &[says]);
             }
             all.wait();
@@ -400,11 +383,7 @@ fn a_rank_that_dies_ends_the_messages_of_its_peers_by_the_vendors_library() {
 
 fn die(path: CollectivePath) {
     let victim = 1;
-    let ranks = Ranks {
-        world: world(3),
-        ..Ranks::default()
-    };
-    let ended = ranks.start(|comm| {
+    with_victim(victim, |comm| {
         let peer = |step: usize| (comm.rank() + step) % comm.world();
         let options = CollectiveOptions {
             path: Some(path),
@@ -417,16 +396,11 @@ fn die(path: CollectivePath) {
                 if comm.rank() == victim {
                     kill_self();
                 }
-                println!("survived");
-                std::process::exit(0);
+                return;
             }
         };
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = |bytes| {
-            comm.device()
-                .allocate(bytes, AllocationKind::Plain)
-                .unwrap()
-        };
+        let memory = |bytes| allocate(comm, bytes);
         let (own, come) = (memory(1 << 20), memory(1 << 20));
         let exchange = || {
             let messages = [
@@ -437,22 +411,8 @@ fn die(path: CollectivePath) {
             comm.synchronize(&stream)
         };
         exchange().unwrap();
-        comm.barrier().unwrap();
-        if comm.rank() == victim {
-            kill_self();
-        }
-        let started = Stopwatch::start();
-        let error = exchange().unwrap_err();
-        assert_eq!(
-            (error.kind(), error.peer()),
-            (ErrorKind::PeerLost, Some(victim)),
-            "{error}"
-        );
-        assert!(started.elapsed() < SOON, "{error}");
-        println!("survived");
-        std::process::exit(0);
+        lose(comm, victim, exchange);
     });
-    assert_survived(ended.as_deref(), victim);
 }
 
 #[test]
@@ -460,7 +420,7 @@ fn groups_that_cannot_be_done_are_refused() {
     crate::common::threads(world(2), |comm| {
         let collectives = comm.collectives().unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+        let memory = allocate(comm, 64);
         let slice = |from: usize, to: usize| memory.slice(from..to).unwrap();
         let (rank, peer) = (comm.rank(), 1 - comm.rank());
         let refused = |messages: &[Message<'_>], says: &str| {

@@ -1,14 +1,14 @@
 //! All-to-all with a size for each pair of ranks that only device memory has.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, assert_says, delays, kind, processes, threads, threads_that_end,
-    threads_with, world, worlds,
+    Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, delays, kind, processes,
+    threads, threads_that_end, threads_with, world, worlds,
 };
 use crate::data::library;
 use crate::expected::Random;
 use std::time::Duration;
 use warplink::collective::CollectiveOptions;
-use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
+use warplink::device::{DeviceSlice, Priority, Stream};
 use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind};
 
 /// How soon every rank that is concerned must have its error.
@@ -49,7 +49,7 @@ impl<'a> Buffers<'a> {
     fn new(comm: &'a Communicator, dtype: DType, max: usize, shift: usize) -> Self {
         let memory = |bytes: usize, shift: usize| {
             let all = shift + bytes + 16;
-            let whole = comm.device().allocate(all, AllocationKind::Plain).unwrap();
+            let whole = allocate(comm, all);
             whole.slice(shift..shift + bytes).unwrap()
         };
         let (data, counts) = (comm.world() * max * dtype.size(), 8 * comm.world());
@@ -285,8 +285,7 @@ fn a_count_above_the_limit_is_told_on_both_ranks() {
                 comm.abort("the test is over");
                 let Some(peer) = peer else { return };
                 let error = result.unwrap_err();
-                let found = (error.kind(), error.peer());
-                assert_eq!(found, (ErrorKind::Mismatch, Some(peer)), "{error}");
+                assert_names_peer(&error, ErrorKind::Mismatch, peer);
                 assert_says(&error, &[says, "raise the limit on all ranks"]);
                 assert!(took < SOON, "{error}");
                 assert!(comm.rank() != last || untouched, "something came");
@@ -316,8 +315,7 @@ fn another_limit_is_told_on_both_ranks() {
             all.wait();
             let peer = 1 - comm.rank();
             comm.abort("the test is over");
-            let found = (error.kind(), error.peer());
-            assert_eq!(found, (ErrorKind::Mismatch, Some(peer)), "{error}");
+            assert_names_peer(&error, ErrorKind::Mismatch, peer);
             assert_says(&error, &[&format!("{} bytes; expected {max}", 10 + peer)]);
         },
     );
@@ -355,7 +353,7 @@ fn memory_that_does_not_fit_is_refused() {
             &|it| it.input = it.output.clone(),
             "the output overlap the input",
         );
-        let odd = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+        let odd = allocate(comm, 64);
         refused(
             &|it| it.sent = odd.slice(4..4 + 8 * ranks).unwrap(),
             "expected a multiple of 8",

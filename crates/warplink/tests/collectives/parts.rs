@@ -1,6 +1,9 @@
 //! All-to-all with a size for each pair of ranks, given on the host.
 
-use crate::common::{TimedBarrier, assert_says, threads_that_end, threads_with, world, worlds};
+use crate::common::{
+    TimedBarrier, allocate, assert_error, assert_names_peer, assert_says, downloaded, threads,
+    threads_that_end, world, worlds,
+};
 use crate::data::is_without_library;
 use crate::expected::Random;
 use std::time::Duration;
@@ -102,8 +105,7 @@ impl Made {
     }
 
     fn check(&self, comm: &Communicator) {
-        let mut bytes = vec![0; self.output.bytes()];
-        comm.device().download(&self.output, &mut bytes).unwrap();
+        let bytes = downloaded(comm, &self.output);
         let got: Vec<u16> = bytes
             .chunks_exact(2)
             .map(|two| u16::from_le_bytes([two[0], two[1]]))
@@ -151,30 +153,22 @@ pub(crate) fn rounds(comm: &Communicator, collectives: &Collectives, count: usiz
 #[test]
 fn parts_of_any_sizes_come_to_their_ranks() {
     for ranks in worlds(1..=8) {
-        threads_with(
-            ranks,
-            |_| {},
-            |comm| rounds(comm, &comm.collectives().unwrap(), 15),
-        );
+        threads(ranks, |comm| rounds(comm, &comm.collectives().unwrap(), 15));
     }
 }
 
 #[test]
 fn parts_by_the_vendors_library_are_the_same() {
-    threads_with(
-        world(3),
-        |_| {},
-        |comm| {
-            let options = CollectiveOptions {
-                path: Some(CollectivePath::Engine),
-                ..CollectiveOptions::default()
-            };
-            match comm.collectives_with(&options) {
-                Ok(collectives) => rounds(comm, &collectives, 15),
-                Err(error) => assert!(is_without_library(&error), "{error}"),
-            }
-        },
-    );
+    threads(world(3), |comm| {
+        let options = CollectiveOptions {
+            path: Some(CollectivePath::Engine),
+            ..CollectiveOptions::default()
+        };
+        match comm.collectives_with(&options) {
+            Ok(collectives) => rounds(comm, &collectives, 15),
+            Err(error) => assert!(is_without_library(&error), "{error}"),
+        }
+    });
 }
 
 /// One rank expects another size from one other; nobody gets wrong data, and these two name each other.
@@ -194,14 +188,8 @@ fn a_rank_that_states_another_size_is_named() {
         |comm| {
             let collectives = comm.collectives().unwrap();
             let stream = comm.create_stream(Priority::Normal).unwrap();
-            let memory = comm
-                .device()
-                .allocate(ranks * 64, AllocationKind::Plain)
-                .unwrap();
-            let output = comm
-                .device()
-                .allocate(ranks * 64, AllocationKind::Plain)
-                .unwrap();
+            let memory = allocate(&comm, ranks * 64);
+            let output = allocate(&comm, ranks * 64);
             let counts = vec![16; ranks];
             let mut expected = counts.clone();
             if comm.rank() == receiver {
@@ -230,8 +218,7 @@ fn a_rank_that_states_another_size_is_named() {
             comm.abort("the test is over");
             if let Some((peer, says)) = concerned {
                 let error = result.unwrap_err();
-                let found = (error.kind(), error.peer());
-                assert_eq!(found, (ErrorKind::Mismatch, Some(peer)), "{error}");
+                assert_names_peer(&error, ErrorKind::Mismatch, peer);
                 assert_says(&error, &[says]);
             }
         },
@@ -243,7 +230,7 @@ fn parts_that_do_not_fit_the_memory_are_refused() {
     crate::common::threads(world(2), |comm| {
         let collectives = comm.collectives().unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = comm.device().allocate(64, AllocationKind::Plain).unwrap();
+        let memory = allocate(comm, 64);
         let (output, input) = (memory.slice(0..32).unwrap(), memory.slice(32..64).unwrap());
         let good = Parts {
             counts: &[4, 4],
@@ -258,8 +245,7 @@ fn parts_that_do_not_fit_the_memory_are_refused() {
                     &stream,
                 )
                 .unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert_says(&error, &["all_to_all_v", says]);
+            assert_error(&error, ErrorKind::InvalidArgument, &["all_to_all_v", says]);
         };
         let parts = |counts, displacements| Parts {
             counts,

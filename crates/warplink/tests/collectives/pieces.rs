@@ -1,9 +1,9 @@
 //! Calls on more memory than one launch takes.
 
-use crate::common::{threads_with, world};
+use crate::common::{allocate, downloaded, threads, world};
 use crate::expected::Random;
 use warplink::collective::{Call, CollectiveKind, CollectiveOptions, CollectivePath};
-use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
+use warplink::device::{DeviceSlice, Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, ErrorKind};
 
 /// Elements of a part, and bytes that a launch takes: a few pieces, of which the last is shorter.
@@ -25,10 +25,7 @@ fn memory(comm: &Communicator, seed: u64, rows: usize) -> DeviceSlice {
     let mut random = Random::new(seed);
     let values = (0..rows * COUNT).map(|_| (random.next() as i32 as f32) * 1e-3);
     let bytes: Vec<u8> = values.flat_map(f32::to_le_bytes).collect();
-    let memory = comm
-        .device()
-        .allocate(bytes.len().max(4), AllocationKind::Plain)
-        .unwrap();
+    let memory = allocate(comm, bytes.len().max(4));
     comm.device().upload(&memory, &bytes).unwrap();
     memory
 }
@@ -59,57 +56,41 @@ fn result(
     };
     collectives.enqueue(call, &output, &input, stream).unwrap();
     comm.synchronize(stream).unwrap();
-    let mut bytes = vec![0; output.bytes()];
-    comm.device().download(&output, &mut bytes).unwrap();
-    bytes
+    downloaded(comm, &output)
 }
 
 #[test]
 fn long_calls_give_what_one_launch_gives_bit_for_bit() {
-    threads_with(
-        world(3),
-        |_| {},
-        |comm| {
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let (whole, cut) = (joined(comm, None), joined(comm, Some(LAUNCH_BYTES)));
-            for kind in CollectiveKind::ALL {
-                if kind == CollectiveKind::Barrier {
+    threads(world(3), |comm| {
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let (whole, cut) = (joined(comm, None), joined(comm, Some(LAUNCH_BYTES)));
+        for kind in CollectiveKind::ALL {
+            if kind == CollectiveKind::Barrier {
+                continue;
+            }
+            let call = Call::new(kind, ReduceOp::Sum, DType::F32, COUNT, 1);
+            cut.prepare(&call).unwrap();
+            for in_place in [false, true] {
+                if in_place && kind == CollectiveKind::AllToAll {
                     continue;
                 }
-                let call = Call {
-                    kind,
-                    op: kind.reduces().then_some(ReduceOp::Sum),
-                    dtype: DType::F32,
-                    count: COUNT,
-                    root: kind.has_root().then_some(1),
-                };
-                cut.prepare(&call).unwrap();
-                for in_place in [false, true] {
-                    if in_place && kind == CollectiveKind::AllToAll {
-                        continue;
-                    }
-                    let [expected, found] = [&whole, &cut]
-                        .map(|collectives| result(comm, collectives, (&call, in_place), &stream));
-                    assert!(expected == found, "{kind}, in place: {in_place}");
-                }
+                let [expected, found] = [&whole, &cut]
+                    .map(|collectives| result(comm, collectives, (&call, in_place), &stream));
+                assert!(expected == found, "{kind}, in place: {in_place}");
             }
-        },
-    );
+        }
+    });
 }
 
 #[test]
 fn a_long_all_to_all_in_place_is_refused() {
-    threads_with(
-        world(2),
-        |_| {},
-        |comm| {
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let cut = joined(comm, Some(LAUNCH_BYTES));
-            let memory = memory(comm, 1, comm.world());
-            let error = cut.all_to_all(&memory, &memory, &stream).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-            assert!(error.to_string().contains("separate output"), "{error}");
-            comm.synchronize(&stream).unwrap();
-        },
-    );
+    threads(world(2), |comm| {
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let cut = joined(comm, Some(LAUNCH_BYTES));
+        let memory = memory(comm, 1, comm.world());
+        let error = cut.all_to_all(&memory, &memory, &stream).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        assert!(error.to_string().contains("separate output"), "{error}");
+        comm.synchronize(&stream).unwrap();
+    });
 }

@@ -1,6 +1,6 @@
 //! Every type and operator of what reduces, by each algorithm.
 
-use crate::common::{share_gpus, threads_with, world, worlds};
+use crate::common::{share_gpus, threads, world, worlds};
 use crate::direct::{SOON, direct};
 use crate::expected::{Case, Made, Random};
 use std::time::Instant;
@@ -44,58 +44,54 @@ fn call(
 #[test]
 fn every_type_and_operator_is_reduced_on_every_number_of_ranks() {
     for ranks in worlds(1..=8) {
-        threads_with(
-            ranks,
-            |_| {},
-            |comm| {
-                let stream = comm.create_stream(Priority::Normal).unwrap();
-                let algorithms = [Algorithm::OneShot, Algorithm::Chunks, Algorithm::TwoShot];
-                let by = algorithms.map(|algorithm| {
-                    let options = CollectiveOptions {
-                        workspace_bytes: 4 << 20,
-                        algorithm: Some(algorithm),
-                        ..CollectiveOptions::default()
+        threads(ranks, |comm| {
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let algorithms = [Algorithm::OneShot, Algorithm::Chunks, Algorithm::TwoShot];
+            let by = algorithms.map(|algorithm| {
+                let options = CollectiveOptions {
+                    workspace_bytes: 4 << 20,
+                    algorithm: Some(algorithm),
+                    ..CollectiveOptions::default()
+                };
+                comm.collectives_with(&options).unwrap()
+            });
+            let mut random = Random::new(3 + ranks as u64);
+            let mut made = Vec::new();
+            for (dtype, op, number) in types_and_operators(ranks) {
+                let others = [CollectiveKind::Reduce, CollectiveKind::ReduceScatter];
+                let calls = [
+                    (CollectiveKind::AllReduce, number % 3),
+                    // No other kind goes in two shots.
+                    (others[number / 2 % 2], number % 2),
+                ];
+                for (kind, number) in calls {
+                    let count = 1 + random.below(900);
+                    let call = call(kind, (dtype, op), count, ranks, &mut random);
+                    let choice = by[number].choice(&call).unwrap();
+                    assert_eq!(choice.algorithm, algorithms[number]);
+                    let case = Case {
+                        call,
+                        in_place: random.below(2) == 0,
+                        shift: random.below(4) * dtype.size(),
+                        seed: random.next(),
                     };
-                    comm.collectives_with(&options).unwrap()
-                });
-                let mut random = Random::new(3 + ranks as u64);
-                let mut made = Vec::new();
-                for (dtype, op, number) in types_and_operators(ranks) {
-                    let others = [CollectiveKind::Reduce, CollectiveKind::ReduceScatter];
-                    let calls = [
-                        (CollectiveKind::AllReduce, number % 3),
-                        // No other kind goes in two shots.
-                        (others[number / 2 % 2], number % 2),
-                    ];
-                    for (kind, number) in calls {
-                        let count = 1 + random.below(900);
-                        let call = call(kind, (dtype, op), count, ranks, &mut random);
-                        let choice = by[number].choice(&call).unwrap();
-                        assert_eq!(choice.algorithm, algorithms[number]);
-                        let case = Case {
-                            call,
-                            in_place: random.below(2) == 0,
-                            shift: random.below(4) * dtype.size(),
-                            seed: random.next(),
-                        };
-                        made.push(case.make(comm, &by[number], &stream).unwrap());
-                    }
+                    made.push(case.make(comm, &by[number], &stream).unwrap());
                 }
-                comm.synchronize(&stream).unwrap();
-                for made in &made {
-                    made.check(comm);
-                }
-                let all_reduces = made
-                    .iter()
-                    .filter(|made| made.call().kind == CollectiveKind::AllReduce);
-                let own: Vec<u8> = all_reduces.flat_map(|made| made.reduced(comm)).collect();
-                let all = comm.all_gather_bytes(&own).unwrap();
-                assert!(
-                    all.iter().all(|outputs| *outputs == all[0]),
-                    "ranks have other results"
-                );
-            },
-        );
+            }
+            comm.synchronize(&stream).unwrap();
+            for made in &made {
+                made.check(comm);
+            }
+            let all_reduces = made
+                .iter()
+                .filter(|made| made.call().kind == CollectiveKind::AllReduce);
+            let own: Vec<u8> = all_reduces.flat_map(|made| made.reduced(comm)).collect();
+            let all = comm.all_gather_bytes(&own).unwrap();
+            assert!(
+                all.iter().all(|outputs| *outputs == all[0]),
+                "ranks have other results"
+            );
+        });
     }
 }
 
@@ -107,47 +103,43 @@ fn every_type_and_operator_is_reduced_directly() {
         if ranks < 2 {
             return;
         }
-        threads_with(
-            ranks,
-            |_| {},
-            |comm| {
-                let collectives = direct(comm);
-                let mut random = Random::new(57 + ranks as u64);
-                let kinds = [
-                    CollectiveKind::AllReduce,
-                    CollectiveKind::Reduce,
-                    CollectiveKind::ReduceScatter,
-                ];
-                let cases: Vec<Case> = types_and_operators(ranks)
-                    .into_iter()
-                    .map(|(dtype, op, number)| {
-                        // Parts of inputs and outputs begin at multiples of 16 bytes.
-                        let count = 16 * (1 + random.below(50));
-                        let kind = kinds[number % 3];
-                        Case {
-                            call: call(kind, (dtype, op), count, ranks, &mut random),
-                            in_place: random.below(2) == 0,
-                            shift: 0,
-                            seed: random.next() & !3,
-                        }
-                    })
-                    .collect();
-                let room = |case: &Case| case.memory_bytes(ranks).next_multiple_of(256);
-                let bytes = cases.iter().map(room).sum();
-                let whole = comm.device().allocate(bytes, AllocationKind::Plain);
-                let (whole, mut at) = (whole.unwrap(), 0);
-                let made: Vec<Made> = cases
-                    .into_iter()
-                    .map(|case| {
-                        let from = at;
-                        at += room(&case);
-                        let memory = whole.slice(from..at).unwrap();
-                        case.place(comm, memory).unwrap()
-                    })
-                    .collect();
-                until_all_go_directly(comm, &collectives, &made);
-            },
-        );
+        threads(ranks, |comm| {
+            let collectives = direct(comm);
+            let mut random = Random::new(57 + ranks as u64);
+            let kinds = [
+                CollectiveKind::AllReduce,
+                CollectiveKind::Reduce,
+                CollectiveKind::ReduceScatter,
+            ];
+            let cases: Vec<Case> = types_and_operators(ranks)
+                .into_iter()
+                .map(|(dtype, op, number)| {
+                    // Parts of inputs and outputs begin at multiples of 16 bytes.
+                    let count = 16 * (1 + random.below(50));
+                    let kind = kinds[number % 3];
+                    Case {
+                        call: call(kind, (dtype, op), count, ranks, &mut random),
+                        in_place: random.below(2) == 0,
+                        shift: 0,
+                        seed: random.next() & !3,
+                    }
+                })
+                .collect();
+            let room = |case: &Case| case.memory_bytes(ranks).next_multiple_of(256);
+            let bytes = cases.iter().map(room).sum();
+            let whole = comm.device().allocate(bytes, AllocationKind::Plain);
+            let (whole, mut at) = (whole.unwrap(), 0);
+            let made: Vec<Made> = cases
+                .into_iter()
+                .map(|case| {
+                    let from = at;
+                    at += room(&case);
+                    let memory = whole.slice(from..at).unwrap();
+                    case.place(comm, memory).unwrap()
+                })
+                .collect();
+            until_all_go_directly(comm, &collectives, &made);
+        });
     }
 }
 

@@ -1,6 +1,6 @@
 //! Calls on several streams of one communicator.
 
-use crate::common::{delays, threads_with, world};
+use crate::common::{delays, threads, threads_with, world};
 use crate::data::is_without_library;
 use crate::launches::{download, integers, memory, sum, sums, upload};
 use std::time::Duration;
@@ -28,30 +28,26 @@ fn paths(comm: &Communicator) -> Vec<Collectives> {
 #[test]
 fn streams_of_one_communicator_take_turns() {
     let ranks = world(3);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            for collectives in paths(comm) {
-                let streams = [(); 3].map(|()| comm.create_stream(Priority::Normal).unwrap());
-                let mut made = Vec::new();
-                for round in 0..100 {
-                    let stream = &streams[(round * (comm.rank() + 1)) % 3];
-                    let count = 1 + 31 * round % 500;
-                    made.push(sums(comm, &collectives, stream, round, count));
-                }
-                // Longer than what is moved at once.
-                made.push(sums(comm, &collectives, &streams[0], 200, 50_000));
-                made.push(sums(comm, &collectives, &streams[1], 201, 50_000));
-                for stream in &streams {
-                    comm.synchronize(stream).unwrap();
-                }
-                for (buffer, round, count) in made {
-                    assert_eq!(download(comm, &buffer), sum(ranks, round, count));
-                }
+    threads(ranks, |comm| {
+        for collectives in paths(comm) {
+            let streams = [(); 3].map(|()| comm.create_stream(Priority::Normal).unwrap());
+            let mut made = Vec::new();
+            for round in 0..100 {
+                let stream = &streams[(round * (comm.rank() + 1)) % 3];
+                let count = 1 + 31 * round % 500;
+                made.push(sums(comm, &collectives, stream, round, count));
             }
-        },
-    );
+            // Longer than what is moved at once.
+            made.push(sums(comm, &collectives, &streams[0], 200, 50_000));
+            made.push(sums(comm, &collectives, &streams[1], 201, 50_000));
+            for stream in &streams {
+                comm.synchronize(stream).unwrap();
+            }
+            for (buffer, round, count) in made {
+                assert_eq!(download(comm, &buffer), sum(ranks, round, count));
+            }
+        }
+    });
 }
 
 /// One buffer, on streams of both priorities and by a graph in between: every call works on what the one before left.
@@ -59,86 +55,78 @@ fn streams_of_one_communicator_take_turns() {
 fn calls_of_any_priority_and_graphs_take_turns() {
     const COUNTS: [usize; 2] = [700, 300];
     let ranks = world(2);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            let streams = [Priority::Normal, Priority::High, Priority::Normal]
-                .map(|priority| comm.create_stream(priority).unwrap());
-            let buffer = memory(comm, COUNTS[0]);
-            upload(comm, &buffer, &integers(comm.rank(), 0, COUNTS[0]));
-            let call = |number: usize, stream: &Stream| {
-                let part = buffer.slice(0..4 * COUNTS[number % 2]).unwrap();
-                let op = ReduceOp::Sum;
-                collectives
-                    .all_reduce(&part, &part, DType::I32, op, stream)
-                    .unwrap();
-            };
-            streams[2].begin_capture().unwrap();
-            call(1, &streams[2]);
-            let graph = streams[2].end_capture().unwrap();
-            // What one call after another makes of it.
-            let mut expected = sum(ranks, 0, COUNTS[0]);
-            let mut multiply = |number: usize| {
-                let part = &mut expected[..COUNTS[number % 2]];
-                part.iter_mut()
-                    .for_each(|value| *value = value.wrapping_mul(ranks as i32));
-            };
-            for round in 0..60 {
-                call(round, &streams[round * (comm.rank() + 1) % 3]);
-                if round > 0 {
-                    multiply(round);
-                }
-                if round % 10 == 9 {
-                    // Only what is recorded with a graph is ordered with it.
-                    let settle = |stream: &Stream| comm.synchronize(stream).unwrap();
-                    streams.iter().for_each(settle);
-                    graph.launch(&streams[round % 3]).unwrap();
-                    multiply(1);
-                    streams.iter().for_each(settle);
-                }
+    threads(ranks, |comm| {
+        let collectives = comm.collectives().unwrap();
+        let streams = [Priority::Normal, Priority::High, Priority::Normal]
+            .map(|priority| comm.create_stream(priority).unwrap());
+        let buffer = memory(comm, COUNTS[0]);
+        upload(comm, &buffer, &integers(comm.rank(), 0, COUNTS[0]));
+        let call = |number: usize, stream: &Stream| {
+            let part = buffer.slice(0..4 * COUNTS[number % 2]).unwrap();
+            let op = ReduceOp::Sum;
+            collectives
+                .all_reduce(&part, &part, DType::I32, op, stream)
+                .unwrap();
+        };
+        streams[2].begin_capture().unwrap();
+        call(1, &streams[2]);
+        let graph = streams[2].end_capture().unwrap();
+        // What one call after another makes of it.
+        let mut expected = sum(ranks, 0, COUNTS[0]);
+        let mut multiply = |number: usize| {
+            let part = &mut expected[..COUNTS[number % 2]];
+            part.iter_mut()
+                .for_each(|value| *value = value.wrapping_mul(ranks as i32));
+        };
+        for round in 0..60 {
+            call(round, &streams[round * (comm.rank() + 1) % 3]);
+            if round > 0 {
+                multiply(round);
             }
-            assert_eq!(download(comm, &buffer), expected);
-        },
-    );
+            if round % 10 == 9 {
+                // Only what is recorded with a graph is ordered with it.
+                let settle = |stream: &Stream| comm.synchronize(stream).unwrap();
+                streams.iter().for_each(settle);
+                graph.launch(&streams[round % 3]).unwrap();
+                multiply(1);
+                streams.iter().for_each(settle);
+            }
+        }
+        assert_eq!(download(comm, &buffer), expected);
+    });
 }
 
 /// Work enqueued to a stream after a call does not delay the next call on another stream. Here rank 0's first
 /// stream waits for data that rank 1 sends only after the second call.
 #[test]
 fn a_call_waits_for_the_last_call_and_nothing_after_it() {
-    threads_with(
-        world(2),
-        |_| {},
-        |comm| {
-            for (number, collectives) in paths(comm).iter().enumerate() {
-                let streams = [(); 2].map(|()| comm.create_stream(Priority::Normal).unwrap());
-                let (region, tag) = (comm.alloc(64).unwrap(), number as u64);
-                let request = match comm.rank() {
-                    0 => TransferRequest::receive(&region, 1, tag),
-                    _ => TransferRequest::send(&region, 0, tag),
-                };
-                let transfer = comm.exchange(&[request]).unwrap().remove(0);
-                let mut made = vec![sums(comm, collectives, &streams[0], 1, 10)];
-                if comm.rank() == 0 {
-                    transfer.post(&streams[0]).unwrap();
-                    transfer.wait(&streams[0]).unwrap();
-                    made.push(sums(comm, collectives, &streams[1], 2, 20));
-                } else {
-                    made.push(sums(comm, collectives, &streams[0], 2, 20));
-                    transfer.post(&streams[0]).unwrap();
-                    transfer.wait(&streams[0]).unwrap();
-                }
-                for stream in &streams {
-                    comm.synchronize(stream).unwrap();
-                }
-                for (buffer, round, count) in made {
-                    assert_eq!(download(comm, &buffer), sum(2, round, count));
-                }
+    threads(world(2), |comm| {
+        for (number, collectives) in paths(comm).iter().enumerate() {
+            let streams = [(); 2].map(|()| comm.create_stream(Priority::Normal).unwrap());
+            let (region, tag) = (comm.alloc(64).unwrap(), number as u64);
+            let request = match comm.rank() {
+                0 => TransferRequest::receive(&region, 1, tag),
+                _ => TransferRequest::send(&region, 0, tag),
+            };
+            let transfer = comm.exchange(&[request]).unwrap().remove(0);
+            let mut made = vec![sums(comm, collectives, &streams[0], 1, 10)];
+            if comm.rank() == 0 {
+                transfer.post(&streams[0]).unwrap();
+                transfer.wait(&streams[0]).unwrap();
+                made.push(sums(comm, collectives, &streams[1], 2, 20));
+            } else {
+                made.push(sums(comm, collectives, &streams[0], 2, 20));
+                transfer.post(&streams[0]).unwrap();
+                transfer.wait(&streams[0]).unwrap();
             }
-        },
-    );
+            for stream in &streams {
+                comm.synchronize(stream).unwrap();
+            }
+            for (buffer, round, count) in made {
+                assert_eq!(download(comm, &buffer), sum(2, round, count));
+            }
+        }
+    });
 }
 
 /// The first of two calls stands behind a wait in its stream; the second, in another stream, reads what the first one
@@ -177,89 +165,77 @@ fn second_reads_what_first_writes(
 #[test]
 fn what_a_rank_gives_itself_keeps_its_order() {
     let ranks = world(2);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            for (number, collectives) in paths(comm).iter().enumerate() {
-                let (counts, displacements) = (
-                    vec![8; ranks],
-                    Vec::from_iter((0..ranks).map(|rank| 8 * rank)),
-                );
-                let parts = Parts {
-                    counts: &counts,
-                    displacements: &displacements,
-                };
-                // What goes to a rank and comes back is its own again.
-                let twice = vec![1 + comm.rank() as i32; 8 * ranks];
-                second_reads_what_first_writes(
-                    comm,
-                    |output, input, stream| {
-                        let (output, input) = ((output, parts), (input, parts));
-                        collectives
-                            .all_to_all_v(output, input, DType::I32, stream)
-                            .unwrap();
-                    },
-                    &twice,
-                    number as u64,
-                );
-            }
-        },
-    );
+    threads(ranks, |comm| {
+        for (number, collectives) in paths(comm).iter().enumerate() {
+            let (counts, displacements) = (
+                vec![8; ranks],
+                Vec::from_iter((0..ranks).map(|rank| 8 * rank)),
+            );
+            let parts = Parts {
+                counts: &counts,
+                displacements: &displacements,
+            };
+            // What goes to a rank and comes back is its own again.
+            let twice = vec![1 + comm.rank() as i32; 8 * ranks];
+            second_reads_what_first_writes(
+                comm,
+                |output, input, stream| {
+                    let (output, input) = ((output, parts), (input, parts));
+                    collectives
+                        .all_to_all_v(output, input, DType::I32, stream)
+                        .unwrap();
+                },
+                &twice,
+                number as u64,
+            );
+        }
+    });
 }
 
 #[test]
 fn calls_of_a_rank_alone_keep_their_order() {
-    threads_with(
-        1,
-        |_| {},
-        |comm| {
-            for (number, collectives) in paths(comm).iter().enumerate() {
-                second_reads_what_first_writes(
-                    comm,
-                    |output, input, stream| {
-                        let (dtype, sum) = (DType::I32, ReduceOp::Sum);
-                        collectives
-                            .all_reduce(output, input, dtype, sum, stream)
-                            .unwrap();
-                    },
-                    &[1; 8],
-                    number as u64,
-                );
-            }
-        },
-    );
+    threads(1, |comm| {
+        for (number, collectives) in paths(comm).iter().enumerate() {
+            second_reads_what_first_writes(
+                comm,
+                |output, input, stream| {
+                    let (dtype, sum) = (DType::I32, ReduceOp::Sum);
+                    collectives
+                        .all_reduce(output, input, dtype, sum, stream)
+                        .unwrap();
+                },
+                &[1; 8],
+                number as u64,
+            );
+        }
+    });
 }
 
 /// A capture in between, on a third stream or on that of the last call, changes nothing for eager calls.
 #[test]
 fn calls_that_are_recorded_leave_the_order_of_others_alone() {
     let ranks = world(2);
-    threads_with(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            let streams = [(); 3].map(|()| comm.create_stream(Priority::Normal).unwrap());
-            for start in (0..60).step_by(3) {
-                let mut made = vec![sums(comm, &collectives, &streams[0], start, 3000)];
-                let recorded = &streams[[2, 0][start / 3 % 2]];
-                recorded.begin_capture().unwrap();
-                collectives.barrier(recorded).unwrap();
-                made.push(sums(comm, &collectives, &streams[1], start + 1, 700));
-                let graph = recorded.end_capture().unwrap();
-                made.push(sums(comm, &collectives, &streams[0], start + 2, 1500));
-                for stream in &streams {
-                    comm.synchronize(stream).unwrap();
-                }
-                graph.launch(recorded).unwrap();
-                comm.synchronize(recorded).unwrap();
-                for (buffer, round, count) in made {
-                    assert_eq!(download(comm, &buffer), sum(ranks, round, count));
-                }
+    threads(ranks, |comm| {
+        let collectives = comm.collectives().unwrap();
+        let streams = [(); 3].map(|()| comm.create_stream(Priority::Normal).unwrap());
+        for start in (0..60).step_by(3) {
+            let mut made = vec![sums(comm, &collectives, &streams[0], start, 3000)];
+            let recorded = &streams[[2, 0][start / 3 % 2]];
+            recorded.begin_capture().unwrap();
+            collectives.barrier(recorded).unwrap();
+            made.push(sums(comm, &collectives, &streams[1], start + 1, 700));
+            let graph = recorded.end_capture().unwrap();
+            made.push(sums(comm, &collectives, &streams[0], start + 2, 1500));
+            for stream in &streams {
+                comm.synchronize(stream).unwrap();
             }
-        },
-    );
+            graph.launch(recorded).unwrap();
+            comm.synchronize(recorded).unwrap();
+            for (buffer, round, count) in made {
+                assert_eq!(download(comm, &buffer), sum(ranks, round, count));
+            }
+        }
+    });
 }
 
 /// Calls on two branches of one graph use the workspace one after the other, each time that it is launched.

@@ -33,9 +33,9 @@ pub use stopwatch::{Stopwatch, time_on_processor};
 pub use timed_barrier::TimedBarrier;
 pub use waiting_kernel::WaitingKernel;
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
-use warplink::device::{self, Delays, Device, DeviceConfig, Priority};
+use warplink::device::{self, AllocationKind, Delays, Device, DeviceConfig, DeviceSlice, Priority};
 use warplink::p2p::{self, Protocol, Transfer, TransferRequest, post_all};
-use warplink::{Communicator, Config, DeviceKind, Error};
+use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind, Rank};
 
 /// Longest that the ranks of one test may run, unless it says otherwise.
 pub const LIMIT: Duration = Duration::from_secs(120);
@@ -139,14 +139,17 @@ pub fn is_rank() -> bool {
 
 /// Runs `body` as each of `world` processes, and fails if one does.
 pub fn processes(world: usize, body: impl Fn(&Communicator)) {
-    Ranks {
-        world,
-        ..Ranks::default()
-    }
-    .run(body);
+    Ranks::of(world).run(body);
 }
 
 impl Ranks {
+    pub fn of(world: usize) -> Self {
+        Self {
+            world,
+            ..Self::default()
+        }
+    }
+
     /// Runs `body` as each process, and fails if one does.
     pub fn run(self, body: impl Fn(&Communicator)) {
         let ended = self.start(|comm| {
@@ -285,9 +288,8 @@ pub const LIMITS: [&str; 2] = ["no-atomics", "no-peer-access"];
 pub fn pretending(world: usize, body: impl Fn(&Communicator, bool)) {
     for limit in LIMITS {
         Ranks {
-            world,
             env: [("WARPLINK_PRETEND".to_owned(), limit.to_owned())].into(),
-            ..Ranks::default()
+            ..Ranks::of(world)
         }
         .run(|comm| body(comm, limit == "no-atomics"));
     }
@@ -328,12 +330,37 @@ pub fn kill_self() -> ! {
     unreachable!("a process outlived SIGKILL")
 }
 
+/// Runs three ranks as processes, of which `victim` dies in [`lose`]; the others must come to the end of `body`.
+pub fn with_victim(victim: usize, body: impl Fn(&Communicator)) {
+    let ended = Ranks::of(world(3)).start(|comm| {
+        body(&comm);
+        println!("survived");
+        std::process::exit(0);
+    });
+    assert_survived(ended.as_deref(), victim);
+}
+
 /// Checks that every rank but the victim printed that it survived, and ended well; a rank has nothing to check.
 pub fn assert_survived(ended: Option<&[Ended]>, victim: usize) {
     for (rank, end) in ended.into_iter().flatten().enumerate() {
-        let survived = end.output.contains("survived") && end.code == Some(0);
-        assert_eq!(survived, rank != victim, "rank {rank}:\n{}", end.output);
+        let expected = if rank == victim { None } else { Some(0) };
+        let survived = end.output.contains("survived");
+        let ended_so = (end.code, survived) == (expected, rank != victim);
+        assert!(ended_so, "rank {rank}, {:?}:\n{}", end.code, end.output);
     }
+}
+
+/// Kills `victim` while the other ranks are in `call`, which must fail by that soon.
+pub fn lose(comm: &Communicator, victim: usize, call: impl FnOnce() -> Result<(), Error>) {
+    comm.barrier().unwrap();
+    if comm.rank() == victim {
+        kill_self();
+    }
+    let started = Stopwatch::start();
+    let error = call().unwrap_err();
+    let took = started.elapsed();
+    assert_names_peer(&error, ErrorKind::PeerLost, victim);
+    assert!(took < Duration::from_secs(5), "{error} came after {took:?}");
 }
 
 /// Stops this process until another [`resume`]s it.
@@ -476,10 +503,7 @@ pub fn threads_that_end(
     body: impl Fn(Communicator) + Send + Sync,
 ) {
     if is_rank() || are_processes(world) {
-        let ranks = Ranks {
-            world,
-            ..Ranks::default()
-        };
+        let ranks = Ranks::of(world);
         assert_all_ended_well(ranks.start_with(change, body).as_deref());
         return;
     }
@@ -542,4 +566,29 @@ pub fn assert_says(error: &Error, parts: &[&str]) {
     for part in parts {
         assert!(text.contains(part), "'{text}' does not say '{part}'");
     }
+}
+
+/// Fails unless `error` has this kind and names this peer.
+pub fn assert_names_peer(error: &Error, kind: ErrorKind, peer: Rank) {
+    let found = (error.kind(), error.peer());
+    assert_eq!(found, (kind, Some(peer)), "{error}");
+}
+
+/// Fails unless `error` has this kind and its text contains every part.
+pub fn assert_error(error: &Error, kind: ErrorKind, parts: &[&str]) {
+    assert_eq!(error.kind(), kind, "{error}");
+    assert_says(error, parts);
+}
+
+/// Memory of the rank's device that is its alone until it is published.
+pub fn allocate(comm: &Communicator, bytes: usize) -> DeviceSlice {
+    let allocated = comm.device().allocate(bytes, AllocationKind::Plain);
+    allocated.unwrap()
+}
+
+/// The bytes of memory of the rank's device.
+pub fn downloaded(comm: &Communicator, slice: &DeviceSlice) -> Vec<u8> {
+    let mut bytes = vec![0; slice.bytes()];
+    comm.device().download(slice, &mut bytes).unwrap();
+    bytes
 }

@@ -151,10 +151,7 @@ fn trimming_names_the_peer_that_still_maps_memory() {
 
 #[test]
 fn what_a_lost_rank_has_mapped_is_not_used_again() {
-    let ranks = Ranks {
-        world: world(3),
-        ..Ranks::default()
-    };
+    let ranks = Ranks::of(world(3));
     if ranks.world < 3 {
         return;
     }

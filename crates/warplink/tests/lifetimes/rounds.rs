@@ -30,10 +30,9 @@ impl Rounds {
     /// Runs them on two ranks, and prints what these hold every thousand rounds.
     fn run(self, config: Option<fn(&mut Config)>, limit: Option<Duration>) {
         let ranks = Ranks {
-            world: world(2),
             config,
             limit,
-            ..Ranks::default()
+            ..Ranks::of(world(2))
         };
         let Some(ended) = ranks.start(|comm| {
             self.of_rank(&comm);
@@ -111,9 +110,8 @@ fn ten_thousand_rounds_of_256_mib_run_in_constant_memory() {
 fn rounds_of_changing_sizes_run_in_constant_memory() {
     const KEPT: u64 = 32 * MIB as u64;
     let ranks = Ranks {
-        world: world(2),
         config: Some(|config| config.max_pooled_bytes = KEPT),
-        ..Ranks::default()
+        ..Ranks::of(world(2))
     };
     ranks.run(|comm| {
         let stream = comm.create_stream(Priority::Normal).unwrap();

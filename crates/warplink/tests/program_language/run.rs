@@ -1,9 +1,9 @@
 //! Runs a program on every rank, eagerly and as a graph, on values that a test chooses.
 
-use crate::common::{decode, delays, encode, kind, threads_with};
+use crate::common::{allocate, decode, delays, encode, kind, threads_with};
 use std::collections::BTreeMap;
 use std::time::Duration;
-use warplink::device::{AllocationKind, Priority};
+use warplink::device::Priority;
 use warplink::program::ir::Role;
 use warplink::program::{Bindings, Parameters, PrepareOptions, Program, TensorInstance};
 use warplink::{Communicator, DeviceKind};
@@ -59,10 +59,7 @@ impl Run<'_> {
         for captured in [false, true] {
             let mut bindings = Bindings::new();
             for tensor in &outer {
-                let slice = comm
-                    .device()
-                    .allocate(tensor.bytes, AllocationKind::Plain)
-                    .unwrap();
+                let slice = allocate(comm, tensor.bytes);
                 let bytes = match tensor.role {
                     Role::Input => {
                         let count = tensor.bytes / tensor.dtype.size();

@@ -248,7 +248,7 @@ fn member(
     }
     drop(rank);
     // What hangs is let go, so that the threads of its streams end.
-    let over = Error::new(ErrorKind::Closed, "the programs are over");
+    let over = Error::closed("the programs are over");
     comm.device().fault().raise(over);
 }
 

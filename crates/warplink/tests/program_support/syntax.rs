@@ -10,8 +10,8 @@ use warplink::program::ir::{
 };
 use warplink::program::parameters::{Parameter, ParameterKind};
 use warplink::program::section::{
-    DeviceValue, Move, Operator as SectionOperator, Packing, Place, Receiver, Scratch, Section,
-    Source, Step, StepKind, Verb,
+    DeviceValue, Move, Packing, Place, Receiver, ReduceOperator, Scratch, Section, Source, Step,
+    StepKind, Verb,
 };
 use warplink::program::{Backend, Condition, Direction, Expr, Protocol, Value};
 use warplink::{DType, device::ReduceOp};
@@ -236,8 +236,8 @@ fn movement() -> impl Strategy<Value = Move> {
         sources: vec![Source::from(source).into()],
     };
     let combined = prop_oneof![
-        operator().prop_map(SectionOperator::Fixed),
-        name().prop_map(SectionOperator::Parameter),
+        operator().prop_map(ReduceOperator::Fixed),
+        name().prop_map(ReduceOperator::Parameter),
     ];
     prop_oneof![
         (place(), target()).prop_map(move |(to, from)| one(Verb::Put, to, from.into())),
@@ -425,9 +425,9 @@ fn expectation() -> impl Strategy<Value = Expectation> {
     let product = (place(), place()).prop_map(|(a, b)| Term::Product(a, b));
     let term = prop_oneof![place().prop_map(Term::Place), product];
     let operator = prop_oneof![
-        Just(SectionOperator::Fixed(ReduceOp::Sum)),
-        Just(SectionOperator::Fixed(ReduceOp::Average)),
-        name().prop_map(SectionOperator::Parameter),
+        Just(ReduceOperator::Fixed(ReduceOp::Sum)),
+        Just(ReduceOperator::Fixed(ReduceOp::Average)),
+        name().prop_map(ReduceOperator::Parameter),
     ];
     let reduced =
         (operator, each(term.clone())).prop_map(|(operator, terms)| (Some(operator), terms));

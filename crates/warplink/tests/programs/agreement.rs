@@ -43,7 +43,7 @@ fn outputs(sample: &Sample, how: How, limit: Duration) -> Vec<Outputs> {
                 *end.lock().unwrap() = Some(result);
                 together.wait();
                 // What hangs is let go, so that the threads of its streams end.
-                let over = Error::new(ErrorKind::Closed, "the test is over");
+                let over = Error::closed("the test is over");
                 comm.device().fault().raise(over);
                 together.wait();
             });

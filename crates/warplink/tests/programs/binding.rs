@@ -2,7 +2,8 @@
 //! the exchange.
 
 use crate::common::{
-    Stopwatch, assert_says, kind, processes, threads, threads_with, values, world,
+    Stopwatch, assert_error, assert_names_peer, assert_says, kind, processes, threads,
+    threads_with, values, world,
 };
 use crate::delayed;
 use crate::matmul::{Case, Memory};
@@ -122,8 +123,11 @@ fn different_programs_are_told_at_once_and_by_name() {
             };
             let error = bound.unwrap_err();
             assert!(start.elapsed() < SOON);
-            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-            assert_eq!(error.peer(), Some(if rank == other { 0 } else { other }));
+            assert_names_peer(
+                &error,
+                ErrorKind::Mismatch,
+                if rank == other { 0 } else { other },
+            );
             assert_says(&error, &[&a, b]);
             assert_says(&error, &says);
             run_ring(comm, &own, 256, round);
@@ -144,8 +148,7 @@ fn another_collective_in_the_place_of_a_bind_is_told_at_once() {
             _ => comm.barrier().unwrap_err(),
         };
         assert!(start.elapsed() < SOON);
-        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-        assert_says(&error, &["bind", "barrier"]);
+        assert_error(&error, ErrorKind::Mismatch, &["bind", "barrier"]);
         run_ring(comm, &prepared, 256, 0);
     });
 }
@@ -172,8 +175,7 @@ fn a_rank_that_cannot_bind_tells_all() {
             if fails {
                 assert_eq!(error.kind(), ErrorKind::InvalidArgument);
             } else {
-                assert_eq!(error.kind(), ErrorKind::PeerFailed);
-                assert_eq!(error.peer(), Some(failing));
+                assert_names_peer(&error, ErrorKind::PeerFailed, failing);
             }
             run_ring(comm, &prepared, 256, round);
         }
@@ -195,16 +197,14 @@ fn a_rank_that_gave_up_waiting_fails_those_that_come_later() {
         let prepared = prepare(&comm.executor(), RING, &[("n", 64)], 2);
         if comm.rank() == 0 {
             let error = bind(comm, &prepared, 256).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-            assert_says(&error, &["rank 1", "bind"]);
+            assert_error(&error, ErrorKind::Timeout, &["rank 1", "bind"]);
             comm.bootstrap().store().set("gave up", b"").unwrap();
         } else {
             let wait = Wait::on([0], comm.deadline());
             comm.bootstrap().store().get("gave up", &wait).unwrap();
             let start = Stopwatch::start();
             let error = bind(comm, &prepared, 256).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::PeerFailed, "{error}");
-            assert_eq!(error.peer(), Some(0));
+            assert_names_peer(&error, ErrorKind::PeerFailed, 0);
             assert!(start.elapsed() < SOON);
         }
         // Rank 0 came to its next call first; both are at the same one.
@@ -277,8 +277,7 @@ fn what_fails_after_the_exchange_is_told_to_all() {
                 assert_ne!(error.kind(), ErrorKind::PeerFailed, "{error}");
                 assert_says(&error, &["exchange transfers", "open files"]);
             } else {
-                assert_eq!(error.kind(), ErrorKind::PeerFailed, "{error}");
-                assert_eq!(error.peer(), Some(failing), "{error}");
+                assert_names_peer(&error, ErrorKind::PeerFailed, failing);
                 let cause = format!("rank {failing}: exchange transfers");
                 assert_says(&error, &["bind", &cause, "open files"]);
             }
@@ -369,7 +368,7 @@ fn lanes_beyond_the_limit_of_multiprocessors_are_refused() {
         let bindings = ["X", "Y", "Z"].map(|name| (name.to_owned(), allocate(comm, 256)));
         let bindings = bindings.into();
         let error = prepared.bind(&bindings).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Mismatch);
+        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
         assert_says(&error, &["multiprocessors = 7", "multiprocessors = 6"]);
         prepare(6).unwrap().bind(&bindings).unwrap();
     });

@@ -1,6 +1,6 @@
 //! Plans whose lowering is decided by times on the machine.
 
-use super::common::{threads, world};
+use super::common::{downloaded, threads, world};
 use super::matmul::{Case, Inputs, Memory};
 use std::sync::Arc;
 use warplink::device::Priority;
@@ -20,12 +20,7 @@ fn plans_are_decided_by_trials() {
         let buffers = memory.gather_buffers(&case);
         let written = || -> Vec<Vec<u8>> {
             let all = buffers.c.iter().chain(&buffers.gathered);
-            all.map(|slice| {
-                let mut bytes = vec![0; slice.bytes()];
-                comm.device().download(slice, &mut bytes).unwrap();
-                bytes
-            })
-            .collect()
+            all.map(|slice| downloaded(comm, slice)).collect()
         };
         let before = written();
 

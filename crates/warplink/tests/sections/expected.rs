@@ -1,6 +1,6 @@
 //! `expect` statements of programs.
 
-use crate::common::{encode, kind, threads_with, values, world};
+use crate::common::{encode, kind, threads, values, world};
 use crate::play::{Launches, play};
 use std::collections::BTreeSet;
 use warplink::DeviceKind;
@@ -126,31 +126,27 @@ fn each_branch_of_what_is_reachable_is_run() {
     if kind() != DeviceKind::Host {
         return;
     }
-    threads_with(
-        world(2),
-        |_| {},
-        |comm| {
-            let mut count = 0;
-            for (name, program) in programs("src/collective/programs") {
-                let given = parameters(&program, comm.world() as i64);
-                let Ok(rank) = unroll(&program, 0, comm.world(), 2, &given) else {
-                    continue;
+    threads(world(2), |comm| {
+        let mut count = 0;
+        for (name, program) in programs("src/collective/programs") {
+            let given = parameters(&program, comm.world() as i64);
+            let Ok(rank) = unroll(&program, 0, comm.world(), 2, &given) else {
+                continue;
+            };
+            let sets = unreachable(&rank.announced());
+            for unreachable in sets.iter().filter(|_| sets.len() > 1) {
+                let launches = Launches {
+                    unreachable: unreachable.clone(),
+                    verify: false,
+                    ..Launches::default()
                 };
-                let sets = unreachable(&rank.announced());
-                for unreachable in sets.iter().filter(|_| sets.len() > 1) {
-                    let launches = Launches {
-                        unreachable: unreachable.clone(),
-                        verify: false,
-                        ..Launches::default()
-                    };
-                    let played = play(comm, &program, &given, launches);
-                    played.unwrap_or_else(|what| panic!("{name} without {unreachable:?}: {what}"));
-                    count += 1;
-                }
+                let played = play(comm, &program, &given, launches);
+                played.unwrap_or_else(|what| panic!("{name} without {unreachable:?}: {what}"));
+                count += 1;
             }
-            assert!(count > 16, "only {count} cases");
-        },
-    );
+        }
+        assert!(count > 16, "only {count} cases");
+    });
 }
 
 /// A program with an input X and an output Y, and what it expects.

@@ -1,6 +1,6 @@
 //! All-reduce with a function of rows, against what it means in `f64`, and bit for bit in the order that is promised.
 
-use crate::common::{encode, threads_with, values, world};
+use crate::common::{encode, threads, values, world};
 use crate::play::{Check, Launches, play_with};
 use half::{bf16, f16};
 use warplink::DType;
@@ -167,37 +167,31 @@ fn check(
 #[test]
 fn fused_norms_are_the_same_bits_on_all_ranks() {
     for ranks in [2, 3, 8] {
-        threads_with(
-            world(ranks),
-            |_| {},
-            |comm| {
-                let text = include_str!("../../../../examples/programs/all_reduce_norm.wlp");
-                let program = Program::parse(text).unwrap();
-                for (threads, tokens, width, dtype) in CASES {
-                    // Verifying many long rows takes long, and finds nothing more.
-                    let verify = width < 1000;
-                    let launches = Launches {
-                        eager: 3,
-                        captured: 4,
-                        verify,
-                        ..Launches::default()
-                    };
-                    let parameters = Parameters::new()
-                        .with("tokens", tokens as i64)
-                        .with("n", width as i64)
-                        .with("T", dtype)
-                        .with("threads", threads);
-                    let of = (comm.world(), threads as usize, tokens, width, dtype);
-                    let played =
-                        play_with(comm, &program, &parameters, &launches, elements, |round| {
-                            let checks: Check<'_> = Box::new(move |_, tensor, bytes| {
-                                check(&tensor.name, round, of, bytes)
-                            });
-                            Ok(checks)
-                        });
-                    played.unwrap_or_else(|how| panic!("{tokens} × {width} {dtype}: {how}"));
-                }
-            },
-        );
+        threads(world(ranks), |comm| {
+            let text = include_str!("../../../../examples/programs/all_reduce_norm.wlp");
+            let program = Program::parse(text).unwrap();
+            for (threads, tokens, width, dtype) in CASES {
+                // Verifying many long rows takes long, and finds nothing more.
+                let verify = width < 1000;
+                let launches = Launches {
+                    eager: 3,
+                    captured: 4,
+                    verify,
+                    ..Launches::default()
+                };
+                let parameters = Parameters::new()
+                    .with("tokens", tokens as i64)
+                    .with("n", width as i64)
+                    .with("T", dtype)
+                    .with("threads", threads);
+                let of = (comm.world(), threads as usize, tokens, width, dtype);
+                let played = play_with(comm, &program, &parameters, &launches, elements, |round| {
+                    let checks: Check<'_> =
+                        Box::new(move |_, tensor, bytes| check(&tensor.name, round, of, bytes));
+                    Ok(checks)
+                });
+                played.unwrap_or_else(|how| panic!("{tokens} × {width} {dtype}: {how}"));
+            }
+        });
     }
 }

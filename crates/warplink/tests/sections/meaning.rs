@@ -1,7 +1,7 @@
 //! Purposes of the examples, written down apart from them: their outputs are compared with that, and not with
 //! an evaluation of their text.
 
-use crate::common::{decode, encode, kind, threads_with, world};
+use crate::common::{decode, encode, kind, threads, world};
 use crate::examples::{all, example, parameters};
 use crate::play::{Launches, play_with};
 use warplink::device::{AllocationKind, Priority, ReduceOp};
@@ -156,28 +156,24 @@ fn examples_give_what_they_are_for_on_2_to_16_ranks() {
 
 /// Checks all examples for `world` ranks in `types` types, and those that reduce with `ops` operators each.
 fn on_ranks(world: usize, types: usize, ops: usize) {
-    threads_with(
-        world,
-        |_| {},
-        |comm| {
-            for (place, (program, only)) in all().iter().enumerate() {
-                if only.is_some_and(|only| only != world) {
-                    continue;
-                }
-                let reduces = program.parameters.iter().any(|p| p.name == "op");
-                let ops = if reduces { ops } else { 1 };
-                for (number, again) in (0..types).flat_map(|at| (0..ops).map(move |op| (at, op))) {
-                    let at = place + 6 * world + number;
-                    let dtype = DType::ALL[at % DType::ALL.len()];
-                    let op = (place + world + number + again) % 3;
-                    let op = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min][op];
-                    let n = LENGTHS[(at + world + again) % LENGTHS.len()];
-                    let parameters = parameters(program, n, dtype, op);
-                    check(comm, program, &parameters, n, op);
-                }
+    threads(world, |comm| {
+        for (place, (program, only)) in all().iter().enumerate() {
+            if only.is_some_and(|only| only != world) {
+                continue;
             }
-        },
-    );
+            let reduces = program.parameters.iter().any(|p| p.name == "op");
+            let ops = if reduces { ops } else { 1 };
+            for (number, again) in (0..types).flat_map(|at| (0..ops).map(move |op| (at, op))) {
+                let at = place + 6 * world + number;
+                let dtype = DType::ALL[at % DType::ALL.len()];
+                let op = (place + world + number + again) % 3;
+                let op = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min][op];
+                let n = LENGTHS[(at + world + again) % LENGTHS.len()];
+                let parameters = parameters(program, n, dtype, op);
+                check(comm, program, &parameters, n, op);
+            }
+        }
+    });
 }
 
 /// Ranks run ahead of one another as far as the kernels let them: launches are enqueued without waiting for
@@ -190,20 +186,16 @@ fn replays_stay_right_however_many() {
         DeviceKind::Host => (20, 40),
         DeviceKind::Cuda => (100, 200),
     };
-    threads_with(
-        world(2),
-        |_| {},
-        |comm| {
-            for name in [
-                "all_reduce_one_shot",
-                "all_reduce_lanes",
-                "all_reduce_pushed",
-            ] {
-                let program = example(name);
-                replay(comm, &program, N, rounds, most);
-            }
-        },
-    );
+    threads(world(2), |comm| {
+        for name in [
+            "all_reduce_one_shot",
+            "all_reduce_lanes",
+            "all_reduce_pushed",
+        ] {
+            let program = example(name);
+            replay(comm, &program, N, rounds, most);
+        }
+    });
 }
 
 /// Replays a program's graph from 1 to `most` times in each of `rounds` rounds.

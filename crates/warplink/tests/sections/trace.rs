@@ -1,6 +1,6 @@
 //! Traces of kernels: every step of every lane.
 
-use crate::common::{encode, threads_with, world};
+use crate::common::{encode, threads, world};
 use crate::examples::{example, parameters};
 use warplink::device::{AllocationKind, Priority, ReduceOp};
 use warplink::program::{Bindings, OperationKind, PrepareOptions, TraceSpan};
@@ -86,34 +86,30 @@ fn of_lane(spans: &[TraceSpan], rank: usize, lane: usize, lanes: usize) -> Vec<&
 #[test]
 fn a_trace_has_every_step_of_every_lane_within_its_kernel() {
     for name in ["all_reduce_one_shot", "all_reduce_lanes", "all_reduce_ring"] {
-        threads_with(
-            world(2),
-            |_| {},
-            |comm| {
-                let Some(spans) = traced(comm, name) else {
-                    assert_ne!(comm.rank(), 0);
-                    return;
-                };
-                for rank in 0..comm.world() {
-                    let mut kernels = spans
-                        .iter()
-                        .filter(|span| span.rank == rank && span.operation == "kernel");
-                    let kernel = kernels.next().unwrap();
-                    assert!(kernels.next().is_none());
-                    let mut rows: Vec<&str> = spans
-                        .iter()
-                        .filter(|span| span.rank == rank && span.stream.contains("lane"))
-                        .map(|span| &*span.stream)
-                        .collect();
-                    rows.dedup();
-                    let lanes = rows.len();
-                    assert!(lanes >= 4, "{name}: {rows:?}");
-                    for lane in 0..lanes {
-                        in_order(of_lane(&spans, rank, lane, lanes), kernel);
-                    }
+        threads(world(2), |comm| {
+            let Some(spans) = traced(comm, name) else {
+                assert_ne!(comm.rank(), 0);
+                return;
+            };
+            for rank in 0..comm.world() {
+                let mut kernels = spans
+                    .iter()
+                    .filter(|span| span.rank == rank && span.operation == "kernel");
+                let kernel = kernels.next().unwrap();
+                assert!(kernels.next().is_none());
+                let mut rows: Vec<&str> = spans
+                    .iter()
+                    .filter(|span| span.rank == rank && span.stream.contains("lane"))
+                    .map(|span| &*span.stream)
+                    .collect();
+                rows.dedup();
+                let lanes = rows.len();
+                assert!(lanes >= 4, "{name}: {rows:?}");
+                for lane in 0..lanes {
+                    in_order(of_lane(&spans, rank, lane, lanes), kernel);
                 }
-            },
-        );
+            }
+        });
     }
 }
 

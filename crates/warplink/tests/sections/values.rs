@@ -1,6 +1,6 @@
 //! Kernels whose lanes read counts and rows from memory: what they give, and what ends a launch.
 
-use crate::common::{decode, delays, encode, kind, threads_with, worlds};
+use crate::common::{decode, delays, encode, kind, threads, threads_with, worlds};
 use crate::play::{Launches, play_with};
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority};
@@ -181,32 +181,23 @@ fn a_value_out_of_range_ends_the_launch_and_names_its_word() {
         );
         let program = Program::parse(&text).unwrap();
         for wrong in [most + 1, 1000, -1, i32::MIN, i32::MAX] {
-            threads_with(
-                1,
-                |_| {},
-                |comm| {
-                    let (ended, written) = launch(comm, &program, wrong);
-                    let said = ended.expect_err("the launch ends");
-                    // Devices that take code do not know its name.
-                    let word = Some(word).filter(|_| kind() == DeviceKind::Host);
-                    let expected =
-                        format!("{} {wrong}; expected 0 to {most}", word.unwrap_or("is"));
-                    assert!(
-                        said.contains(&expected) && said.contains("line "),
-                        "{name}: {said}"
-                    );
-                    assert!(!written, "{name}, {wrong}: rows were written");
-                },
-            );
+            threads(1, |comm| {
+                let (ended, written) = launch(comm, &program, wrong);
+                let said = ended.expect_err("the launch ends");
+                // Devices that take code do not know its name.
+                let word = Some(word).filter(|_| kind() == DeviceKind::Host);
+                let expected = format!("{} {wrong}; expected 0 to {most}", word.unwrap_or("is"));
+                assert!(
+                    said.contains(&expected) && said.contains("line "),
+                    "{name}: {said}"
+                );
+                assert!(!written, "{name}, {wrong}: rows were written");
+            });
         }
-        threads_with(
-            1,
-            |_| {},
-            |comm| {
-                let (ended, written) = launch(comm, &program, most);
-                assert!(ended.is_ok() && written, "{name}: {ended:?}");
-            },
-        );
+        threads(1, |comm| {
+            let (ended, written) = launch(comm, &program, most);
+            assert!(ended.is_ok() && written, "{name}: {ended:?}");
+        });
     }
 }
 

@@ -331,7 +331,7 @@ fn paths_that_differ_are_told_to_both_and_nothing_is_lost() {
                 _ => TransferRequest::receive(&region, peer, 9),
             };
             let error = comm.exchange(&[request.with_path(own)]).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Mismatch);
+            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
             assert_says(
                 &error,
                 &["this rank uses the path", "copy-engine", "multiprocessors"],
@@ -366,7 +366,7 @@ fn a_receive_by_packets_is_posted_twice_before_a_wait_at_most() {
             }
             if comm.rank() == 1 {
                 let error = transfer.post(&stream).unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+                assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
                 assert_says(&error, &["3 times without a wait", "peer 0"]);
                 // In one batch, too, of which nothing is posted then.
                 let batch = Batch::new().wait([&transfer]).post([&transfer; 3]);

@@ -3,9 +3,9 @@
 use crate::report::{Object, RefusedProgram};
 use serde_json::json;
 use std::path::Path;
+use warplink::Error;
 use warplink::program::text::{ParseError, window};
 use warplink::program::{Diagnostic, Site};
-use warplink::{Error, ErrorKind};
 
 /// Maximum number of places named for one line.
 const MAX_PLACES: usize = 4;
@@ -163,7 +163,7 @@ pub(super) fn not_a_program(file: &Path, error: &ParseError) -> RefusedProgram {
         "excerpt": error.excerpt,
     });
     RefusedProgram {
-        error: Error::new(ErrorKind::Parse, format!("{}, {error}", file.display())),
+        error: Error::parse(format!("{}, {error}", file.display())),
         diagnostics: vec![diagnostic],
     }
 }

@@ -73,13 +73,7 @@ fn limits(
     // A barrier has no data.
     let fitting = |bytes: &usize| rows > 0 && *bytes <= machine.largest / rows;
     for bytes in machine.sizes().into_iter().filter(fitting) {
-        let call = Call {
-            kind,
-            op: kind.reduces().then_some(ReduceOp::Sum),
-            dtype,
-            count: bytes / dtype.size(),
-            root: kind.has_root().then_some(0),
-        };
+        let call = Call::new(kind, ReduceOp::Sum, dtype, bytes / dtype.size(), 0);
         let input = machine.memory.own.memory().slice(0..input_rows * bytes)?;
         let output = machine.memory.into.memory().slice(0..output_rows * bytes)?;
         let mut best: Option<(f64, Algorithm)> = None;

@@ -24,7 +24,7 @@ use machine::{Selection, TunedMachine};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
-use warplink::program::cost::model::{DeviceMatch, FORMAT, Source};
+use warplink::program::cost::model::{DeviceMatch, FORMAT, Provenance};
 use warplink::program::cost::{DeviceDescription, HardwareModel, find};
 use warplink::{Communicator, DType, DeviceKind};
 
@@ -171,7 +171,7 @@ impl Tune {
             },
             // Ranks that share cores disturb trials more than estimates are off.
             uncertainty: if properties.shared { 1.0 } else { UNCERTAINTY },
-            source: Source {
+            source: Provenance {
                 machine: format!("{} on {}", counted(comm.world(), "rank"), properties.model),
                 date: today(),
                 command: command(std::env::args().skip(1)),

@@ -1,13 +1,13 @@
 //! Builds a connection from both matched ends.
 
-use super::{ConnectionExchange, End, EndOffer};
+use super::{ConnectionExchange, EndOffer, RequestedConnection};
 use crate::channel::answers::Answers;
 use crate::channel::connection::{Connection, ConnectionEnd, HeldEnd, PeerReach};
 use crate::channel::proxy::{ProxyKey, Route};
 use crate::channel::request::Transport;
 use crate::device::ChannelMemory;
-use crate::device::channel::{ChannelParts, Place, Windows};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::device::channel::{ChannelParts, RegionPlace, Windows};
+use crate::error::{Error, Rank, Result};
 use crate::memory::{PeerHandle, RemoteRegion};
 use crate::signal::Slot;
 use crate::transport::{
@@ -16,11 +16,16 @@ use crate::transport::{
 use std::sync::{Arc, Mutex};
 
 /// The peer's region, if it is mapped, and its location for kernels.
-type PeersRegion = (Option<RemoteRegion>, Place);
+type PeersRegion = (Option<RemoteRegion>, RegionPlace);
 
 impl ConnectionExchange {
     /// Builds the connection of this rank's `end` and the peer's.
-    pub(super) fn make(&self, end: End, job_peer: Rank, terms: EndOffer) -> Result<Connection> {
+    pub(super) fn make(
+        &self,
+        end: RequestedConnection,
+        job_peer: Rank,
+        terms: EndOffer,
+    ) -> Result<Connection> {
         let pairs = &self.pairs;
         let (transport, number) = (end.transport, end.number);
         let is_staged = end
@@ -52,7 +57,7 @@ impl ConnectionExchange {
                 exposed.discard();
             }
             pairs.slots.recycle(end.slot.number);
-            return Err(Error::new(ErrorKind::Mismatch, what).with_help(help));
+            return Err(Error::mismatch(what).with_help(help));
         }
         let request = end.request;
         let words = end.slot.channel_words()?;
@@ -61,7 +66,7 @@ impl ConnectionExchange {
             (None, Some(handles)) => self.map(end.slot, (job_peer, terms.slot), handles)?,
             (None, None) => {
                 let what = "a connection over the network exposes no memory";
-                return Err(Error::new(ErrorKind::Internal, what));
+                return Err(Error::internal(what));
             }
         };
         let own = request.region;
@@ -155,7 +160,7 @@ impl ConnectionExchange {
     ) -> Result<(PeerReach, PeersRegion)> {
         let slots = self.pairs.pair_slots(slot, job_peer, peers, inbound)?;
         let region = region.open()?;
-        let place = Place::Mapped(region.memory().clone());
+        let place = RegionPlace::Mapped(region.memory().clone());
         Ok((PeerReach::Mapped(Box::new(slots)), (Some(region), place)))
     }
 
@@ -184,7 +189,7 @@ impl ConnectionExchange {
             Some(staging) => staging.region_bytes,
             None => link.region(0)?.bytes() as u64,
         };
-        let region = (None, Place::Elsewhere(bytes));
+        let region = (None, RegionPlace::Elsewhere(bytes));
         Ok((PeerReach::Network(Arc::new(link)), region))
     }
 }

@@ -10,6 +10,7 @@ use super::request::{ConnectionRequest, Transport};
 use super::tables::TablePool;
 use crate::bootstrap::Group;
 use crate::deadline::Deadline;
+use crate::debug::debug_fields;
 use crate::device::Fault;
 use crate::device::channel::trigger::MAX_OFFSET;
 use crate::error::{ErrorKind, Rank, Result};
@@ -36,14 +37,10 @@ pub(crate) struct ProxySource(pub(crate) Arc<StartProxy>);
 
 type StartProxy = dyn Fn(ProxyKey) -> Result<Arc<Proxy>> + Send + Sync;
 
-impl std::fmt::Debug for ProxySource {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("ProxySource")
-    }
-}
+debug_fields!(ProxySource);
 
 /// An end of this rank.
-pub(crate) struct End {
+pub(crate) struct RequestedConnection {
     request: ConnectionRequest,
     transport: Transport,
     slot: Slot,
@@ -129,12 +126,12 @@ impl ConnectionExchange {
         Ok(())
     }
 
-    fn end(&self, request: &ConnectionRequest) -> Result<Offer<End>> {
+    fn end(&self, request: &ConnectionRequest) -> Result<Offer<RequestedConnection>> {
         let transport = self.transport(request)?;
         self.networks.collect();
         let (peer, tag) = (request.peer, request.tag);
         let (slot, number) = self.pairs.reserve((peer, tag))?;
-        let end = End {
+        let end = RequestedConnection {
             request: request.clone(),
             transport,
             slot,
@@ -189,7 +186,7 @@ impl ConnectionExchange {
 
 impl Matching for ConnectionExchange {
     type Key = (Rank, u64);
-    type End = End;
+    type End = RequestedConnection;
     type Terms = EndOffer;
     type Made = Connection;
 
@@ -197,7 +194,7 @@ impl Matching for ConnectionExchange {
         &self.pairs
     }
 
-    fn describe(&self, offer: &mut Offer<End>) -> Result<EndOffer> {
+    fn describe(&self, offer: &mut Offer<RequestedConnection>) -> Result<EndOffer> {
         let (transport, region) = (offer.end.transport, offer.end.request.region.clone());
         let (inbound, slot) = (offer.end.slot.inbound().clone(), offer.end.slot.number);
         if transport != Transport::Network {
@@ -233,7 +230,7 @@ impl Matching for ConnectionExchange {
         })
     }
 
-    fn missing(&self, offer: &Offer<End>) -> Missing {
+    fn missing(&self, offer: &Offer<RequestedConnection>) -> Missing {
         let ConnectionRequest { peer, tag, .. } = offer.end.request;
         Missing {
             what: format!("rank {peer} to connect with tag {tag}"),
@@ -241,7 +238,7 @@ impl Matching for ConnectionExchange {
         }
     }
 
-    fn forget(&self, end: End) {
+    fn forget(&self, end: RequestedConnection) {
         if let Some(exposed) = end.exposed {
             exposed.discard();
         }
@@ -249,7 +246,12 @@ impl Matching for ConnectionExchange {
         self.pairs.give_back(key, &end.slot, end.number);
     }
 
-    fn meet(&self, end: End, job_peer: Rank, terms: EndOffer) -> Result<Connection> {
+    fn meet(
+        &self,
+        end: RequestedConnection,
+        job_peer: Rank,
+        terms: EndOffer,
+    ) -> Result<Connection> {
         self.make(end, job_peer, terms)
     }
 }

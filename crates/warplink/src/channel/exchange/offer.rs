@@ -1,7 +1,7 @@
 //! The published offer of one end of a connection.
 
 use crate::channel::request::Transport;
-use crate::transport::StagingShape;
+use crate::transport::RingShape;
 use serde::{Deserialize, Serialize};
 
 /// Offer of one end to the other.
@@ -23,7 +23,7 @@ pub(crate) struct EndOffer {
 /// Rings of staging memory: the keys are those of the ring and of its control memory.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct StagingOffer {
-    pub(super) shape: StagingShape,
+    pub(super) shape: RingShape,
     /// Length of the region itself, in bytes.
     pub(super) region_bytes: u64,
     /// Its key, if the network library can reach it without staging; else empty.
@@ -53,7 +53,7 @@ mod tests {
 
     #[test]
     fn offers_survive_the_wire() {
-        let shape = StagingShape::new(&StagingConfig::default()).unwrap();
+        let shape = RingShape::new(&StagingConfig::default()).unwrap();
         let staged = |region| StagingOffer {
             shape,
             region_bytes: 1 << 40,

@@ -3,7 +3,7 @@
 use super::ConnectionExchange;
 use crate::channel::connection::{Connection, PeerReach};
 use crate::deadline::Deadline;
-use crate::device::channel::Place;
+use crate::device::channel::RegionPlace;
 use crate::device::channel::trigger::MAX_OFFSET;
 use crate::error::{Error, Rank, Result};
 use crate::exchange::{Matching, Missing, Offer, PairExchange};
@@ -82,7 +82,7 @@ impl ConnectionExchange {
         let windows = &end.memory.parts().windows;
         let (opened, remote, place) = match self.open_region(connection, windows.next()?, handle) {
             Ok((remote, place)) => (Ok(()), remote, place),
-            Err(error) => (Err(error), None, Place::Elsewhere(0)),
+            Err(error) => (Err(error), None, RegionPlace::Elsewhere(0)),
         };
         // Kept alive before kernels can find it.
         lock(&end.held.regions).push((region.clone(), remote));
@@ -96,13 +96,13 @@ impl ConnectionExchange {
         connection: &Connection,
         number: u32,
         handle: &[u8],
-    ) -> Result<(Option<RemoteRegion>, Place)> {
+    ) -> Result<(Option<RemoteRegion>, RegionPlace)> {
         let end = connection.end();
         if let PeerReach::Network(link) = &end.held.reach {
-            return Ok((None, Place::Elsewhere(link.open(handle, number)?)));
+            return Ok((None, RegionPlace::Elsewhere(link.open(handle, number)?)));
         }
         let remote = self.pairs.memory.peer_handle(end.job_peer, handle).open()?;
-        let place = Place::Mapped(remote.memory().clone());
+        let place = RegionPlace::Mapped(remote.memory().clone());
         Ok((Some(remote), place))
     }
 }

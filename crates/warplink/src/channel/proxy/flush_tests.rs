@@ -3,7 +3,7 @@
 use super::tests::{LATE, await_flush, host};
 use super::*;
 use crate::device::channel::trigger::{Movement, Trigger};
-use crate::device::channel::{Place, Side, Windows};
+use crate::device::channel::{RegionPlace, Side, Windows};
 use crate::device::{AllocationKind, At, DeviceSlice, Fault, MemoryOp, Priority, Stream, Word};
 use crate::transport::{Carrier, CopyEngine};
 use std::sync::atomic::{AtomicU64, Ordering::SeqCst};
@@ -28,7 +28,12 @@ impl Ends {
         let contents: Vec<_> = (0..bytes).map(|i| (i % 251 + 1) as u8).collect();
         device.upload(&own, &contents).unwrap();
         device.upload(&peers, &vec![0; bytes]).unwrap();
-        let windows = Windows::new(device, table, own.clone(), Place::Mapped(peers.clone()));
+        let windows = Windows::new(
+            device,
+            table,
+            own.clone(),
+            RegionPlace::Mapped(peers.clone()),
+        );
         let words = device.allocate_signals(16).unwrap();
         Self {
             device: device.clone(),

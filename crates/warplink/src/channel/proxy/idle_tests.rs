@@ -1,6 +1,7 @@
 //! Tests of an idle proxy whose producer cannot notify it of a trigger, as on a GPU.
 
 use super::*;
+use crate::ErrorKind;
 use crate::device::channel::fifo::{FifoAddresses, FifoMemory, HostFifoMemory};
 use crate::device::channel::trigger::LAP;
 use crate::device::{DeviceConfig, DeviceKind};

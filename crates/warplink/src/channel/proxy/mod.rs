@@ -26,7 +26,7 @@ use crate::deadline::Deadline;
 use crate::device::channel::ProxyEnd;
 use crate::device::channel::trigger::MAX_CONNECTIONS;
 use crate::device::{Device, Fault, Fifo, FifoReader};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::any::Any;
 use std::fmt;
@@ -201,7 +201,7 @@ impl Proxy {
         };
         let mut reader = reader.take().ok_or_else(|| {
             let text = "the proxy was stopped before it had sent everything";
-            Error::new(ErrorKind::Closed, text)
+            Error::closed(text)
                 .with_operation("launch the proxy")
                 .with_help("connect again with other tags, which starts another proxy")
         })?;
@@ -358,10 +358,9 @@ impl Proxy {
             Err(RecvTimeoutError::Timeout) => {
                 failed(deadline.expired("the end of the proxy's thread"))
             }
-            Err(RecvTimeoutError::Disconnected) => failed(Error::new(
-                ErrorKind::Internal,
-                "the proxy's thread panicked",
-            )),
+            Err(RecvTimeoutError::Disconnected) => {
+                failed(Error::internal("the proxy's thread panicked"))
+            }
         }
     }
 }

@@ -1,8 +1,9 @@
 //! The proxy alone, on the host device.
 
 use super::*;
+use crate::ErrorKind;
 use crate::device::channel::trigger::{LAP, Movement, Trigger};
-use crate::device::channel::{Place, Windows};
+use crate::device::channel::{RegionPlace, Windows};
 use crate::device::{
     AllocationKind, At, DeviceConfig, DeviceKind, DeviceSlice, Fault, MemoryOp, Priority, Word,
 };
@@ -37,7 +38,7 @@ fn route(device: &Arc<dyn Device>, fault: &Arc<Fault>) -> (Route, [Word; 2]) {
 fn windows(device: &Arc<dyn Device>) -> Arc<Windows> {
     let slice = |bytes| device.allocate(bytes, AllocationKind::Plain).unwrap();
     let table = slice(crate::device::channel::TABLE_BYTES);
-    Arc::new(Windows::new(device, table, slice(64), Place::Mapped(slice(64))).unwrap())
+    Arc::new(Windows::new(device, table, slice(64), RegionPlace::Mapped(slice(64))).unwrap())
 }
 
 fn put(connection: u32, bytes: u64) -> [u64; 2] {

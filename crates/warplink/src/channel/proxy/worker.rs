@@ -5,7 +5,7 @@ use crate::deadline::Deadline;
 use crate::device::channel::fifo::stopped;
 use crate::device::channel::trigger::Trigger;
 use crate::device::{Fault, Fifo, FifoReader};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -161,7 +161,7 @@ impl Worker {
                 "a trigger names the unknown connection {}",
                 trigger.connection
             );
-            return Err(Error::new(ErrorKind::Protocol, text)
+            return Err(Error::protocol(text)
                 .with_operation("serve a trigger")
                 .with_help("use channels only while their connection is there"));
         };

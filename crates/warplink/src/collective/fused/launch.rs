@@ -8,7 +8,7 @@ use crate::collective::estimate::rounded;
 use crate::collective::launches::section;
 use crate::collective::recent::Recent;
 use crate::device::{DeviceSlice, Readying, Stream};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::program::execute::{CodeWanted, SharedKernel, SharedWorkspace, TellDifference};
 use crate::program::section::SectionInstance;
 use crate::program::{Parameters, RankProgram, unroll};
@@ -112,7 +112,7 @@ impl FusedLaunches {
             let way = ways.iter().copied().find(|way| way.algorithm() == forced);
             return way.ok_or_else(|| {
                 let text = format!("the algorithm {forced} does not do this");
-                Error::new(ErrorKind::Unsupported, text).with_help("leave the algorithm open")
+                Error::unsupported(text).with_help("leave the algorithm open")
             });
         }
         let [first, rest @ ..] = ways else {
@@ -215,7 +215,7 @@ impl Described {
                 "a row of {} elements has no room in the workspace",
                 call.width
             );
-            Error::new(ErrorKind::Unsupported, text).with_help(TOO_LONG)
+            Error::unsupported(text).with_help(TOO_LONG)
         };
         let world = machine.world;
         let (rows, wanted, most) = match way {

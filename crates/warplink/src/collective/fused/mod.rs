@@ -25,7 +25,7 @@ use super::Collectives;
 use super::call::{Call, CollectiveKind};
 use crate::device::{ReduceOp, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::named::named;
 use memory::Form;
 
@@ -177,8 +177,7 @@ impl Collectives {
         inner.context.fault.check()?;
         let direct = inner.path.direct().filter(|_| inner.machine.cube.is_none());
         let direct = direct.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Unsupported,
+            Error::unsupported(
                 "ranks do not all map one another's memory; expected the direct path",
             )
             .with_operation(NAME)
@@ -189,18 +188,13 @@ impl Collectives {
             FusedKind::ReduceScatter => CollectiveKind::ReduceScatter,
             FusedKind::AllGather => CollectiveKind::AllGather,
         };
-        let counted = Call {
-            kind,
-            op: kind.reduces().then_some(ReduceOp::Sum),
-            dtype: call.dtype,
-            count: call.tokens * call.width
-                / if kind.reduces() {
-                    1
-                } else {
-                    inner.machine.world
-                },
-            root: None,
+        let parts = if kind.reduces() {
+            1
+        } else {
+            inner.machine.world
         };
+        let count = call.tokens * call.width / parts;
+        let counted = Call::new(kind, ReduceOp::Sum, call.dtype, count, 0);
         let enqueued = self.in_turn(&counted, stream, |is_recorded| {
             let on = (&inner.machine, &direct.workspace);
             let on_stream = (stream, is_recorded);

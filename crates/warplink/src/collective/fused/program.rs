@@ -5,7 +5,7 @@ use super::memory::Tensor;
 use super::quantized::quantize;
 use super::{Described, FusedKind, Norm, Quantization, Wire};
 use crate::collective::algorithm::Algorithm;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::program::Program;
 use std::fmt::Write as _;
 
@@ -209,7 +209,7 @@ impl Described {
 
     pub(super) fn program(&self, way: Way, world: usize) -> Result<Program> {
         Program::parse(&self.text(way, world)).map_err(|error| {
-            Error::new(ErrorKind::Internal, error.message().to_owned())
+            Error::internal(error.message().to_owned())
                 .with_operation("write the program of a fused call")
         })
     }

@@ -124,13 +124,7 @@ fn fused_programs_share_the_workspace_of_collectives() {
             }
         }
         for algorithm in [Algorithm::TwoShot, Algorithm::Direct] {
-            let call = Call {
-                kind: CollectiveKind::AllReduce,
-                op: Some(ReduceOp::Sum),
-                dtype: DType::F32,
-                count: 100,
-                root: None,
-            };
+            let call = Call::new(CollectiveKind::AllReduce, ReduceOp::Sum, DType::F32, 100, 0);
             let choice = crate::collective::Choice {
                 lanes: 2,
                 threads: 128,

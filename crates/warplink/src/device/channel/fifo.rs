@@ -17,7 +17,7 @@ use super::listener::Listener;
 use super::trigger::LAP;
 use crate::deadline::Deadline;
 use crate::device::DeviceSlice;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::{AtomicU64, Ordering, fence};
 use std::fmt;
 use std::sync::Arc;
@@ -131,10 +131,7 @@ impl Fifo {
         mut pause: impl FnMut() -> Result<()>,
     ) -> Result<u64> {
         if !self.memory.has_host_producers() {
-            return Err(Error::new(
-                ErrorKind::Internal,
-                "only kernels put triggers into this FIFO",
-            ));
+            return Err(Error::internal("only kernels put triggers into this FIFO"));
         }
         let position = loop {
             let next = self.memory.claimed()?;
@@ -268,7 +265,7 @@ impl FifoReader {
 
 /// The error for using a FIFO whose proxy has stopped.
 pub(crate) fn stopped() -> Error {
-    Error::new(ErrorKind::Closed, "the proxy was stopped")
+    Error::closed("the proxy was stopped")
         .with_operation("use a proxied channel")
         .with_help("stop the proxy when no kernel uses its channels any more")
 }
@@ -329,6 +326,7 @@ impl FifoMemory for HostFifoMemory {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
 
     #[test]
     fn a_producer_that_gives_up_leaves_no_gap() {

@@ -3,7 +3,7 @@
 use super::fifo::Fifo;
 use super::trigger::{At, MAX_REGIONS};
 use crate::device::{Device, DeviceKind, DeviceSlice, Fault, Word};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -57,19 +57,19 @@ pub(crate) struct ProxyEnd {
 pub(crate) struct Windows {
     device: Arc<dyn Device>,
     table: DeviceSlice,
-    sides: Mutex<[Vec<Place>; 2]>,
+    sides: Mutex<[Vec<RegionPlace>; 2]>,
 }
 
 /// Location of a region.
 #[derive(Clone, Debug)]
-pub(crate) enum Place {
+pub(crate) enum RegionPlace {
     /// Mapped into this process.
     Mapped(DeviceSlice),
     /// On another machine, reachable only through a proxy; length in bytes.
     Elsewhere(u64),
 }
 
-impl Place {
+impl RegionPlace {
     /// Address and length for kernels. A remote region gets an address that no kernel dereferences.
     fn window(&self) -> [u64; 2] {
         match self {
@@ -96,22 +96,22 @@ impl Windows {
         device: &Arc<dyn Device>,
         table: DeviceSlice,
         own: DeviceSlice,
-        peers: Place,
+        peers: RegionPlace,
     ) -> Result<Self> {
         let windows = Self {
             device: device.clone(),
             table,
-            sides: Mutex::new([vec![Place::Mapped(own)], vec![peers]]),
+            sides: Mutex::new([vec![RegionPlace::Mapped(own)], vec![peers]]),
         };
         windows.upload()?;
         Ok(windows)
     }
 
     /// Adds a region on each side and returns its number. Blocks until kernels can see it.
-    pub(crate) fn add(&self, own: DeviceSlice, peers: Place) -> Result<u32> {
+    pub(crate) fn add(&self, own: DeviceSlice, peers: RegionPlace) -> Result<u32> {
         let number = self.next()?;
         let mut sides = lock(&self.sides);
-        sides[0].push(Place::Mapped(own));
+        sides[0].push(RegionPlace::Mapped(own));
         sides[1].push(peers);
         drop(sides);
         self.upload()?;
@@ -136,7 +136,9 @@ impl Windows {
     /// Length in bytes of region `number` on one side, if it exists.
     pub(crate) fn bytes(&self, side: Side, number: u32) -> Option<u64> {
         let sides = lock(&self.sides);
-        sides[side as usize].get(number as usize).map(Place::bytes)
+        sides[side as usize]
+            .get(number as usize)
+            .map(RegionPlace::bytes)
     }
 
     /// Number of regions on each side.
@@ -151,9 +153,10 @@ impl Windows {
     /// on another machine.
     pub(crate) fn range(&self, side: Side, at: At, bytes: u64) -> Result<DeviceSlice> {
         match self.check(side, at, bytes)? {
-            Place::Mapped(region) => region.slice(at.offset as usize..(at.offset + bytes) as usize),
-            Place::Elsewhere(_) => Err(Error::new(
-                ErrorKind::Unsupported,
+            RegionPlace::Mapped(region) => {
+                region.slice(at.offset as usize..(at.offset + bytes) as usize)
+            }
+            RegionPlace::Elsewhere(_) => Err(Error::unsupported(
                 "the peer's memory is on another machine",
             )
             .with_help("put to it, or get from it, in a kernel")),
@@ -165,7 +168,7 @@ impl Windows {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the range is not within one
     /// region.
-    pub(crate) fn check(&self, side: Side, at: At, bytes: u64) -> Result<Place> {
+    pub(crate) fn check(&self, side: Side, at: At, bytes: u64) -> Result<RegionPlace> {
         let region = lock(&self.sides)[side as usize]
             .get(at.region as usize)
             .cloned();
@@ -198,7 +201,7 @@ impl Windows {
         let mut bytes = Vec::with_capacity(TABLE_BYTES);
         for side in &*lock(&self.sides) {
             for region in 0..MAX_REGIONS {
-                let entry = side.get(region).map_or([0, 0], Place::window);
+                let entry = side.get(region).map_or([0, 0], RegionPlace::window);
                 bytes.extend(entry.into_iter().flat_map(u64::to_ne_bytes));
             }
         }
@@ -242,7 +245,7 @@ impl ChannelMemory {
         let sides = lock(&parts.windows.sides);
         let window = |side: Side| {
             let region = sides[side as usize].first();
-            region.map_or([0, 0], Place::window)
+            region.map_or([0, 0], RegionPlace::window)
         };
         let ([own, own_bytes], [peers, peers_bytes]) = (window(Side::Own), window(Side::Peers));
         let halves = |low: u32, high: u32| u64::from(high) << 32 | u64::from(low);

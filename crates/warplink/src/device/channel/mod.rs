@@ -11,5 +11,5 @@ pub(crate) mod trigger;
 pub use array::{ChannelArray, ChannelHandle};
 pub use fifo::{Fifo, FifoReader};
 pub use memory::ChannelMemory;
-pub(crate) use memory::{ChannelParts, Place, ProxyEnd, Side, TABLE_BYTES, Windows};
+pub(crate) use memory::{ChannelParts, ProxyEnd, RegionPlace, Side, TABLE_BYTES, Windows};
 pub use trigger::At;

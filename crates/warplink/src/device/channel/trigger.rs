@@ -1,6 +1,6 @@
 //! Triggers: 128-bit requests from kernels to a proxy.
 
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// Maximum number of regions of a connection on either side; must match the kernels.
 pub(crate) const MAX_REGIONS: usize = 16;
@@ -117,10 +117,9 @@ impl Trigger {
             PUT => Some(Movement::Put),
             GET => Some(Movement::Get),
             _ => {
-                return Err(Error::new(
-                    ErrorKind::Protocol,
-                    format!("a trigger of kind {kind:#x} asks for a put and a get at once"),
-                )
+                return Err(Error::protocol(format!(
+                    "a trigger of kind {kind:#x} asks for a put and a get at once"
+                ))
                 .with_operation("read a trigger")
                 .with_help("build kernels with the device.cuh of this version"));
             }
@@ -146,6 +145,7 @@ impl Trigger {
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
     use proptest::prelude::*;
 
     fn places() -> impl Strategy<Value = At> {

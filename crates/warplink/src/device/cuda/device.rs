@@ -21,7 +21,7 @@ use crate::device::{
     LinkQuery, Module, ModuleSource, Opening, PciAddress, PeerAccess, Pretend, Priority, Segment,
     StagingMemory, Stream, VendorCommunicator,
 };
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::any::Any;
 use std::fmt;
@@ -302,7 +302,7 @@ impl Device for CudaDevice {
         let able = &self.gpu.capabilities;
         if !able.network_writes_ordered && !able.network_writes_flush {
             let text = "writes of network cards to this GPU's memory may not be visible to running kernels";
-            return Err(Error::new(ErrorKind::Unsupported, text));
+            return Err(Error::unsupported(text));
         }
         self.gpu.context.attach()
     }

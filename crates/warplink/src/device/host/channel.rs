@@ -8,7 +8,7 @@ use crate::device::channel::fifo::stopped;
 use crate::device::channel::trigger::{MAX_TRIGGER_BYTES, Movement, Trigger};
 use crate::device::channel::{ChannelParts, ProxyEnd, Side};
 use crate::device::{At, ChannelMemory, DeviceSlice};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// A channel as seen by one block of a host-device kernel. The calls correspond to those of
 /// `warplink::Channel` in `warplink/device.cuh`, made by the whole block. They fail where those return a
@@ -111,10 +111,7 @@ impl<'a> BlockChannel<'a> {
                 words::increment_at_peer(outbound)?;
             }
             (None, None) => {
-                return Err(Error::new(
-                    ErrorKind::Internal,
-                    "a direct channel has a mapped peer",
-                ));
+                return Err(Error::internal("a direct channel has a mapped peer"));
             }
         }
         Ok(())
@@ -370,12 +367,9 @@ impl<'a> BlockChannel<'a> {
     ) -> Result<(DeviceSlice, DeviceSlice)> {
         // Packets are polled by flag, and a network does not keep the 8-byte stores whole.
         if self.parts().proxy.is_some() {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "a proxied channel does not put packets",
-            )
-            .with_operation("put packets")
-            .with_help("use a direct channel"));
+            return Err(Error::unsupported("a proxied channel does not put packets")
+                .with_operation("put packets")
+                .with_help("use a direct channel"));
         }
         let windows = &self.parts().windows;
         let target = windows.range(Side::Peers, target, packed)?;

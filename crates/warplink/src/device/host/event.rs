@@ -3,7 +3,7 @@
 use super::capture::CapturedMark;
 use super::mark::EventState;
 use crate::device::{Event, EventBackend, FaultSet};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -97,10 +97,7 @@ impl EventBackend for HostEvent {
 
 pub(super) fn from_dyn(event: &Event) -> Result<&HostEvent> {
     event.backend().ok_or_else(|| {
-        Error::new(
-            ErrorKind::InvalidArgument,
-            "the event belongs to another device; expected one of the host device",
-        )
-        .with_help("use an event of the same device")
+        Error::invalid("the event belongs to another device; expected one of the host device")
+            .with_help("use an event of the same device")
     })
 }

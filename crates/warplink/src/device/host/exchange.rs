@@ -10,7 +10,7 @@ use super::operation::Context;
 use super::{elementwise, memory, words};
 use crate::deadline::Deadline;
 use crate::device::{DeviceSlice, RankCall, Reduction, Word};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -396,13 +396,14 @@ fn first_of_each(moves: &mut [Move]) -> impl Iterator<Item = &mut Move> {
 }
 
 pub(super) fn aborted() -> Error {
-    Error::new(ErrorKind::Closed, "the collectives were aborted")
+    Error::closed("the collectives were aborted")
         .with_help("join again with the ranks that are left")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
     use crate::device::{AllocationKind, CallHeader, FaultSet, ReduceOp};
     use crate::dtype::DType;
     use std::sync::Arc;

@@ -6,7 +6,7 @@ use super::operation::{Context, HostOperation};
 use super::{check_kind, memory, stream};
 use crate::device::module::{HostKernel, KernelBackend, ModuleBackend, unknown_kernel};
 use crate::device::{Argument, DeviceKind, DeviceSlice, Launch, ModuleSource, Stream};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -203,13 +203,13 @@ pub(super) struct HostModule {
 impl HostModule {
     pub(super) fn load(source: &ModuleSource, processors: usize) -> Result<Self> {
         if source.host_kernels().is_empty() {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "the module has no kernels for the host device",
-            )
-            .with_operation("load a module")
-            .with_key(source.name())
-            .with_help("give the module its kernels for the host device, by ModuleSource::with_host_kernel, `host` in Python or `host_kernels` in C"));
+            let help = "give the module its kernels for the host device, by ModuleSource::with_host_kernel, `host` in Python or `host_kernels` in C";
+            return Err(
+                Error::unsupported("the module has no kernels for the host device")
+                    .with_operation("load a module")
+                    .with_key(source.name())
+                    .with_help(help),
+            );
         }
         Ok(Self {
             name: source.name().to_owned(),
@@ -333,7 +333,7 @@ pub(super) fn together<W: FnOnce() -> Result<()> + Send>(
 }
 
 fn panicked() -> Error {
-    Error::new(ErrorKind::Internal, "a kernel of the host device panicked")
+    Error::internal("a kernel of the host device panicked")
         .with_operation("run a kernel")
         .with_help("return an error from the closure instead")
 }

@@ -8,7 +8,7 @@ use super::kernel::Block;
 use super::{check_kind, check_lengths, memory, packets, words};
 use crate::device::{DeviceSlice, ReduceOp, Word};
 use crate::dtype::{DType, Element, with_element};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::ops::{Add, Mul};
 
 /// Maximum bytes of each source that are loaded at a time.
@@ -149,10 +149,7 @@ impl Values for DeviceSlice {
 }
 
 fn too_short() -> Error {
-    Error::new(
-        ErrorKind::Internal,
-        "combined values must have the same length",
-    )
+    Error::internal("combined values must have the same length")
 }
 
 /// Combines sources of equal length element by element, in order: 8-bit and 16-bit floats in single

@@ -5,7 +5,7 @@ use super::unmapping::LateUnmapping;
 use crate::device::{
     AllocationKind, Backing, DeviceKind, DeviceSlice, Fault, Piece, combined_identity,
 };
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use rustix::mm::{MsyncFlags, msync};
 use std::any::Any;
 use std::ffi::c_void;
@@ -150,9 +150,7 @@ pub(in crate::device) fn map(
     bytes: usize,
     late: Option<LateUnmapping>,
 ) -> Result<DeviceSlice> {
-    let invalid = |what: String| {
-        Error::new(ErrorKind::InvalidHandle, what).with_operation("map a peer's memory")
-    };
+    let invalid = |what: String| Error::invalid_handle(what).with_operation("map a peer's memory");
     let mut whole = 0_usize;
     for piece in &pieces {
         // Touching pages past the end of a file raises SIGBUS, so verify the length, and first the seal that
@@ -274,10 +272,9 @@ pub(in crate::device) fn pieces(slice: &DeviceSlice) -> Result<(Vec<Piece>, bool
             }),
     };
     if mappings.is_empty() {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            format!("{slice:?} is borrowed memory without a file; expected memory that the device allocated"),
-        )
+        return Err(Error::unsupported(format!(
+            "{slice:?} is borrowed memory without a file; expected memory that the device allocated"
+        ))
         .with_operation("export memory")
         .with_help("allocate it with the device"));
     }
@@ -375,6 +372,7 @@ fn check_length(slice: &DeviceSlice, bytes: usize) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
 
     #[test]
     fn borrowed_address_is_shared_as_its_allocation() {

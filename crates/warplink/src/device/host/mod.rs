@@ -40,7 +40,7 @@ use super::{
 use crate::deadline::Deadline;
 use crate::device::channel::fifo::HostFifoMemory;
 use crate::device::{DeviceProperties, Fifo, FifoReader, StagingMemory, machine_identity};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -252,13 +252,12 @@ impl Device for HostDevice {
         _raw: u64,
         _owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Stream> {
-        Err(Error::new(
-            ErrorKind::Unsupported,
-            "the host device's streams have no raw form",
+        Err(
+            Error::unsupported("the host device's streams have no raw form")
+                .with_operation("borrow a stream")
+                .with_device(self.name())
+                .with_help("create a stream"),
         )
-        .with_operation("borrow a stream")
-        .with_device(self.name())
-        .with_help("create a stream"))
     }
 
     fn create_event(&self, timing: bool) -> Result<Event> {
@@ -283,8 +282,7 @@ impl Device for HostDevice {
             Opening::Pieces(pieces) => pieces,
             Opening::Host(piece) => vec![piece],
             Opening::Ipc(_) => {
-                return Err(Error::new(
-                    ErrorKind::InvalidHandle,
+                return Err(Error::invalid_handle(
                     "a CUDA IPC handle cannot be opened on the host device",
                 )
                 .with_operation("open a handle"));

@@ -4,7 +4,7 @@ use super::mark::EventState;
 use super::memory;
 use super::words::{self, AwaitedWord, MappedWord};
 use crate::device::{Delays, DeviceSlice, Fault, FaultSet, Word};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::fmt;
 use std::sync::Arc;
 use std::task::Poll;
@@ -191,12 +191,7 @@ impl Context {
 
     fn mark(&self, mark: usize) -> Result<&EventState> {
         let marks = self.marks.as_ref().and_then(|marks| marks.get(mark));
-        marks.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Internal,
-                "an operation of a graph ran outside of its launch",
-            )
-        })
+        marks.ok_or_else(|| Error::internal("an operation of a graph ran outside of its launch"))
     }
 
     /// In two halves with a delay between, so that a reader that does not wait sees only half.
@@ -231,10 +226,10 @@ impl Context {
             } else {
                 self.check()?;
                 if !word.can_be_set() {
-                    return Err(Error::new(
-                        ErrorKind::Closed,
-                        format!("the word at {:#x} was freed", word.address()),
-                    )
+                    return Err(Error::closed(format!(
+                        "the word at {:#x} was freed",
+                        word.address()
+                    ))
                     .with_operation("wait for a word")
                     .with_help("keep the word until the streams that wait for it are done"));
                 }

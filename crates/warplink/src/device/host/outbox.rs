@@ -66,10 +66,10 @@ pub(super) fn open_all(
     places: &[Vec<u8>],
 ) -> Result<Vec<DeviceSlice>> {
     if places.len() != world {
-        return Err(Error::new(
-            ErrorKind::Mismatch,
-            format!("{} ranks answered; expected {world}", places.len()),
-        ));
+        return Err(Error::mismatch(format!(
+            "{} ranks answered; expected {world}",
+            places.len()
+        )));
     }
     let outboxes = places.iter().enumerate().map(|(peer, place)| {
         if peer == rank {
@@ -84,7 +84,7 @@ pub(super) fn open_all(
 /// file here, so the token is verified.
 fn open(peer: Rank, bytes: usize, place: &[u8]) -> Result<DeviceSlice> {
     let refused = |what: &'static str| {
-        Error::new(ErrorKind::InvalidHandle, what)
+        Error::invalid_handle(what)
             .with_operation("open a peer's outbox")
             .with_help("let the ranks of a machine share a namespace of processes")
     };

@@ -3,7 +3,7 @@
 use super::operation::Context;
 use super::words;
 use crate::device::DeviceSlice;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -106,7 +106,7 @@ impl<'a> Arrivals<'a> {
         };
         if bytes.len() > data {
             let what = "packets that hold less than is read of them";
-            return Err(Error::new(ErrorKind::Internal, what));
+            return Err(Error::internal(what));
         }
         Ok(Self {
             words,
@@ -183,7 +183,7 @@ fn filled<const LENGTH: usize>(bytes: &[u8]) -> impl Iterator<Item = [u8; LENGTH
 /// Splits a line into its last word (the flag) and the data words.
 fn last_of(line: &[AtomicU64]) -> Result<(&AtomicU64, &[AtomicU64])> {
     let split = line.split_last();
-    split.ok_or_else(|| Error::new(ErrorKind::Internal, "a line has words"))
+    split.ok_or_else(|| Error::internal("a line has words"))
 }
 
 #[cfg(test)]

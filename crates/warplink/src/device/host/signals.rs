@@ -5,7 +5,7 @@ use super::kernel::Block;
 use super::operation::Context;
 use super::words::{self, AwaitedWord};
 use crate::device::{Argument, DeviceSlice, Word};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// Size of a signal; the header shared by all signals comes first.
 const SIGNAL_BYTES: usize = 64;
@@ -20,7 +20,7 @@ const AWAITED: usize = 8;
 pub(super) fn doorbell(arguments: &[Argument]) -> Result<Doorbell> {
     match arguments.get(1) {
         Some(Argument::Slice(signals)) => Doorbell::at(signals, DOORBELL),
-        _ => Err(Error::new(ErrorKind::Internal, "lanes without signals")),
+        _ => Err(Error::internal("lanes without signals")),
     }
 }
 

@@ -13,7 +13,7 @@ use crate::device::{
     Delays, DeviceSlice, Event, Fault, FaultSet, Graph, GraphBackend, KernelCopy, MemoryOp, Noted,
     PacketPart, Stream, StreamBackend, StreamOp, sequence_apart,
 };
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -268,7 +268,7 @@ impl StreamBackend for HostStream {
         }
         let capture = own
             .take()
-            .ok_or_else(|| Error::new(ErrorKind::Internal, "the capture vanished"))?;
+            .ok_or_else(|| Error::internal("the capture vanished"))?;
         let recording = capture.session.finish()?;
         let number = capture.session.number();
         let graph = RecordedGraph::new(recording, number, &self.fault, self.delays)?;
@@ -303,11 +303,10 @@ impl GraphBackend for HostGraph {
     fn launch(&self, stream: &Stream) -> Result<()> {
         let stream = from_dyn(stream)?;
         if stream.is_capturing()? {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "a graph cannot be launched into a capture",
-            )
-            .with_help("end the capture first"));
+            return Err(
+                Error::unsupported("a graph cannot be launched into a capture")
+                    .with_help("end the capture first"),
+            );
         }
         let _noted = stream.worker.faults().repeat(&self.faults);
         let graph = self.graph.clone();
@@ -323,11 +322,8 @@ impl GraphBackend for HostGraph {
 
 pub(super) fn from_dyn(stream: &Stream) -> Result<&HostStream> {
     stream.backend().ok_or_else(|| {
-        Error::new(
-            ErrorKind::InvalidArgument,
-            "the stream belongs to another device; expected one of the host device",
-        )
-        .with_help("use a stream of the same device")
+        Error::invalid("the stream belongs to another device; expected one of the host device")
+            .with_help("use a stream of the same device")
     })
 }
 

@@ -7,7 +7,7 @@ use super::words;
 use super::{check_kind, check_lengths};
 use crate::device::packet_block::{self, BlockWord, BlockWords};
 use crate::device::{DeviceSlice, KernelCopy, PACKET, PacketLine, PacketPart, Word};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -169,10 +169,7 @@ impl BlockWords for LineEnd<'_> {
         }
         self.context.check()?;
         if words::load(self.line.abort()) != 0 {
-            return Err(Error::new(
-                ErrorKind::Closed,
-                "the waits for packets were ended",
-            ));
+            return Err(Error::closed("the waits for packets were ended"));
         }
         std::thread::sleep(NAP);
         Ok(())

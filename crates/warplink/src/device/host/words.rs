@@ -3,7 +3,7 @@
 use super::mapping::{Mapping, has_atomics};
 use super::memory::Allocation;
 use crate::device::{Backing, DeviceSlice, Word};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::lock;
 use rustix::thread::futex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -107,11 +107,10 @@ pub(super) fn increment_at_peer(word: &Word) -> Result<u64> {
     if has_atomics(word.address()) {
         return Ok(increment(word));
     }
-    Err(Error::new(
-        ErrorKind::Unsupported,
-        "the device has no atomic operations on the peer's memory",
+    Err(
+        Error::unsupported("the device has no atomic operations on the peer's memory")
+            .with_operation("count up a peer's word"),
     )
-    .with_operation("count up a peer's word"))
 }
 
 /// Increments a word that only threads of this process modify, after all earlier writes of this thread, by a

@@ -27,6 +27,7 @@ pub use access::DeviceAccess;
 use super::interface::Device;
 use super::slice::DeviceSlice;
 use crate::deadline::Deadline;
+use crate::debug::debug_fields;
 use crate::error::{Error, Rank, Result};
 use std::any::Any;
 use std::fmt;
@@ -234,11 +235,7 @@ impl RemoteMemory {
     }
 }
 
-impl fmt::Debug for NetworkRegion {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("NetworkRegion").finish_non_exhaustive()
-    }
-}
+debug_fields!(NetworkRegion);
 
 impl fmt::Debug for RemoteMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -1,8 +1,8 @@
 //! Selection of a transfer's flow by each end, and the check that both ends select the same.
 
-use super::{End, EndOffer, TransferExchange};
+use super::{EndOffer, RequestedTransfer, TransferExchange};
 use crate::device::{DeviceSlice, PacketLine, PacketShape, Word};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::memory::{Region, RemoteRegion};
 use crate::p2p::path::{Flow, Path, TransferKernels};
 use crate::p2p::protocol::Protocol;
@@ -59,8 +59,7 @@ impl TransferExchange {
         }
         if !self.pairs.device.properties().kernel_copies {
             return match path {
-                Path::Multiprocessors => Err(Error::new(
-                    ErrorKind::Unsupported,
+                Path::Multiprocessors => Err(Error::unsupported(
                     "the device has no kernels for transfers",
                 )
                 .with_device(self.pairs.device.name())
@@ -111,11 +110,10 @@ impl TransferExchange {
             return Ok(None);
         };
         let (Some(own), Some(peers)) = scratch else {
-            return Err(Error::new(
-                ErrorKind::Protocol,
-                "the peer offers no scratch memory for packets",
-            )
-            .with_help("run the same version of Warplink on every rank"));
+            return Err(
+                Error::protocol("the peer offers no scratch memory for packets")
+                    .with_help("run the same version of Warplink on every rank"),
+            );
         };
         let receives = request.direction == Direction::Receive;
         let [here, there] = [own.memory(), peers.memory()].map(DeviceSlice::clone);
@@ -140,15 +138,13 @@ fn packet_shape(request: &TransferRequest, flow: Flow) -> Option<PacketShape> {
 ///
 /// # Errors
 /// [`ErrorKind::Mismatch`] where they do not agree.
-pub(super) fn agreed(end: &End, offer: &EndOffer) -> Result<Flow> {
+pub(super) fn agreed(end: &RequestedTransfer, offer: &EndOffer) -> Result<Flow> {
     if offer.path != end.path {
         let what = format!(
             "this rank uses the path {}, the peer {}",
             end.path, offer.path
         );
-        return Err(
-            Error::new(ErrorKind::Mismatch, what).with_help("choose the same path on both ranks")
-        );
+        return Err(Error::mismatch(what).with_help("choose the same path on both ranks"));
     }
     // An end whose bytes are stored by other work has neither packets nor blocks to agree on.
     if offer.stored || end.request.buffer.region().is_none() {
@@ -159,7 +155,7 @@ pub(super) fn agreed(end: &End, offer: &EndOffer) -> Result<Flow> {
             "this rank moves the bytes by {}, the peer by {}",
             end.flow, offer.flow
         );
-        return Err(Error::new(ErrorKind::Mismatch, what).with_help(
+        return Err(Error::mismatch(what).with_help(
             "give every rank the same hardware model and the same limit of multiprocessors",
         ));
     }

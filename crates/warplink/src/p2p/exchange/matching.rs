@@ -1,8 +1,8 @@
 //! Builds a transfer from both matched ends.
 
 use super::flow::agreed;
-use super::{End, EndOffer, TransferExchange};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use super::{EndOffer, RequestedTransfer, TransferExchange};
+use crate::error::{Error, Rank, Result};
 use crate::p2p::end::TransferEnd;
 use crate::p2p::packets::Unpacking;
 use crate::p2p::path::Flow;
@@ -13,12 +13,17 @@ use std::sync::atomic::AtomicU64;
 
 impl TransferExchange {
     /// Builds the transfer of this rank's `end` and the peer's.
-    pub(super) fn make(&self, end: End, job_peer: Rank, terms: EndOffer) -> Result<Transfer> {
+    pub(super) fn make(
+        &self,
+        end: RequestedTransfer,
+        job_peer: Rank,
+        terms: EndOffer,
+    ) -> Result<Transfer> {
         let agreed = check_alike(&end, &terms).and_then(|()| agreed(&end, &terms));
         let handle = |wire| self.pairs.memory.peer_handle(job_peer, wire);
         let (buffer, scratch) = (terms.buffer.map(handle), terms.scratch.map(handle));
         let inbound = handle(terms.inbound);
-        let End {
+        let RequestedTransfer {
             request,
             protocol,
             path,
@@ -33,8 +38,7 @@ impl TransferExchange {
         let slots = self.pairs.pair_slots(slot, job_peer, terms.slot, inbound)?;
         let role = request.direction.role(protocol);
         if buffer.is_some() != (role == Role::Initiator) {
-            return Err(Error::new(
-                ErrorKind::Protocol,
+            return Err(Error::protocol(
                 "the peer offers a buffer where it copies, or none where it does not",
             )
             .with_help("run the same version of Warplink on every rank"));
@@ -48,7 +52,7 @@ impl TransferExchange {
                 "the handle of the peer's buffer covers {} bytes; expected {expected}",
                 remote.memory().bytes()
             );
-            return Err(Error::new(ErrorKind::InvalidHandle, what));
+            return Err(Error::invalid_handle(what));
         }
         let scratch = scratch.filter(|_| matches!(flow, Flow::Packets { .. }));
         let scratch = scratch.map(|handle| handle.open()).transpose()?;
@@ -84,24 +88,21 @@ impl TransferExchange {
 }
 
 /// Fails where the two ends differ in length or protocol.
-fn check_alike(end: &End, offer: &EndOffer) -> Result<()> {
+fn check_alike(end: &RequestedTransfer, offer: &EndOffer) -> Result<()> {
     let bytes = end.request.buffer.bytes() as u64;
     if offer.bytes != bytes {
         let what = format!(
             "this rank's {} has {bytes} bytes, the peer's end {}",
             end.request.direction, offer.bytes
         );
-        return Err(
-            Error::new(ErrorKind::Mismatch, what).with_help("give both ends the same length")
-        );
+        return Err(Error::mismatch(what).with_help("give both ends the same length"));
     }
     if offer.protocol != end.protocol {
         let what = format!(
             "this rank uses {}, the peer {}",
             end.protocol, offer.protocol
         );
-        return Err(Error::new(ErrorKind::Mismatch, what)
-            .with_help("choose the same protocol on both ranks"));
+        return Err(Error::mismatch(what).with_help("choose the same protocol on both ranks"));
     }
     Ok(())
 }

@@ -31,7 +31,7 @@ pub struct TransferExchange {
 }
 
 /// An end of this rank.
-pub(crate) struct End {
+pub(crate) struct RequestedTransfer {
     request: TransferRequest,
     protocol: Protocol,
     path: Path,
@@ -86,7 +86,7 @@ impl TransferExchange {
         &self,
         requests: &[TransferRequest],
         deadline: Deadline,
-    ) -> Result<PublishedEnds<End>> {
+    ) -> Result<PublishedEnds<RequestedTransfer>> {
         requests
             .iter()
             .try_for_each(|request| self.check(request))?;
@@ -132,10 +132,10 @@ impl TransferExchange {
         Ok(())
     }
 
-    fn end(&self, request: &TransferRequest) -> Result<Offer<End>> {
+    fn end(&self, request: &TransferRequest) -> Result<Offer<RequestedTransfer>> {
         let key = request.match_key();
         let (slot, number) = self.pairs.reserve(key)?;
-        let end = End {
+        let end = RequestedTransfer {
             request: request.clone(),
             protocol: request.protocol.unwrap_or(self.default_protocol),
             path: request.path.unwrap_or(self.default_path),
@@ -163,7 +163,7 @@ impl TransferExchange {
 
 impl Matching for TransferExchange {
     type Key = MatchKey;
-    type End = End;
+    type End = RequestedTransfer;
     type Terms = EndOffer;
     type Made = Transfer;
 
@@ -171,7 +171,7 @@ impl Matching for TransferExchange {
         &self.pairs
     }
 
-    fn describe(&self, offer: &mut Offer<End>) -> Result<EndOffer> {
+    fn describe(&self, offer: &mut Offer<RequestedTransfer>) -> Result<EndOffer> {
         let end = &mut offer.end;
         end.flow = self.flow(&end.request, end.protocol, end.path)?;
         end.scratch = self.scratch(&end.request, end.flow, &end.slot)?;
@@ -201,7 +201,7 @@ impl Matching for TransferExchange {
         })
     }
 
-    fn missing(&self, offer: &Offer<End>) -> Missing {
+    fn missing(&self, offer: &Offer<RequestedTransfer>) -> Missing {
         let TransferRequest {
             peer,
             direction,
@@ -217,12 +217,12 @@ impl Matching for TransferExchange {
         }
     }
 
-    fn forget(&self, end: End) {
+    fn forget(&self, end: RequestedTransfer) {
         self.pairs
             .give_back(end.request.match_key(), &end.slot, end.number);
     }
 
-    fn meet(&self, end: End, job_peer: Rank, terms: EndOffer) -> Result<Transfer> {
+    fn meet(&self, end: RequestedTransfer, job_peer: Rank, terms: EndOffer) -> Result<Transfer> {
         self.make(end, job_peer, terms)
     }
 }

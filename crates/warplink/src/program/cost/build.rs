@@ -60,6 +60,7 @@ impl<'a> Schedule<'a> {
 
     fn add_rank(&mut self, rank: usize, program: &RankProgram) {
         let mut state = RankState {
+            program,
             rank,
             first_stream: self.streams.len(),
             stream: 0,
@@ -83,18 +84,12 @@ impl<'a> Schedule<'a> {
             state.stream = operation.stream;
             let kind = program.streams.get(operation.stream);
             state.high = matches!(kind, Some(StreamKind::High(_)));
-            self.add_operation(&mut state, program, index, &operation.kind);
+            self.add_operation(&mut state, index, &operation.kind);
         }
         self.host.push(state.host);
     }
 
-    fn add_operation(
-        &mut self,
-        state: &mut RankState,
-        program: &RankProgram,
-        index: usize,
-        kind: &OperationKind,
-    ) {
+    fn add_operation(&mut self, state: &mut RankState<'_>, index: usize, kind: &OperationKind) {
         if matches!(
             kind,
             OperationKind::Allocate(_) | OperationKind::Deallocate(_) | OperationKind::Share(_)
@@ -103,11 +98,11 @@ impl<'a> Schedule<'a> {
             return;
         }
         if self.submission == Submission::Eager {
-            state.host += self.host_seconds(program, kind);
+            state.host += self.host_seconds(state.program, kind);
         }
         let id = self.operations.len() as u32;
         self.operations.push(OperationId {
-            rank: program.rank,
+            rank: state.program.rank,
             operation: index,
         });
         self.step(state, Step::NotBefore(state.host));
@@ -129,11 +124,11 @@ impl<'a> Schedule<'a> {
                 let bytes = (target.bytes(*dtype) + sources.sum::<usize>()) as f64;
                 self.add_elementwise(state, bytes);
             }
-            OperationKind::Post(group) => self.add_post(state, program, group),
+            OperationKind::Post(group) => self.add_post(state, group),
             OperationKind::PostMatmul { spec, group, .. } => {
-                self.add_stored(state, program, group, spec);
+                self.add_stored(state, group, spec);
             }
-            OperationKind::Wait(group) => self.add_wait(state, program, group),
+            OperationKind::Wait(group) => self.add_wait(state, group),
             OperationKind::Collective {
                 collective,
                 members,

@@ -2,7 +2,7 @@
 
 use super::figures::Figures;
 use super::find;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::file;
 use crate::sync::lock;
 use serde::{Deserialize, Serialize};
@@ -65,9 +65,8 @@ fn path(machine: &str) -> Option<PathBuf> {
 }
 
 fn read(path: &Path, machine: &str) -> Result<Option<Figures>> {
-    let wrong = |message: String| {
-        Error::new(ErrorKind::Parse, message).with_operation(format!("read {}", path.display()))
-    };
+    let wrong =
+        |message: String| Error::parse(message).with_operation(format!("read {}", path.display()));
     if fs::symlink_metadata(path).is_err_and(|error| error.kind() == NotFound) {
         return Ok(None);
     }
@@ -90,8 +89,8 @@ fn write(path: &Path, machine: &str, figures: &Figures) -> Result<()> {
         machine: machine.to_owned(),
         figures: figures.clone(),
     };
-    let text = serde_json::to_string(&calibration)
-        .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;
+    let text =
+        serde_json::to_string(&calibration).map_err(|error| Error::internal(error.to_string()))?;
     let io = |error: std::io::Error| Error::io(format!("write {}", path.display()), &error);
     if let Some(directory) = path.parent() {
         fs::create_dir_all(directory).map_err(io)?;

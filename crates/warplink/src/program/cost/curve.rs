@@ -1,7 +1,7 @@
 //! Seconds by bytes: measured points, with interpolation and extrapolation.
 
 use super::fields::{MAX_SECONDS, MIN_SECONDS};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// Times of transfers or collectives by their size: `[bytes, seconds]`, in order of bytes.
@@ -54,12 +54,9 @@ impl Curve {
         if rising && positive {
             return Ok(());
         }
-        Err(Error::new(
-            ErrorKind::Parse,
-            format!(
-                "'{name}' is not a list of [bytes, seconds]; expected rising sizes and {MIN_SECONDS:e} to {MAX_SECONDS:e} seconds"
-            ),
-        ))
+        Err(Error::parse(format!(
+            "'{name}' is not a list of [bytes, seconds]; expected rising sizes and {MIN_SECONDS:e} to {MAX_SECONDS:e} seconds"
+        )))
     }
 }
 

@@ -9,7 +9,7 @@ use super::figures::Figures;
 use super::gemm::{Gemm, Grid};
 use super::lanes::Lanes;
 use super::model::{
-    DeviceMatch, FORMAT, HardwareModel, Host, Interference, Latency, Link, Memory, Source,
+    DeviceMatch, FORMAT, HardwareModel, Host, Interference, Latency, Link, Memory, Provenance,
 };
 use crate::device::{DeviceKind, DeviceProperties};
 use crate::dtype::DType;
@@ -258,7 +258,7 @@ fn nothing() -> HardwareModel {
         format: FORMAT,
         name: String::new(),
         device: DeviceMatch::default(),
-        source: Source::default(),
+        source: Provenance::default(),
         uncertainty: 1.0,
         memory: Memory::default(),
         gemm: Gemm::default(),

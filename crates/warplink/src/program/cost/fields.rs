@@ -1,6 +1,6 @@
 //! Range checks and errors for fields of a hardware model.
 
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 use std::ops::RangeInclusive;
 
 /// Upper bound for the time of one operation in seconds; larger values are rejected as implausible.
@@ -16,10 +16,7 @@ pub(super) const MAX_COUNT: f64 = 1e9;
 
 /// Error for a field with `value`; `expected` describes the valid values.
 pub(super) fn refused(name: &str, value: f64, expected: &str) -> Error {
-    Error::new(
-        ErrorKind::Parse,
-        format!("'{name}' is {value}; expected {expected}"),
-    )
+    Error::parse(format!("'{name}' is {value}; expected {expected}"))
 }
 
 /// Error for a time that may be 0.

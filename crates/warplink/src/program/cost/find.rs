@@ -1,17 +1,15 @@
 //! Selects the model of a device: one measured by a user, or one derived from device properties.
 
 use super::figures::Figures;
-use super::model::{HardwareModel, Source};
+use super::model::{HardwareModel, Provenance};
 use crate::device::{Device, DeviceKind, DeviceProperties};
 use crate::error::Result;
+use crate::variables::cache_directory;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
 /// Environment variable for the path of the model file to use, whatever the device.
 pub const MODEL_VARIABLE: &str = "WARPLINK_MODEL";
-
-/// Environment variable for the cache directory, if it is not at the usual location.
-const CACHE_VARIABLE: &str = "WARPLINK_CACHE_DIR";
 
 /// Size limit of a model file; `warplink tune` writes some 100 KiB.
 const MAX_MODEL_BYTES: usize = 16 << 20;
@@ -92,9 +90,9 @@ impl HardwareModel {
         source: &str,
     ) -> Self {
         Self {
-            source: Source {
+            source: Provenance {
                 notes: source.to_owned(),
-                ..Source::default()
+                ..Provenance::default()
             },
             ..Self::derived(device.kind, &device.properties, figures, world)
         }
@@ -122,16 +120,7 @@ impl HardwareModel {
 
 /// Output directory of `warplink tune`; `None` if the environment specifies none.
 pub fn directory() -> Option<PathBuf> {
-    let variable = |name| {
-        std::env::var_os(name)
-            .filter(|value| !value.is_empty())
-            .map(PathBuf::from)
-    };
-    variable(CACHE_VARIABLE)
-        .or_else(|| variable("XDG_CACHE_HOME").map(|path| path.join("warplink")))
-        .or_else(|| variable("HOME").map(|path| path.join(".cache/warplink")))
-        .filter(|path| path.is_absolute())
-        .map(|path| path.join("models"))
+    Some(cache_directory()?.join("models"))
 }
 
 /// Directory of cached figures that jobs measured; `None` if the environment specifies none.

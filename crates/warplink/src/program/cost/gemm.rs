@@ -2,7 +2,7 @@
 
 use super::fields::{MAX_SECONDS, MIN_SECONDS};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// Rows of a multiple of these bytes count as aligned.
@@ -121,14 +121,11 @@ impl Grid {
         if rising(&self.m) && rising(&self.k) && rising(&self.n) && whole && positive {
             return Ok(());
         }
-        Err(Error::new(
-            ErrorKind::Parse,
-            format!(
-                "the grid of {} is incomplete; expected rising sizes, and {MIN_SECONDS:e} to {MAX_SECONDS:e} \
+        Err(Error::parse(format!(
+            "the grid of {} is incomplete; expected rising sizes, and {MIN_SECONDS:e} to {MAX_SECONDS:e} \
                  seconds for each combination",
-                self.dtype
-            ),
-        ))
+            self.dtype
+        )))
     }
 }
 

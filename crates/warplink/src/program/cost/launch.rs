@@ -10,7 +10,7 @@ pub(super) const MAX_ITERATIONS: u64 = 16;
 
 /// A launch of a rank, with the steps of its lanes.
 #[derive(Debug)]
-pub(super) struct Launch {
+pub(super) struct RankLaunch {
     pub(super) classes: Vec<Steps>,
     /// Class of each lane.
     pub(super) of_lane: Vec<usize>,
@@ -80,7 +80,7 @@ pub(super) fn launch(
     section: &SectionInstance,
     classes: Vec<usize>,
     iterations: u64,
-) -> Result<Launch> {
+) -> Result<RankLaunch> {
     let (classes, of_lane) = class::halved(classes);
     let steps = |class: LaneClass| -> Result<Steps> {
         let sampled = section.sampled_steps(class.lane, 0, iterations);
@@ -94,7 +94,7 @@ pub(super) fn launch(
             steps: steps.into_iter().zip(weights).collect(),
         })
     };
-    Ok(Launch {
+    Ok(RankLaunch {
         classes: classes.into_iter().map(steps).collect::<Result<_>>()?,
         of_lane,
     })

@@ -1,7 +1,7 @@
 //! Communication between the launches of all ranks.
 
 use super::class;
-use super::launch::{Launch, launch};
+use super::launch::{RankLaunch, launch};
 use super::schedule::Schedule;
 use crate::error::Result;
 use crate::program::RankProgram;
@@ -58,7 +58,7 @@ impl Schedule<'_> {
 }
 
 /// Launches of each rank. Ranks with equal numbers of lanes share a common refinement of their classes.
-fn all_launches(programs: &[RankProgram], iterations: u64) -> Result<Vec<Vec<Launch>>> {
+fn all_launches(programs: &[RankProgram], iterations: u64) -> Result<Vec<Vec<RankLaunch>>> {
     let classes = |program: &RankProgram| program.sections().map(class::classes).collect();
     let classes: Vec<Vec<Vec<usize>>> = programs.iter().map(classes).collect();
     let of_launch = |(number, section): (usize, &SectionInstance)| {

@@ -10,7 +10,7 @@ use super::fields::{
 };
 use super::gemm::{Gemm, Grid};
 use super::lanes::{BLOCK_THREADS, Lanes};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::p2p::TransferKernels;
 use serde::{Deserialize, Serialize};
 
@@ -27,7 +27,7 @@ pub struct HardwareModel {
     /// Devices that it describes.
     pub device: DeviceMatch,
     /// Origin of the figures.
-    pub source: Source,
+    pub source: Provenance,
     /// Uncertainty of estimates, as a factor: a program estimated at up to this multiple of another's time may be as
     /// fast. At least 1; with 1, estimates alone decide.
     pub uncertainty: f64,
@@ -73,7 +73,7 @@ pub struct DeviceMatch {
 
 /// Origin of a model's figures.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-pub struct Source {
+pub struct Provenance {
     /// Measured machine.
     pub machine: String,
     /// Date, as year-month-day.
@@ -294,7 +294,7 @@ impl HardwareModel {
     pub(crate) fn of_kernels(&self) -> Self {
         Self {
             lanes: Some(self.lanes()),
-            source: Source::default(),
+            source: Provenance::default(),
             gemm: Gemm {
                 grids: Vec::new(),
                 ..self.gemm.clone()
@@ -316,7 +316,7 @@ impl HardwareModel {
     pub(super) fn from_named(name: &str, text: &str) -> Result<Self> {
         let model: Self = serde_json::from_str(text).map_err(|error| {
             let message = format!("{name} is not a hardware model: {error}");
-            Error::new(ErrorKind::Parse, message).with_help("measure one with `warplink tune`")
+            Error::parse(message).with_help("measure one with `warplink tune`")
         })?;
         let operation = || format!("read the hardware model '{}' from {name}", model.name);
         model
@@ -330,18 +330,16 @@ impl HardwareModel {
     /// # Errors
     /// [`ErrorKind::Internal`] if it cannot be written as JSON.
     pub fn to_json(&self) -> Result<String> {
-        serde_json::to_string(self)
-            .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))
+        serde_json::to_string(self).map_err(|error| Error::internal(error.to_string()))
     }
 
     /// Fails if a figure is out of range.
     fn check(&self) -> Result<()> {
         if self.format != FORMAT {
-            return Err(Error::new(
-                ErrorKind::Parse,
-                format!("format {}; expected {FORMAT}", self.format),
-            )
-            .with_help("measure the machine again with `warplink tune`"));
+            return Err(
+                Error::parse(format!("format {}; expected {FORMAT}", self.format))
+                    .with_help("measure the machine again with `warplink tune`"),
+            );
         }
         if !(1.0..=MAX_RATIO).contains(&self.uncertainty) {
             let expected = format!("1 to {MAX_RATIO:e}");
@@ -387,7 +385,7 @@ impl HardwareModel {
                     "the limits of '{}' are not in order; expected rising sizes",
                     measured.collective
                 );
-                return Err(Error::new(ErrorKind::Parse, text));
+                return Err(Error::parse(text));
             }
         }
         let (link, latency, host) = (&self.link, &self.latency, &self.host);

@@ -21,7 +21,7 @@ impl Schedule<'_> {
 
     pub(super) fn add_matmul(
         &mut self,
-        state: &mut RankState,
+        state: &mut RankState<'_>,
         &MatmulSpec { m, n, k, dtype, .. }: &MatmulSpec,
     ) {
         let seconds = self.gemm(dtype, (m, k, n));
@@ -39,28 +39,26 @@ impl Schedule<'_> {
     }
 
     /// Adds a copy within a rank's memory.
-    pub(super) fn copy_work(&mut self, state: &mut RankState, bytes: f64) {
+    pub(super) fn copy_work(&mut self, state: &mut RankState<'_>, bytes: f64) {
         let memory = &self.model.memory;
-        let seconds = memory.copy.seconds(bytes);
-        let (share, occupancy) = (2.0 * bytes / seconds / memory.rate, memory.copy_occupancy);
-        let first = self.demands.len();
-        self.demand(state.rank, MEMORY, share);
+        let (seconds, occupancy) = (memory.copy.seconds(bytes), memory.copy_occupancy);
         self.engine_copy(state);
-        let work = Work {
-            occupancy,
-            ..Work::new(seconds, Bound::Memory, [state.rank, state.rank])
-        };
-        self.work(state, first, work);
+        self.memory_work(state, seconds, 2.0 * bytes, occupancy);
     }
 
     /// Adds an element-wise operation that reads and writes `bytes` bytes; it is bound by memory.
-    pub(super) fn add_elementwise(&mut self, state: &mut RankState, bytes: f64) {
+    pub(super) fn add_elementwise(&mut self, state: &mut RankState<'_>, bytes: f64) {
         let memory = &self.model.memory;
         let seconds = memory.kernel + bytes / memory.sum_rate;
-        let (share, occupancy) = (bytes / seconds / memory.rate, memory.sum_occupancy);
-        let first = self.demands.len();
-        self.demand(state.rank, MEMORY, share);
+        let occupancy = memory.sum_occupancy;
         self.kernel(state);
+        self.memory_work(state, seconds, bytes, occupancy);
+    }
+
+    /// Adds work bound by the rank's memory, which it reads and writes `bytes` bytes of.
+    fn memory_work(&mut self, state: &RankState<'_>, seconds: f64, bytes: f64, occupancy: f64) {
+        let first = self.demands.len();
+        self.demand(state.rank, MEMORY, bytes / seconds / self.model.memory.rate);
         let work = Work {
             occupancy,
             ..Work::new(seconds, Bound::Memory, [state.rank, state.rank])
@@ -71,7 +69,7 @@ impl Schedule<'_> {
     /// Adds a collective among `members`, or among all ranks.
     pub(super) fn add_collective(
         &mut self,
-        state: &mut RankState,
+        state: &mut RankState<'_>,
         members: Option<&Arc<[Rank]>>,
         name: &str,
         bytes: f64,
@@ -107,7 +105,7 @@ impl Schedule<'_> {
     }
 
     /// Adds work of the engine in which `bytes` bytes leave this rank and as many arrive.
-    pub(super) fn engine_work(&mut self, state: &RankState, seconds: f64, bytes: f64) {
+    pub(super) fn engine_work(&mut self, state: &RankState<'_>, seconds: f64, bytes: f64) {
         let (link, memory) = (&self.model.link, &self.model.memory);
         let rate = if seconds > 0.0 { bytes / seconds } else { 0.0 };
         let (peak, ring, occupancy) = (link.put.peak(), link.put_ring, memory.copy_occupancy);
@@ -125,7 +123,7 @@ impl Schedule<'_> {
     }
 
     /// The engine runs its operations in the host's order, across streams.
-    pub(super) fn follow_engine(&mut self, state: &mut RankState) {
+    pub(super) fn follow_engine(&mut self, state: &mut RankState<'_>) {
         if let Some((stream, done)) = state.engine
             && stream != state.stream
         {
@@ -134,13 +132,13 @@ impl Schedule<'_> {
         }
     }
 
-    pub(super) fn mark_engine(&mut self, state: &mut RankState) {
+    pub(super) fn mark_engine(&mut self, state: &mut RankState<'_>) {
         let done = self.new_counter();
         self.step(state, Step::Add(done, 1.0, 0.0));
         state.engine = Some((state.stream, done));
     }
 
-    pub(super) fn add_synchronize(&mut self, state: &mut RankState, other: usize) {
+    pub(super) fn add_synchronize(&mut self, state: &mut RankState<'_>, other: usize) {
         let event = self.new_counter();
         let stream = &mut self.streams[state.first_stream + other];
         stream.extend([Step::NotBefore(state.host), Step::Add(event, 1.0, 0.0)]);

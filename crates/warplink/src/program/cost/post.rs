@@ -59,38 +59,33 @@ pub(super) fn host_seconds(program: &RankProgram, group: &[TransferId], host: &m
 
 impl Schedule<'_> {
     /// Posts a group: first the signals, then waits and copies, then the completion signals.
-    pub(super) fn add_post(
-        &mut self,
-        state: &mut RankState,
-        program: &RankProgram,
-        group: &[TransferId],
-    ) {
+    pub(super) fn add_post(&mut self, state: &mut RankState<'_>, group: &[TransferId]) {
         let (mut targets, mut initiated, mut engine) = (Vec::new(), Vec::new(), Vec::new());
         for &id in group {
             let (posts, posted_on) = &mut state.posts[id];
             *posts += 1;
             *posted_on = state.stream;
-            let transfer = &program.transfers[id];
+            let transfer = &state.program.transfers[id];
             match (transfer.backend, initiates(transfer)) {
                 (Backend::Nccl, _) => engine.push(id),
                 (Backend::Direct(_), None) => targets.push(id),
                 (Backend::Direct(_), Some(protocol)) => initiated.push((id, protocol)),
             }
         }
-        let bytes = |id: &TransferId| program.transfers[*id].range.bytes as u64;
+        let bytes = |id: &TransferId| state.program.transfers[*id].range.bytes as u64;
         let largest = initiated.iter().map(|(id, _)| bytes(id)).max();
         let in_kernels = largest.is_some_and(|most| most <= self.model.link.kernel_limit);
         let direct = initiated.iter().map(|(id, _)| id).chain(&targets);
         let most = direct.map(bytes).max();
         if most.is_some_and(|most| self.has_kernels_for(most)) {
-            self.post_by_kernels(state, program, &targets, &initiated);
+            self.post_by_kernels(state, &targets, &initiated);
         } else if in_kernels {
-            self.post_in_kernels(state, program, &targets, &initiated);
+            self.post_in_kernels(state, &targets, &initiated);
         } else {
-            self.post_by_engine(state, program, &targets, &initiated);
+            self.post_by_engine(state, &targets, &initiated);
         }
         if !engine.is_empty() {
-            self.post_to_engine(state, program, &engine);
+            self.post_to_engine(state, &engine);
         }
     }
 
@@ -103,11 +98,11 @@ impl Schedule<'_> {
     /// Each transfer takes the measured one-way time, which includes the receiver's kernel.
     fn post_by_kernels(
         &mut self,
-        state: &mut RankState,
-        program: &RankProgram,
+        state: &mut RankState<'_>,
         targets: &[TransferId],
         initiated: &[(TransferId, Protocol)],
     ) {
+        let program = state.program;
         let by_packets = |id: TransferId, protocol| {
             let bytes = program.transfers[id].range.bytes as u64;
             protocol == Protocol::Put && bytes <= self.model.link.kernels.packet_limit
@@ -126,7 +121,7 @@ impl Schedule<'_> {
             self.kernel(state);
         }
         for &id in targets {
-            self.signal(state, program, id, 0.0);
+            self.signal(state, id, 0.0);
         }
         if announced > 0 && initiated.is_empty() {
             self.step(state, Step::Delay(self.model.memory.kernel));
@@ -135,8 +130,8 @@ impl Schedule<'_> {
             self.await_target(state, id);
         }
         for &(id, protocol) in initiated {
-            self.copy(state, program, id, protocol, Mover::Kernels);
-            self.signal(state, program, id, 0.0);
+            self.copy(state, id, protocol, Mover::Kernels);
+            self.signal(state, id, 0.0);
             let done = self.completed(program.rank, id);
             self.step(state, Step::Add(done, 1.0, 0.0));
         }
@@ -144,24 +139,23 @@ impl Schedule<'_> {
 
     fn post_in_kernels(
         &mut self,
-        state: &mut RankState,
-        program: &RankProgram,
+        state: &mut RankState<'_>,
         targets: &[TransferId],
         initiated: &[(TransferId, Protocol)],
     ) {
         let word = self.model.latency.kernel_word;
         self.kernel(state);
         for &id in targets {
-            self.signal(state, program, id, word);
+            self.signal(state, id, word);
         }
         for &(id, _) in initiated {
             self.await_target(state, id);
             self.step(state, Step::Delay(word));
         }
         for &(id, protocol) in initiated {
-            self.copy(state, program, id, protocol, Mover::OneBlock);
-            self.signal(state, program, id, word);
-            let done = self.completed(program.rank, id);
+            self.copy(state, id, protocol, Mover::OneBlock);
+            self.signal(state, id, word);
+            let done = self.completed(state.program.rank, id);
             self.step(state, Step::Add(done, 1.0, word));
         }
         self.step(state, Step::Delay(word));
@@ -169,15 +163,14 @@ impl Schedule<'_> {
 
     fn post_by_engine(
         &mut self,
-        state: &mut RankState,
-        program: &RankProgram,
+        state: &mut RankState<'_>,
         targets: &[TransferId],
         initiated: &[(TransferId, Protocol)],
     ) {
         if !targets.is_empty() {
             self.words(state, targets.len());
             for &id in targets {
-                self.signal(state, program, id, 0.0);
+                self.signal(state, id, 0.0);
             }
         }
         if initiated.is_empty() {
@@ -188,16 +181,15 @@ impl Schedule<'_> {
         }
         self.words(state, initiated.len());
         for &(id, protocol) in initiated {
-            self.copy(state, program, id, protocol, Mover::Engine);
+            self.copy(state, id, protocol, Mover::Engine);
         }
-        self.tell(state, program, initiated.iter().map(|(id, _)| *id));
+        self.tell(state, initiated.iter().map(|(id, _)| *id));
     }
 
     /// Signals completion of `group` to the peers and to this rank's streams.
     fn tell(
         &mut self,
-        state: &mut RankState,
-        program: &RankProgram,
+        state: &mut RankState<'_>,
         group: impl ExactSizeIterator<Item = TransferId>,
     ) {
         let latency = &self.model.latency;
@@ -209,15 +201,15 @@ impl Schedule<'_> {
         let (first, more) = (latency.word, latency.more_words);
         for (position, id) in group.enumerate() {
             self.delay(state, if position == 0 { first } else { each * more });
-            self.signal(state, program, id, 0.0);
-            let done = self.completed(program.rank, id);
+            self.signal(state, id, 0.0);
+            let done = self.completed(state.program.rank, id);
             self.step(state, Step::Add(done, 1.0, (each - 1.0) * more));
         }
         self.step(state, Step::Delay((each - 1.0) * more));
     }
 
     /// Adds simultaneous operations on words.
-    fn words(&mut self, state: &mut RankState, count: usize) {
+    fn words(&mut self, state: &mut RankState<'_>, count: usize) {
         let latency = &self.model.latency;
         if state.stream == 0 && latency.words_in_kernel > 0 && count >= latency.words_in_kernel {
             let seconds = self.model.memory.kernel + latency.kernel_word;
@@ -230,29 +222,28 @@ impl Schedule<'_> {
     }
 
     /// Sets the word of the matching end of a transfer.
-    fn signal(&mut self, state: &RankState, program: &RankProgram, id: TransferId, seconds: f64) {
-        let peer = program.transfers[id].peer;
-        let word = self.incoming(peer, self.partners[program.rank][id]);
+    fn signal(&mut self, state: &RankState<'_>, id: TransferId, seconds: f64) {
+        let peer = state.program.transfers[id].peer;
+        let word = self.incoming(peer, self.partners[state.program.rank][id]);
         self.step(state, Step::Add(word, 1.0, seconds));
     }
 
     /// Waits until the target of the last post has signalled.
-    fn await_target(&mut self, state: &RankState, id: TransferId) {
-        let word = self.incoming(self.programs[state.rank].rank, id);
+    fn await_target(&mut self, state: &RankState<'_>, id: TransferId) {
+        let word = self.incoming(state.program.rank, id);
         self.step(state, Step::Await(word, f64::from(state.posts[id].0)));
     }
 
     /// Adds the copy of a transfer; a transfer of a rank to itself takes the time of a local copy.
     fn copy(
         &mut self,
-        state: &mut RankState,
-        program: &RankProgram,
+        state: &mut RankState<'_>,
         id: TransferId,
         protocol: Protocol,
         mover: Mover,
     ) {
-        let transfer = &program.transfers[id];
-        if transfer.peer == program.rank {
+        let transfer = &state.program.transfers[id];
+        if transfer.peer == state.program.rank {
             return self.copy_work(state, transfer.range.bytes as f64);
         }
         let (link, memory) = (&self.model.link, &self.model.memory);
@@ -314,12 +305,8 @@ impl Schedule<'_> {
     }
 
     /// Sends and receives of the engine: each starts once both ends have arrived.
-    fn post_to_engine(
-        &mut self,
-        state: &mut RankState,
-        program: &RankProgram,
-        group: &[TransferId],
-    ) {
+    fn post_to_engine(&mut self, state: &mut RankState<'_>, group: &[TransferId]) {
+        let program = state.program;
         self.follow_engine(state);
         for &id in group {
             let arrived = self.arrived(program.rank, id);
@@ -354,8 +341,7 @@ impl Schedule<'_> {
     /// Adds multiplications that store their results to the receivers' memory.
     pub(super) fn add_stored(
         &mut self,
-        state: &mut RankState,
-        program: &RankProgram,
+        state: &mut RankState<'_>,
         group: &[TransferId],
         &MatmulSpec { m, n, k, dtype, .. }: &MatmulSpec,
     ) {
@@ -380,7 +366,7 @@ impl Schedule<'_> {
         self.demand(state.rank, PORT, bytes / seconds / 2.0 / ring);
         self.demand(state.rank, MEMORY, in_memory);
         for &id in group {
-            let peer = self.stand_in(program.transfers[id].peer);
+            let peer = self.stand_in(state.program.transfers[id].peer);
             self.demand(peer, INGRESS, each / seconds / peak);
             self.demand(peer, PORT, each / seconds / 2.0 / ring);
             self.demand(peer, MEMORY, each / seconds / self.model.memory.rate);
@@ -398,16 +384,12 @@ impl Schedule<'_> {
             ..Work::new(seconds, bound, [state.rank, state.rank])
         };
         self.work(state, first, work);
-        self.tell(state, program, group.iter().copied());
+        self.tell(state, group.iter().copied());
     }
 
     /// Waits until all posts of `group` so far are complete.
-    pub(super) fn add_wait(
-        &mut self,
-        state: &mut RankState,
-        program: &RankProgram,
-        group: &[TransferId],
-    ) {
+    pub(super) fn add_wait(&mut self, state: &mut RankState<'_>, group: &[TransferId]) {
+        let program = state.program;
         let (mut words, mut events) = (0, 0);
         for &id in group {
             let (posts, posted_on) = state.posts[id];

@@ -2,7 +2,7 @@
 
 use super::Submission;
 use super::lanes::Lanes;
-use super::launch::{LaneCounters, Launch};
+use super::launch::{LaneCounters, RankLaunch};
 use super::link::Partners;
 use super::model::HardwareModel;
 use super::step::{MEMORY, PROCESSORS, RESOURCES, Step, Work};
@@ -48,12 +48,13 @@ pub(super) struct Schedule<'a> {
     pub(super) shapes: HashMap<(DType, usize, usize, usize), f64>,
     /// Lane figures, steps of each rank's launches, and the counters between lanes.
     pub(super) lane_figures: Lanes,
-    pub(super) launches: Vec<Vec<Launch>>,
+    pub(super) launches: Vec<Vec<RankLaunch>>,
     pub(super) between_lanes: LaneCounters,
 }
 
 /// State of a rank while its operations are scheduled.
-pub(super) struct RankState {
+pub(super) struct RankState<'a> {
+    pub(super) program: &'a RankProgram,
     pub(super) rank: usize,
     pub(super) first_stream: usize,
     /// Stream of the current operation.
@@ -80,25 +81,25 @@ pub(super) struct RankState {
 }
 
 impl Schedule<'_> {
-    pub(super) fn step(&mut self, state: &RankState, step: Step) {
+    pub(super) fn step(&mut self, state: &RankState<'_>, step: Step) {
         self.streams[state.first_stream + state.stream].push(step);
     }
 
     /// Adds a delay in which the stream does something other than run a kernel.
-    pub(super) fn delay(&mut self, state: &mut RankState, seconds: f64) {
+    pub(super) fn delay(&mut self, state: &mut RankState<'_>, seconds: f64) {
         state.after_kernel[state.stream] = false;
         self.step(state, Step::Delay(seconds));
     }
 
     /// Prepares for a kernel, which has a launch latency unless it follows another kernel.
-    pub(super) fn kernel(&mut self, state: &mut RankState) {
+    pub(super) fn kernel(&mut self, state: &mut RankState<'_>) {
         if !std::mem::replace(&mut state.after_kernel[state.stream], true) {
             self.step(state, Step::Delay(self.model.latency.launch));
         }
     }
 
     /// Prepares for an operation of the copy engine.
-    pub(super) fn engine_copy(&mut self, state: &mut RankState) {
+    pub(super) fn engine_copy(&mut self, state: &mut RankState<'_>) {
         state.after_kernel[state.stream] = false;
     }
 
@@ -150,7 +151,7 @@ impl Schedule<'_> {
     }
 
     /// Adds work whose demands are those pushed since `first`.
-    pub(super) fn work(&mut self, state: &RankState, first: usize, mut work: Work) {
+    pub(super) fn work(&mut self, state: &RankState<'_>, first: usize, mut work: Work) {
         work.high = state.high;
         self.work_of(state.first_stream + state.stream, state.rank, first, work);
     }

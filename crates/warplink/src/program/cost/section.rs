@@ -69,7 +69,7 @@ impl Needs {
 
 impl Schedule<'_> {
     /// Adds a launch: its lanes start together, and it ends with the last of them.
-    pub(super) fn add_section(&mut self, state: &mut RankState, section: &SectionInstance) {
+    pub(super) fn add_section(&mut self, state: &mut RankState<'_>, section: &SectionInstance) {
         let number = state.launches;
         state.launches += 1;
         self.kernel(state);
@@ -111,7 +111,7 @@ impl Schedule<'_> {
     /// hidden.
     fn add_lane_step(
         &mut self,
-        state: &mut RankState,
+        state: &mut RankState<'_>,
         lane: &mut LaneState<'_>,
         kind: &LaneStepKind,
         weight: f64,

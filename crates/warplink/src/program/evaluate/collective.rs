@@ -2,7 +2,7 @@
 
 use super::Values;
 use super::kernel::combined;
-use super::value::Value;
+use super::value::BoundedValue;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Rank;
@@ -12,7 +12,7 @@ use crate::program::verify::Meeting;
 
 /// A collective at which all its ranks have arrived.
 pub(super) struct Gathering {
-    sources: Vec<Vec<Value>>,
+    sources: Vec<Vec<BoundedValue>>,
     left: usize,
 }
 
@@ -37,10 +37,10 @@ impl Gathering {
         dtype: DType,
         meeting: &Meeting,
         rank: Rank,
-    ) -> Option<Vec<Value>> {
+    ) -> Option<Vec<BoundedValue>> {
         self.left += 1;
         let (count, place) = (self.sources.len(), meeting.place(rank)?);
-        let part = |values: &[Value]| {
+        let part = |values: &[BoundedValue]| {
             let length = values.len() / count;
             values[place * length..(place + 1) * length].to_vec()
         };
@@ -58,14 +58,14 @@ impl Gathering {
         self.left == self.sources.len()
     }
 
-    fn reduce(&self, op: ReduceOp, dtype: DType) -> Vec<Value> {
+    fn reduce(&self, op: ReduceOp, dtype: DType) -> Vec<BoundedValue> {
         let elements = self.sources.first().map_or(0, Vec::len);
         // Every partial sum may be rounded.
         let at = |element: usize| {
             let mut values = self.sources.iter().map(|source| source[element]);
             combined(op, dtype, self.sources.len(), &mut values)
         };
-        let mut all: Vec<Value> = (0..elements).map(at).collect();
+        let mut all: Vec<BoundedValue> = (0..elements).map(at).collect();
         if matches!(op, ReduceOp::Sum | ReduceOp::Average) {
             self.widen(&mut all, dtype);
         }
@@ -73,11 +73,11 @@ impl Gathering {
     }
 
     /// Widens the error bounds of sums: partial sums in another order may be larger than those here.
-    fn widen(&self, sums: &mut [Value], dtype: DType) {
+    fn widen(&self, sums: &mut [BoundedValue], dtype: DType) {
         for (index, sum) in sums.iter_mut().enumerate() {
             let sources = self.sources.iter().filter_map(|source| source.get(index));
             let size: f64 = sources.map(|value| value.value.abs() + value.bound).sum();
-            let rounded = Value::exact(size).stored(dtype).bound;
+            let rounded = BoundedValue::exact(size).stored(dtype).bound;
             sum.bound += self.sources.len() as f64 * rounded;
         }
     }

@@ -1,6 +1,6 @@
 //! Deviation of a run's values from the program's meaning.
 
-use super::value::Value;
+use super::value::BoundedValue;
 use std::fmt;
 
 /// Comparison of a tensor with its expected values.
@@ -17,7 +17,7 @@ pub struct Comparison {
 }
 
 impl Comparison {
-    pub(super) fn of<'v>(pairs: impl Iterator<Item = (&'v Value, f64)>) -> Self {
+    pub(super) fn of<'v>(pairs: impl Iterator<Item = (&'v BoundedValue, f64)>) -> Self {
         let mut all = Self::default();
         for (index, (expected, found)) in pairs.enumerate() {
             let error = (found - expected.value).abs();
@@ -65,7 +65,7 @@ mod tests {
 
     #[test]
     fn garbage_is_wrong() {
-        let expected = [Value::exact(1.0), Value::exact(2.0)];
+        let expected = [BoundedValue::exact(1.0), BoundedValue::exact(2.0)];
         let of = |found: [f64; 2]| Comparison::of(expected.iter().zip(found));
         assert!(of([1.0, 2.0]).is_right());
         let wrong = of([1.0, f64::NAN]);

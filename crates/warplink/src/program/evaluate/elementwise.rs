@@ -1,6 +1,6 @@
 //! Results of element-wise operations.
 
-use super::value::Value;
+use super::value::BoundedValue;
 use crate::dtype::DType;
 use crate::program::ir::ElementwiseOp;
 use std::borrow::Cow;
@@ -9,8 +9,8 @@ use std::borrow::Cow;
 pub(super) fn combined(
     op: ElementwiseOp,
     dtype: DType,
-    sources: &[Cow<'_, [Value]>],
-) -> Vec<Value> {
+    sources: &[Cow<'_, [BoundedValue]>],
+) -> Vec<BoundedValue> {
     let Some((first, rest)) = sources.split_first() else {
         return Vec::new();
     };

@@ -1,13 +1,15 @@
 //! Checks outputs against the program's `expect` statements.
 
 use super::kernel::combine;
-use super::value::{Product, Value};
+use super::value::{BoundedValue, Product};
 use super::{Evaluator, Values, places};
 use crate::error::Rank;
 use crate::program::area::Area;
-use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use crate::program::ir::Role;
-use crate::program::rank_program::{Expected, ExpectedTerm, Operand, RankProgram, TensorInstance};
+use crate::program::rank_program::{
+    Expected, ExpectedTerm, InputPart, RankProgram, TensorInstance,
+};
 use crate::program::unroll::expected_of;
 use std::borrow::Cow;
 
@@ -51,7 +53,7 @@ impl Evaluator {
                 let Err(how) = self.check(values, program.rank, expected) else {
                     continue;
                 };
-                let place = Place {
+                let place = RankSite {
                     rank: program.rank,
                     site: expected.site.clone(),
                 };
@@ -82,7 +84,7 @@ impl Evaluator {
         let Some((text, streams, parameters)) = &self.text else {
             return Ok(Cow::Borrowed(&program.expected));
         };
-        let read = |operand: &Operand| {
+        let read = |operand: &InputPart| {
             let element = self.operand(values, operand)?;
             Ok(element.first().map_or(0, |element| element.value as i64))
         };
@@ -190,7 +192,7 @@ impl Evaluator {
         Ok(())
     }
 
-    fn operand(&self, values: &Values, operand: &Operand) -> Result<Vec<Value>, String> {
+    fn operand(&self, values: &Values, operand: &InputPart) -> Result<Vec<BoundedValue>, String> {
         let tensors = &self.ranks[operand.rank].tensors;
         let same = tensors
             .iter()
@@ -210,7 +212,7 @@ impl Evaluator {
 
 impl Values {
     /// Values of an area that spells out every axis.
-    fn all_of(&self, rank: Rank, area: &Area) -> Vec<Value> {
+    fn all_of(&self, rank: Rank, area: &Area) -> Vec<BoundedValue> {
         let tensor = &self.tensors[rank][area.span.tensor];
         let places = places(tensor.dtype, area);
         places.map(|place| tensor.values[place]).collect()

@@ -1,7 +1,7 @@
 //! Interprets steps of lanes over values.
 
-use super::value::Value;
-use super::{Run, Values};
+use super::value::BoundedValue;
+use super::{Evaluation, Values};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -19,7 +19,7 @@ pub(super) struct Workspace<'a> {
     /// For each rank, its kernels in the host's order.
     sections: Vec<Vec<&'a SectionInstance>>,
     /// For each rank and scratch, the values, each with the launch, counted from 1, that stored it as a packet.
-    scratch: Vec<Vec<Vec<(Value, u64)>>>,
+    scratch: Vec<Vec<Vec<(BoundedValue, u64)>>>,
     /// Number of launched kernels.
     epoch: u64,
     /// Number of kernels that each rank has passed.
@@ -29,7 +29,7 @@ pub(super) struct Workspace<'a> {
 /// Memory accessible to the lanes of a launch.
 struct LaunchMemory<'r, 'a> {
     sections: &'r [Vec<&'a SectionInstance>],
-    scratch: &'r mut [Vec<Vec<(Value, u64)>>],
+    scratch: &'r mut [Vec<Vec<(BoundedValue, u64)>>],
     tensors: &'r mut Values,
     epoch: u64,
     /// Values that lanes of a rank have read, by the number of the read.
@@ -46,7 +46,7 @@ impl<'a> Workspace<'a> {
             let one = |scratch: &ScratchInstance| {
                 let rows = scratch.shape.first().zip(scratch.strides.first());
                 let elements = rows.map_or(0, |(extent, stride)| extent * stride);
-                vec![(Value::UNKNOWN, 0); elements]
+                vec![(BoundedValue::UNKNOWN, 0); elements]
             };
             program.scratch.iter().map(one).collect()
         };
@@ -60,7 +60,7 @@ impl<'a> Workspace<'a> {
     }
 }
 
-impl Run<'_> {
+impl Evaluation<'_> {
     /// Executes a rank's next kernel. When the first rank completes it, all ranks have arrived, so it is executed for
     /// all ranks at once.
     pub(super) fn launch(&mut self, rank: Rank) -> Result<()> {
@@ -119,13 +119,16 @@ impl Domain for LaunchMemory<'_, '_> {
 
     fn perform(&mut self, actor: Actor, step: &LaneStepKind) {
         let sources = step.sources().iter();
-        let sources: Vec<Vec<Value>> = sources.map(|source| self.read(actor, source)).collect();
+        let sources: Vec<Vec<BoundedValue>> =
+            sources.map(|source| self.read(actor, source)).collect();
         let (operator, dtype, rows, elements, targets) = match step {
             LaneStepKind::Announce { values, target, .. } => {
-                let words = values.iter().map(|it| Value::exact(f64::from(*it as i32)));
-                let mut values: Vec<Value> = words.collect();
+                let words = values
+                    .iter()
+                    .map(|it| BoundedValue::exact(f64::from(*it as i32)));
+                let mut values: Vec<BoundedValue> = words.collect();
                 // All tensors are known here, so the remaining words are zero.
-                values.resize(target.elements, Value::exact(0.0));
+                values.resize(target.elements, BoundedValue::exact(0.0));
                 return self.write(actor, target, &values);
             }
             LaneStepKind::Move {
@@ -153,7 +156,8 @@ impl Domain for LaunchMemory<'_, '_> {
                 let dtype = section.tensors[target.tensor].dtype;
                 let all = 0..target.elements;
                 let at = |element: usize| values[if values.len() == 1 { 0 } else { element }];
-                let values: Vec<Value> = all.map(|element| at(element).stored(dtype)).collect();
+                let values: Vec<BoundedValue> =
+                    all.map(|element| at(element).stored(dtype)).collect();
                 self.write(actor, target, &values);
             }
             return;
@@ -199,7 +203,7 @@ impl LaunchMemory<'_, '_> {
     }
 
     /// Values of an operand.
-    fn values(&self, rank: Rank, operand: &OperandMemory) -> Vec<Value> {
+    fn values(&self, rank: Rank, operand: &OperandMemory) -> Vec<BoundedValue> {
         let elements = operand.elements.clone();
         match operand.memory {
             SectionMemory::Tensor(id) => self.tensors.tensors[rank][id].values[elements].to_vec(),
@@ -216,12 +220,12 @@ impl LaunchMemory<'_, '_> {
         section.operand(part)
     }
 
-    fn read(&self, actor: Actor, part: &Part) -> Vec<Value> {
+    fn read(&self, actor: Actor, part: &Part) -> Vec<BoundedValue> {
         let operand = self.operand(actor, part);
         operand.map_or_else(Vec::new, |operand| self.values(part.rank, &operand))
     }
 
-    fn write(&mut self, actor: Actor, part: &Part, values: &[Value]) {
+    fn write(&mut self, actor: Actor, part: &Part, values: &[BoundedValue]) {
         let Some(operand) = self.operand(actor, part) else {
             return;
         };
@@ -249,9 +253,9 @@ fn flag_of(actor: Actor) -> u64 {
 pub(super) fn combine(
     operator: Option<ReduceOp>,
     dtype: DType,
-    sources: &[Vec<Value>],
+    sources: &[Vec<BoundedValue>],
     elements: usize,
-) -> Vec<Value> {
+) -> Vec<BoundedValue> {
     let Some(operator) = operator else {
         return sources.first().cloned().unwrap_or_default();
     };
@@ -276,16 +280,16 @@ pub(super) fn combined(
     operator: ReduceOp,
     between: DType,
     count: usize,
-    values: &mut dyn Iterator<Item = Value>,
-) -> Value {
+    values: &mut dyn Iterator<Item = BoundedValue>,
+) -> BoundedValue {
     let mut values = values.map(|value| match operator.factor() {
         Some(factor) => {
-            let factor = Value::exact(factor.rounded(between).value());
+            let factor = BoundedValue::exact(factor.rounded(between).value());
             value.times_in(factor, between).stored(between)
         }
         None => value,
     });
-    let first = values.next().unwrap_or(Value::UNKNOWN);
+    let first = values.next().unwrap_or(BoundedValue::UNKNOWN);
     let all = values.fold(first, |all, value| match operator {
         ReduceOp::Sum | ReduceOp::Average | ReduceOp::ScaledSum(_) => {
             all.plus(value).stored(between)

@@ -30,7 +30,7 @@ use collective::Gathering;
 use kernel::Workspace;
 use std::borrow::Cow;
 use std::collections::{HashMap, VecDeque};
-use value::{Made, Value};
+use value::{BoundedValue, Made};
 
 /// Cost of an evaluation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -80,7 +80,7 @@ pub struct Values {
 #[derive(Debug)]
 struct Tensor {
     dtype: DType,
-    values: Vec<Value>,
+    values: Vec<BoundedValue>,
 }
 
 impl Evaluator {
@@ -195,13 +195,13 @@ impl Evaluator {
                         )));
                     }
                     let exact = instance.dtype.decode(&bytes).enumerate();
-                    let input = |(index, value): (usize, f64)| Value {
+                    let input = |(index, value): (usize, f64)| BoundedValue {
                         made: Made::element((rank as u64) << 48 ^ (id as u64) << 36 ^ index as u64),
-                        ..Value::exact(value)
+                        ..BoundedValue::exact(value)
                     };
                     exact.map(input).collect()
                 } else {
-                    vec![Value::UNKNOWN; instance.bytes / instance.dtype.size()]
+                    vec![BoundedValue::UNKNOWN; instance.bytes / instance.dtype.size()]
                 };
                 own.push(Tensor {
                     dtype: instance.dtype,
@@ -210,7 +210,7 @@ impl Evaluator {
             }
             tensors.push(own);
         }
-        let mut run = Run {
+        let mut run = Evaluation {
             evaluator: self,
             memory: Values { tensors },
             sent: HashMap::new(),
@@ -240,13 +240,13 @@ impl Values {
         Ok(Comparison::of(expected.values.iter().zip(found)))
     }
 
-    fn read(&self, rank: Rank, range: &Range) -> &[Value] {
+    fn read(&self, rank: Rank, range: &Range) -> &[BoundedValue] {
         let tensor = &self.tensors[rank][range.tensor];
         &tensor.values[elements(tensor.dtype, range)]
     }
 
     /// Values of an area, in the order of its axes.
-    fn gather(&self, rank: Rank, area: &Area) -> Cow<'_, [Value]> {
+    fn gather(&self, rank: Rank, area: &Area) -> Cow<'_, [BoundedValue]> {
         if area.is_contiguous() {
             return Cow::Borrowed(self.read(rank, &area.span));
         }
@@ -256,7 +256,7 @@ impl Values {
     }
 
     /// Stores the values of an area, rounded to the tensor's type.
-    fn scatter(&mut self, rank: Rank, area: &Area, values: &[Value]) {
+    fn scatter(&mut self, rank: Rank, area: &Area, values: &[BoundedValue]) {
         if area.is_contiguous() {
             return self.write(rank, &area.span, values);
         }
@@ -268,7 +268,7 @@ impl Values {
     }
 
     /// Stores values, rounded to the tensor's type.
-    fn write(&mut self, rank: Rank, range: &Range, values: &[Value]) {
+    fn write(&mut self, rank: Rank, range: &Range, values: &[BoundedValue]) {
         let tensor = &mut self.tensors[rank][range.tensor];
         let dtype = tensor.dtype;
         let places = &mut tensor.values[elements(dtype, range)];
@@ -287,11 +287,11 @@ impl Values {
 }
 
 /// A run in progress.
-struct Run<'a> {
+struct Evaluation<'a> {
     evaluator: &'a Evaluator,
     memory: Values,
     /// Data that the engine has sent to a rank's receive and not delivered.
-    sent: HashMap<(Rank, TransferId), VecDeque<Vec<Value>>>,
+    sent: HashMap<(Rank, TransferId), VecDeque<Vec<BoundedValue>>>,
     /// Number of receives that completed before their sends.
     taken: HashMap<(Rank, TransferId), usize>,
     /// Collectives that not all ranks have completed.
@@ -300,7 +300,7 @@ struct Run<'a> {
     workspace: Workspace<'a>,
 }
 
-impl Run<'_> {
+impl Evaluation<'_> {
     fn perform(&mut self, rank: Rank, operation: usize) -> Result<()> {
         match &self.evaluator.ranks[rank].operations[operation].kind {
             OperationKind::Allocate(_)
@@ -310,7 +310,7 @@ impl Run<'_> {
             | OperationKind::Synchronize(_) => {}
             OperationKind::Zero(range) => {
                 let dtype = self.evaluator.ranks[rank].tensors[range.tensor].dtype;
-                let zeros = vec![Value::exact(0.0); range.bytes / dtype.size()];
+                let zeros = vec![BoundedValue::exact(0.0); range.bytes / dtype.size()];
                 self.memory.write(rank, range, &zeros);
             }
             OperationKind::Copy { target, source } => {
@@ -331,7 +331,7 @@ impl Run<'_> {
                 ..
             } => {
                 let sources = sources.iter().map(|area| self.memory.gather(rank, area));
-                let sources: Vec<Cow<'_, [Value]>> = sources.collect();
+                let sources: Vec<Cow<'_, [BoundedValue]>> = sources.collect();
                 let values = elementwise::combined(*op, *dtype, &sources);
                 self.memory.scatter(rank, target, &values);
             }
@@ -475,7 +475,11 @@ impl Run<'_> {
 }
 
 /// Row-major matrix of `rows` rows; memory may hold its transpose.
-fn row_major(values: Cow<'_, [Value]>, rows: usize, transposed: bool) -> Cow<'_, [Value]> {
+fn row_major(
+    values: Cow<'_, [BoundedValue]>,
+    rows: usize,
+    transposed: bool,
+) -> Cow<'_, [BoundedValue]> {
     if !transposed {
         return values;
     }

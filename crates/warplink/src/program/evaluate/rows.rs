@@ -1,7 +1,7 @@
 //! Row functions over values with error bounds.
 
 use super::kernel::combined;
-use super::value::Value;
+use super::value::BoundedValue;
 use crate::dtype::DType;
 use crate::program::expr::Comparison;
 use crate::program::section::{
@@ -9,12 +9,16 @@ use crate::program::section::{
 };
 
 /// Results for each target of a step, in order: one value per element, or one for all.
-pub(super) fn apply(step: &RowStep, sources: &[Vec<Value>], width: usize) -> Vec<Vec<Value>> {
+pub(super) fn apply(
+    step: &RowStep,
+    sources: &[Vec<BoundedValue>],
+    width: usize,
+) -> Vec<Vec<BoundedValue>> {
     let mut arguments = Vec::with_capacity(step.arguments.len());
     let mut sources = sources;
     for argument in &step.arguments {
         arguments.push(match argument {
-            RowArgument::Number(number) => vec![Value::exact(number.value().into())],
+            RowArgument::Number(number) => vec![BoundedValue::exact(number.value().into())],
             RowArgument::Sources(count, operator) => {
                 let (these, others) = sources.split_at((*count).min(sources.len()));
                 sources = others;
@@ -37,7 +41,7 @@ pub(super) fn apply(step: &RowStep, sources: &[Vec<Value>], width: usize) -> Vec
         .collect()
 }
 
-impl RowValue for Value {
+impl RowValue for BoundedValue {
     fn number(value: f32) -> Self {
         Self::exact(value.into())
     }
@@ -151,7 +155,7 @@ impl RowValue for Value {
     }
 }
 
-impl Value {
+impl BoundedValue {
     /// Result of a monotonic function: its error is largest at an end of the argument's interval.
     fn mapped(self, function: fn(f64) -> f64, unknown: f64) -> Self {
         let value = function(self.value);
@@ -218,7 +222,7 @@ mod tests {
         ) {
             let near = |value: f64, off: f64| {
                 let device = (value + off * far) as f32;
-                let known = Value { bound: far + value.abs() * 2_f64.powi(-23), ..Value::exact(value) };
+                let known = BoundedValue { bound: far + value.abs() * 2_f64.powi(-23), ..BoundedValue::exact(value) };
                 (device, known)
             };
             let ((x, vx), (y, vy)) = (near(a, off[0]), near(b, off[1]));

@@ -10,7 +10,7 @@ const EXACT: f64 = (1_u64 << 53) as f64;
 
 /// A value, and a bound on a device's deviation from it.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Value {
+pub(super) struct BoundedValue {
     pub(super) value: f64,
     pub(super) bound: f64,
     pub(super) made: Made,
@@ -65,7 +65,7 @@ pub(super) struct Product {
     bound: f64,
 }
 
-impl Value {
+impl BoundedValue {
     /// A value about which nothing is known.
     pub(super) const UNKNOWN: Self = Self {
         value: f64::NAN,
@@ -214,7 +214,7 @@ impl Value {
 }
 
 impl Product {
-    pub(super) fn add(&mut self, a: Value, b: Value) {
+    pub(super) fn add(&mut self, a: BoundedValue, b: BoundedValue) {
         self.sum += a.value * b.value;
         self.size += (a.value * b.value).abs();
         self.bound += a.bound * (b.value.abs() + b.bound) + a.value.abs() * b.bound;
@@ -222,13 +222,13 @@ impl Product {
 
     /// Value of a product of `depth` terms, stored as `dtype`. The precision and order of the additions are
     /// unspecified, except that the precision is at least that of `f32`.
-    pub(super) fn value(&self, depth: usize, dtype: DType) -> Value {
+    pub(super) fn value(&self, depth: usize, dtype: DType) -> BoundedValue {
         let unit = match dtype {
             DType::F64 => roundoff(DType::F64),
             _ => roundoff(DType::F32),
         };
         let rounding = (depth + 2) as f64 * unit * (self.size + self.bound);
-        Value {
+        BoundedValue {
             value: self.sum,
             bound: self.bound + MARGIN * rounding,
             made: Made::default(),
@@ -274,21 +274,27 @@ mod tests {
 
     #[test]
     fn integers_wrap_and_are_exact() {
-        let sum = Value::exact(f64::from(i32::MAX)).plus(Value::exact(1.0));
+        let sum = BoundedValue::exact(f64::from(i32::MAX)).plus(BoundedValue::exact(1.0));
         let sum = sum.stored(DType::I32);
         assert_eq!((sum.value, sum.bound), (f64::from(i32::MIN), 0.0));
-        assert_eq!(Value::exact(300.0).stored(DType::U8), Value::exact(44.0));
+        assert_eq!(
+            BoundedValue::exact(300.0).stored(DType::U8),
+            BoundedValue::exact(44.0)
+        );
     }
 
     #[test]
     fn casts_cut_off_and_stay_in_range() {
-        let cast = |value: f64, dtype: DType| Value::exact(value).cast(dtype);
-        assert_eq!(cast(-2.7, DType::I32), Value::exact(-2.0));
-        assert_eq!(cast(3e9, DType::I32), Value::exact(f64::from(i32::MAX)));
-        assert_eq!(cast(-1.0, DType::U8), Value::exact(0.0));
-        let uncertain = Value {
+        let cast = |value: f64, dtype: DType| BoundedValue::exact(value).cast(dtype);
+        assert_eq!(cast(-2.7, DType::I32), BoundedValue::exact(-2.0));
+        assert_eq!(
+            cast(3e9, DType::I32),
+            BoundedValue::exact(f64::from(i32::MAX))
+        );
+        assert_eq!(cast(-1.0, DType::U8), BoundedValue::exact(0.0));
+        let uncertain = BoundedValue {
             bound: 1e-6,
-            ..Value::exact(3.0)
+            ..BoundedValue::exact(3.0)
         };
         assert!(uncertain.cast(DType::I32).bound >= 1.0);
         let rounded = cast(3.001, DType::BF16);
@@ -299,13 +305,13 @@ mod tests {
     #[test]
     fn a_product_may_be_as_far_off_as_its_factors() {
         let (a, b) = (
-            Value {
+            BoundedValue {
                 bound: 0.5,
-                ..Value::exact(-3.0)
+                ..BoundedValue::exact(-3.0)
             },
-            Value {
+            BoundedValue {
                 bound: 0.25,
-                ..Value::exact(2.0)
+                ..BoundedValue::exact(2.0)
             },
         );
         let product = a.times(b);
@@ -315,20 +321,23 @@ mod tests {
         assert_eq!(a.larger(b).value, 2.0);
         assert_eq!(
             a.smaller(b),
-            Value {
+            BoundedValue {
                 bound: 0.5,
-                ..Value::exact(-3.0)
+                ..BoundedValue::exact(-3.0)
             }
         );
     }
 
     #[test]
     fn what_is_stored_may_be_rounded_or_infinite() {
-        let stored = Value::exact(3.0).stored(DType::BF16);
+        let stored = BoundedValue::exact(3.0).stored(DType::BF16);
         let near = f64::from(bf16::from_f64(3.0 * (1.0 + 2f64.powi(-9))));
         assert!((near - stored.value).abs() <= stored.bound);
         assert!(stored.bound < 3.0 * 2f64.powi(-7));
-        assert_eq!(Value::exact(1e5).stored(DType::F16).bound, f64::INFINITY);
+        assert_eq!(
+            BoundedValue::exact(1e5).stored(DType::F16).bound,
+            f64::INFINITY
+        );
     }
 
     #[test]
@@ -338,7 +347,10 @@ mod tests {
             .collect();
         let mut product = Product::default();
         for term in &terms {
-            product.add(Value::exact(f64::from(*term)), Value::exact(1.0));
+            product.add(
+                BoundedValue::exact(f64::from(*term)),
+                BoundedValue::exact(1.0),
+            );
         }
         let value = product.value(terms.len(), DType::F32);
         let forth: f32 = terms.iter().sum();

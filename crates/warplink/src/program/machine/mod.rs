@@ -53,7 +53,7 @@ pub(in crate::program) struct Machine<S> {
     /// For each rank, its launch, and the number of its lanes that have not ended.
     launches: Vec<(usize, usize)>,
     /// Signals, by the rank and lane that wait for them, and the rank that sends them.
-    pub(in crate::program) words: BTreeMap<(Rank, usize, Rank), Word<S>>,
+    pub(in crate::program) words: BTreeMap<(Rank, usize, Rank), LaneSignals<S>>,
     agenda: Agenda,
 }
 
@@ -66,7 +66,7 @@ struct Lane {
 
 /// Signals from a rank to a lane of another.
 #[derive(Debug)]
-pub(in crate::program) struct Word<S> {
+pub(in crate::program) struct LaneSignals<S> {
     /// Senders and payloads of signals that are not consumed yet.
     sent: VecDeque<(Actor, S)>,
     pub(in crate::program) signalled: u64,
@@ -74,7 +74,7 @@ pub(in crate::program) struct Word<S> {
     pub(in crate::program) last: Option<Actor>,
 }
 
-impl<S> Default for Word<S> {
+impl<S> Default for LaneSignals<S> {
     fn default() -> Self {
         Self {
             sent: VecDeque::new(),

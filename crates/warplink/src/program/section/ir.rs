@@ -152,7 +152,7 @@ impl StepKind {
                     visitor.each(targets, Visitor::target);
                 }
                 for argument in &it.arguments {
-                    if let Argument::Sources { sources, operator } = argument {
+                    if let FunctionArgument::Sources { sources, operator } = argument {
                         operator.iter().for_each(|it| visitor.operator(it));
                         visitor.each(sources, Visitor::source);
                     }
@@ -248,7 +248,7 @@ pub enum Verb {
     /// `Y = copy(P[slot])`.
     Copy,
     /// `Y = reduce(X, P[slot], sum)`.
-    Reduce(Operator),
+    Reduce(ReduceOperator),
 }
 
 /// Application of a row function: `H[t]; N[t] = norm(reduce(X[t] on r for r in 0..world, sum), R[t], W, 1e-6)`.
@@ -257,20 +257,20 @@ pub struct Application {
     /// The function's name.
     pub function: String,
     /// Arguments, in order.
-    pub arguments: Vec<Argument>,
+    pub arguments: Vec<FunctionArgument>,
     /// Destinations for each result; at least one list.
     pub results: Vec<Vec<Each<Place>>>,
 }
 
 /// Argument of a row function.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Argument {
+pub enum FunctionArgument {
     /// `R[t]`, `reduce(X[t], P[slot], sum)`.
     Sources {
         /// Sources; exactly one without an operator.
         sources: Vec<Each<Source>>,
         /// Operator that combines them in order.
-        operator: Option<Operator>,
+        operator: Option<ReduceOperator>,
     },
     /// `1e-6`.
     Number(Literal),
@@ -278,7 +278,7 @@ pub enum Argument {
 
 /// The operator of a reduction.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Operator {
+pub enum ReduceOperator {
     /// `sum`.
     Fixed(ReduceOp),
     /// The value of a parameter.

@@ -1,6 +1,6 @@
 //! Traversal of a section's steps: the single definition of their evaluation order and of name scopes.
 
-use super::ir::{DeviceValue, Operator, Place, Receiver, Source, Step, StepKind};
+use super::ir::{DeviceValue, Place, Receiver, ReduceOperator, Source, Step, StepKind};
 use crate::program::construct::{
     AxisSelection, Branch, Each, Loop, NodeKind, Over, Selection, TensorRef,
 };
@@ -172,8 +172,8 @@ pub(crate) trait Visitor<'s>: Sized {
         }
     }
 
-    fn operator(&mut self, operator: &'s Operator) {
-        if let Operator::Parameter(name) = operator {
+    fn operator(&mut self, operator: &'s ReduceOperator) {
+        if let ReduceOperator::Parameter(name) = operator {
             self.name(name, NameUse::Operator);
         }
     }

@@ -6,7 +6,7 @@ use super::token::TokenKind;
 use crate::device::ReduceOp;
 use crate::named::listed;
 use crate::program::ir::{Expectation, Term};
-use crate::program::section::{Operator, Place};
+use crate::program::section::{Place, ReduceOperator};
 use std::fmt::{self, Display, Formatter};
 
 impl Parser<'_> {
@@ -15,7 +15,7 @@ impl Parser<'_> {
         let target = self.tensor()?;
         self.expect("=")?;
         let token = self.peek();
-        let operator = token.text.parse().ok().map(Operator::Fixed);
+        let operator = token.text.parse().ok().map(ReduceOperator::Fixed);
         let (operator, terms) = match token.text {
             "copy" => {
                 self.at += 1;

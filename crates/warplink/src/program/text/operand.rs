@@ -21,7 +21,7 @@ pub(super) struct Parser<'a> {
 }
 
 /// An expression whose kind the context has not determined yet.
-enum Value {
+enum UntypedExpr {
     Integer(Expr),
     Truth(Condition),
 }
@@ -121,8 +121,8 @@ impl<'a> Parser<'a> {
     pub(super) fn integer(&mut self) -> Parsed<Expr> {
         let start = self.peek();
         match self.any_of(start)? {
-            Value::Integer(expression) => Ok(expression),
-            Value::Truth(_) => {
+            UntypedExpr::Integer(expression) => Ok(expression),
+            UntypedExpr::Truth(_) => {
                 Err(self.wrong(start, "expected an integer, found a condition".into()))
             }
         }
@@ -131,8 +131,8 @@ impl<'a> Parser<'a> {
     pub(super) fn condition(&mut self) -> Parsed<Condition> {
         let start = self.peek();
         match self.any_of(start)? {
-            Value::Truth(condition) => Ok(condition),
-            Value::Integer(_) => Err(self.wrong(
+            UntypedExpr::Truth(condition) => Ok(condition),
+            UntypedExpr::Integer(_) => Err(self.wrong(
                 start,
                 "expected a condition such as 'rank == 0', found an integer".into(),
             )),
@@ -154,7 +154,7 @@ impl<'a> Parser<'a> {
     }
 
     /// An expression of any kind; `or` has the lowest precedence.
-    fn any_of(&mut self, start: Token<'a>) -> Parsed<Value> {
+    fn any_of(&mut self, start: Token<'a>) -> Parsed<UntypedExpr> {
         let mut left = self.conjunction(start)?;
         while self.is("or") {
             self.at += 1;
@@ -165,7 +165,7 @@ impl<'a> Parser<'a> {
         Ok(left)
     }
 
-    fn conjunction(&mut self, start: Token<'a>) -> Parsed<Value> {
+    fn conjunction(&mut self, start: Token<'a>) -> Parsed<UntypedExpr> {
         let mut left = self.negation()?;
         while self.is("and") {
             self.at += 1;
@@ -179,20 +179,20 @@ impl<'a> Parser<'a> {
     fn joined(
         &self,
         start: Token<'_>,
-        left: Value,
+        left: UntypedExpr,
         next: Token<'_>,
-        right: Value,
+        right: UntypedExpr,
         join: fn(Box<Condition>, Box<Condition>) -> Condition,
-    ) -> Parsed<Value> {
+    ) -> Parsed<UntypedExpr> {
         let condition = join(
             Box::new(self.truth(start, left)?),
             Box::new(self.truth(next, right)?),
         );
         self.within_depth(start, condition.depth())?;
-        Ok(Value::Truth(condition))
+        Ok(UntypedExpr::Truth(condition))
     }
 
-    fn negation(&mut self) -> Parsed<Value> {
+    fn negation(&mut self) -> Parsed<UntypedExpr> {
         if !self.take("not") {
             return self.comparison();
         }
@@ -200,10 +200,10 @@ impl<'a> Parser<'a> {
         let inner = self.nested(Self::negation)?;
         let condition = Condition::Not(Box::new(self.truth(start, inner)?));
         self.within_depth(start, condition.depth())?;
-        Ok(Value::Truth(condition))
+        Ok(UntypedExpr::Truth(condition))
     }
 
-    fn comparison(&mut self) -> Parsed<Value> {
+    fn comparison(&mut self) -> Parsed<UntypedExpr> {
         let start = self.peek();
         let left = self.difference()?;
         let comparison = Comparison::ALL.into_iter().find(|it| self.is(it.name()));
@@ -213,26 +213,26 @@ impl<'a> Parser<'a> {
         self.at += 1;
         let next = self.peek();
         let right = self.difference()?;
-        Ok(Value::Truth(Condition::Compare(
+        Ok(UntypedExpr::Truth(Condition::Compare(
             comparison,
             self.number_of(start, left)?,
             self.number_of(next, right)?,
         )))
     }
 
-    fn difference(&mut self) -> Parsed<Value> {
+    fn difference(&mut self) -> Parsed<UntypedExpr> {
         self.chain(Self::shift, &[Operator::Xor])
     }
 
-    fn shift(&mut self) -> Parsed<Value> {
+    fn shift(&mut self) -> Parsed<UntypedExpr> {
         self.chain(Self::sum, &[Operator::ShiftLeft, Operator::ShiftRight])
     }
 
-    fn sum(&mut self) -> Parsed<Value> {
+    fn sum(&mut self) -> Parsed<UntypedExpr> {
         self.chain(Self::product, &[Operator::Add, Operator::Subtract])
     }
 
-    fn product(&mut self) -> Parsed<Value> {
+    fn product(&mut self) -> Parsed<UntypedExpr> {
         self.chain(
             Self::factor,
             &[Operator::Multiply, Operator::Divide, Operator::Remainder],
@@ -241,9 +241,9 @@ impl<'a> Parser<'a> {
 
     fn chain(
         &mut self,
-        part: fn(&mut Self) -> Parsed<Value>,
+        part: fn(&mut Self) -> Parsed<UntypedExpr>,
         operators: &[Operator],
-    ) -> Parsed<Value> {
+    ) -> Parsed<UntypedExpr> {
         let start = self.peek();
         let mut left = part(self)?;
         while let Some(operator) = operators.iter().find(|operator| self.is(operator.sign())) {
@@ -256,16 +256,16 @@ impl<'a> Parser<'a> {
                 Box::new(self.number_of(next, right)?),
             );
             self.within_depth(start, expression.depth())?;
-            left = Value::Integer(expression);
+            left = UntypedExpr::Integer(expression);
         }
         Ok(left)
     }
 
-    fn factor(&mut self) -> Parsed<Value> {
+    fn factor(&mut self) -> Parsed<UntypedExpr> {
         let token = self.next();
         match (token.kind, token.text) {
             (TokenKind::Number(value), _) => match i64::try_from(value) {
-                Ok(value) => Ok(Value::Integer(Expr::Number(value))),
+                Ok(value) => Ok(UntypedExpr::Integer(Expr::Number(value))),
                 Err(_) => Err(self.wrong(token, format!("'{}' overflows 64 bits", token.text))),
             },
             (TokenKind::Sign, "-") => {
@@ -274,13 +274,13 @@ impl<'a> Parser<'a> {
                     let value = 0_i64.checked_sub_unsigned(value).ok_or_else(|| {
                         self.wrong(number, format!("'-{}' overflows 64 bits", number.text))
                     })?;
-                    return Ok(Value::Integer(Expr::Number(value)));
+                    return Ok(UntypedExpr::Integer(Expr::Number(value)));
                 }
                 let next = self.peek();
                 let inner = self.nested(Self::factor)?;
                 let expression = Expr::Negative(Box::new(self.number_of(next, inner)?));
                 self.within_depth(token, expression.depth())?;
-                Ok(Value::Integer(expression))
+                Ok(UntypedExpr::Integer(expression))
             }
             (TokenKind::Sign, "(") => {
                 let start = self.peek();
@@ -298,17 +298,17 @@ impl<'a> Parser<'a> {
                 Ok(value)
             }
             (TokenKind::Word, "rank" | "world" | "streams" | "epoch") => {
-                Ok(Value::Integer(Expr::Name(token.text.to_owned())))
+                Ok(UntypedExpr::Integer(Expr::Name(token.text.to_owned())))
             }
             (TokenKind::Word, name) if is_name(name) => {
                 if !self.take("[") {
-                    return Ok(Value::Integer(Expr::Name(name.to_owned())));
+                    return Ok(UntypedExpr::Integer(Expr::Name(name.to_owned())));
                 }
                 let index = self.nested(Self::integer)?;
                 self.expect("]")?;
                 let element = Expr::Element(name.to_owned(), Box::new(index));
                 self.within_depth(token, element.depth())?;
-                Ok(Value::Integer(element))
+                Ok(UntypedExpr::Integer(element))
             }
             _ => {
                 self.at -= 1;
@@ -318,16 +318,16 @@ impl<'a> Parser<'a> {
     }
 
     /// Parses the arguments of the function `name`.
-    fn call(&mut self, name: Token<'a>) -> Parsed<Value> {
+    fn call(&mut self, name: Token<'a>) -> Parsed<UntypedExpr> {
         let expression = match name.text {
             "count" => Expr::Count(self.name("a list's name")?),
             "given" => {
                 let tensor = self.name("an optional tensor's name")?;
-                return Ok(Value::Truth(Condition::Given(tensor)));
+                return Ok(UntypedExpr::Truth(Condition::Given(tensor)));
             }
             "reachable" => {
                 let tensor = self.name("an announced tensor's name")?;
-                return Ok(Value::Truth(Condition::Reachable(tensor)));
+                return Ok(UntypedExpr::Truth(Condition::Reachable(tensor)));
             }
             "log2" => Expr::Log2(Box::new(self.integer()?)),
             function => {
@@ -342,22 +342,22 @@ impl<'a> Parser<'a> {
             }
         };
         self.within_depth(name, expression.depth())?;
-        Ok(Value::Integer(expression))
+        Ok(UntypedExpr::Integer(expression))
     }
 
-    fn number_of(&self, start: Token<'_>, value: Value) -> Parsed<Expr> {
+    fn number_of(&self, start: Token<'_>, value: UntypedExpr) -> Parsed<Expr> {
         match value {
-            Value::Integer(expression) => Ok(expression),
-            Value::Truth(_) => {
+            UntypedExpr::Integer(expression) => Ok(expression),
+            UntypedExpr::Truth(_) => {
                 Err(self.wrong(start, "expected an integer, found a condition".into()))
             }
         }
     }
 
-    fn truth(&self, start: Token<'_>, value: Value) -> Parsed<Condition> {
+    fn truth(&self, start: Token<'_>, value: UntypedExpr) -> Parsed<Condition> {
         match value {
-            Value::Truth(condition) => Ok(condition),
-            Value::Integer(_) => {
+            UntypedExpr::Truth(condition) => Ok(condition),
+            UntypedExpr::Integer(_) => {
                 Err(self.wrong(start, "expected a condition, found an integer".into()))
             }
         }

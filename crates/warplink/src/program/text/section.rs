@@ -24,8 +24,8 @@ use crate::named::listed;
 use crate::program::construct::{Each, NodeKind};
 use crate::program::expr::Expr;
 use crate::program::section::{
-    Announcement, Application, Argument, DeviceValue, Move, Operator, Packing, Place, Receiver,
-    Scratch, Section, Source, StepKind, Verb,
+    Announcement, Application, DeviceValue, FunctionArgument, Move, Packing, Place, Receiver,
+    ReduceOperator, Scratch, Section, Source, StepKind, Verb,
 };
 use std::fmt::{self, Display, Formatter};
 
@@ -279,15 +279,15 @@ impl Parser<'_> {
         let mut arguments = Vec::new();
         loop {
             arguments.push(if let Some(number) = self.literal()? {
-                Argument::Number(number)
+                FunctionArgument::Number(number)
             } else if self.take("reduce") {
                 let (sources, operator) = self.reduced()?;
                 let operator = Some(operator);
-                Argument::Sources { sources, operator }
+                FunctionArgument::Sources { sources, operator }
             } else {
                 let sources = vec![self.source()?.into()];
                 let operator = None;
-                Argument::Sources { sources, operator }
+                FunctionArgument::Sources { sources, operator }
             });
             if !self.take(",") {
                 break;
@@ -302,7 +302,7 @@ impl Parser<'_> {
     }
 
     /// Parses the rest of `reduce`: sources and the operator.
-    fn reduced(&mut self) -> Parsed<(Vec<Each<Source>>, Operator)> {
+    fn reduced(&mut self) -> Parsed<(Vec<Each<Source>>, ReduceOperator)> {
         self.expect("(")?;
         let mut sources = Vec::new();
         loop {
@@ -323,12 +323,12 @@ impl Parser<'_> {
 
     /// The operator, which comes last, before the parenthesis, if anything precedes it: a word for one, which may be
     /// a tensor's name elsewhere, or a parameter's name.
-    pub(super) fn last_operator(&mut self, before: bool) -> Option<Operator> {
+    pub(super) fn last_operator(&mut self, before: bool) -> Option<ReduceOperator> {
         let token = self.peek();
         let last = before && self.peek_at(1).text == ")";
         let operator = match token.text.parse() {
-            Ok(operator) => Some(Operator::Fixed(operator)),
-            Err(_) => Some(Operator::Parameter(token.text.to_owned()))
+            Ok(operator) => Some(ReduceOperator::Fixed(operator)),
+            Err(_) => Some(ReduceOperator::Parameter(token.text.to_owned()))
                 .filter(|_| token.kind == TokenKind::Word && is_name(token.text)),
         };
         let operator = operator.filter(|_| last);
@@ -473,19 +473,19 @@ impl Display for Application {
         for (number, argument) in self.arguments.iter().enumerate() {
             f.write_str(if number == 0 { "" } else { ", " })?;
             match argument {
-                Argument::Sources {
+                FunctionArgument::Sources {
                     sources,
                     operator: Some(operator),
                 } => write!(f, "reduce({}, {operator})", List(sources))?,
-                Argument::Sources { sources, .. } => List(sources).fmt(f)?,
-                Argument::Number(number) => number.fmt(f)?,
+                FunctionArgument::Sources { sources, .. } => List(sources).fmt(f)?,
+                FunctionArgument::Number(number) => number.fmt(f)?,
             }
         }
         f.write_str(")")
     }
 }
 
-impl Display for Operator {
+impl Display for ReduceOperator {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match self {
             Self::Fixed(operator) => operator.fmt(f),

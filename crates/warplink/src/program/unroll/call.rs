@@ -11,7 +11,7 @@ use crate::program::ir::{
     Argument, ArgumentValue, Declaration, NodeKind, Role, Selection, StatementKind, Subprogram,
 };
 use crate::program::parameters::{Parameters, Value};
-use crate::program::rank_program::Call;
+use crate::program::rank_program::CallSite;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::mem::{replace, take};
 use std::sync::Arc;
@@ -106,7 +106,7 @@ impl<'p> Unroller<'p> {
             }
         }
         let (current, site) = (self.current, self.site.clone());
-        self.site.call = Some(Arc::new(Call {
+        self.site.call = Some(Arc::new(CallSite {
             program: Arc::from(name),
             site: site.clone(),
         }));
@@ -208,10 +208,7 @@ impl<'p> Unroller<'p> {
     ) -> Result<(), Diagnostic> {
         for parameter in &program.parameters {
             let bound = match values.resolve(parameter) {
-                Ok(Value::Integer(value)) => Bound::Integer(value),
-                Ok(Value::List(values)) => Bound::List(values.into()),
-                Ok(Value::ElementType(dtype)) => Bound::ElementType(dtype),
-                Ok(Value::Operator(operator)) => Bound::Operator(operator),
+                Ok(value) => value.into(),
                 Err(error) => {
                     let message = format!("'{}': {}", program.name, error.message());
                     return Err(self.diagnostic(DiagnosticKind::Requirement, message));

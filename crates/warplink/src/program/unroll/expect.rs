@@ -7,8 +7,10 @@ use super::view::View;
 use crate::device::ReduceOp;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{Expectation, Role, TensorRef, Term};
-use crate::program::rank_program::{Expected, ExpectedTerm, Operand};
-use crate::program::section::{Application, Argument, Operator, Place, RowArgument, RowStep};
+use crate::program::rank_program::{Expected, ExpectedTerm, InputPart};
+use crate::program::section::{
+    Application, FunctionArgument, Place, ReduceOperator, RowArgument, RowStep,
+};
 use std::sync::Arc;
 
 impl<'p> Unroller<'p> {
@@ -64,10 +66,10 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
-    fn expected_operator(&self, operator: &Operator) -> Result<ReduceOp, Diagnostic> {
+    fn expected_operator(&self, operator: &ReduceOperator) -> Result<ReduceOp, Diagnostic> {
         match operator {
-            Operator::Fixed(operator) => Ok(*operator),
-            Operator::Parameter(name) => match self.lookup(name) {
+            ReduceOperator::Fixed(operator) => Ok(*operator),
+            ReduceOperator::Parameter(name) => match self.lookup(name) {
                 Some(Bound::Operator(operator)) => Ok(*operator),
                 _ => {
                     let expected = ReduceOp::alternatives();
@@ -105,8 +107,8 @@ impl<'p> Unroller<'p> {
         let mut shapes: Vec<(View, usize)> = Vec::new();
         for (argument, block) in application.arguments.iter().zip(&function.arguments) {
             arguments.push(match argument {
-                Argument::Number(number) => RowArgument::Number(*number),
-                Argument::Sources { sources, operator } => {
+                FunctionArgument::Number(number) => RowArgument::Number(*number),
+                FunctionArgument::Sources { sources, operator } => {
                     let operator = operator.as_ref().map(|it| self.expected_operator(it));
                     let operator = operator.transpose()?;
                     let before = terms.len();
@@ -259,7 +261,7 @@ impl<'p> Unroller<'p> {
     }
 
     /// An input of a rank, which has the shape of this rank's.
-    pub(super) fn input_at(&self, place: &Place) -> Result<(View, Operand), Diagnostic> {
+    pub(super) fn input_at(&self, place: &Place) -> Result<(View, InputPart), Diagnostic> {
         let view = self.view(&place.tensor)?;
         let tensor = &self.made.tensors[view.tensor];
         if tensor.role != Role::Input {
@@ -270,7 +272,7 @@ impl<'p> Unroller<'p> {
             Some(rank) => self.number_below(rank, self.made.world, &format!("{place}: rank"))?,
             None => self.made.rank,
         };
-        let operand = Operand {
+        let operand = InputPart {
             rank,
             name: tensor.name.clone(),
             bytes: tensor.bytes,

@@ -19,14 +19,14 @@ mod zeros;
 pub(super) use collective::ranks_of;
 pub(super) use words::{ReadInput, expected_of};
 
-use super::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use super::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use super::expr::Expr;
 use super::grid::grids;
 use super::ir::{
     Branch, Collective, Direction, Each, Node, NodeKind, Position, Program, Selection, Statement,
     StatementKind, TensorRef,
 };
-use super::parameters::{Parameter, Parameters, Value};
+use super::parameters::{Parameter, Parameters};
 use super::rank_program::{Operation, OperationKind, RankProgram, Site, StreamKind, TensorId};
 use super::text::MAX_BLOCK_DEPTH;
 use crate::error::{Rank, Result};
@@ -252,7 +252,7 @@ impl<'p> Unroller<'p> {
     fn start(&mut self, program: &'p Program, parameters: &Parameters) -> Result<(), Diagnostic> {
         let (rank, world) = (self.made.rank, self.made.world);
         let requirement = |message: String| {
-            let place = Place {
+            let place = RankSite {
                 rank,
                 site: Site::default(),
             };
@@ -319,10 +319,7 @@ impl<'p> Unroller<'p> {
         for parameter in &program.parameters {
             let name = &parameter.name;
             let bound = match parameters.resolve(parameter) {
-                Ok(Value::Integer(value)) => Bound::Integer(value),
-                Ok(Value::List(values)) => Bound::List(values.into()),
-                Ok(Value::ElementType(dtype)) => Bound::ElementType(dtype),
-                Ok(Value::Operator(operator)) => Bound::Operator(operator),
+                Ok(value) => value.into(),
                 Err(error) => {
                     return requirement(format!("'{}': {}", program.name, error.message()));
                 }

@@ -7,9 +7,10 @@ use super::{
 };
 use crate::device::ReduceOp;
 use crate::dtype::DType;
-use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use crate::program::expr::{Condition, Expr};
 use crate::program::ir::{Each, Over, Position, Statement, StreamRef, TransferRef};
+use crate::program::parameters::Value;
 use crate::program::rank_program::{OperationKind, Site, StreamKind, TransferId};
 use crate::program::section::{RowFunction, ScratchId};
 use crate::program::text::{below, shortened};
@@ -34,6 +35,17 @@ pub(super) enum Bound {
     /// An optional input that the caller leaves out.
     Absent,
     Stream(usize),
+}
+
+impl From<Value> for Bound {
+    fn from(value: Value) -> Self {
+        match value {
+            Value::Integer(value) => Self::Integer(value),
+            Value::List(values) => Self::List(values.into()),
+            Value::ElementType(dtype) => Self::ElementType(dtype),
+            Value::Operator(operator) => Self::Operator(operator),
+        }
+    }
 }
 
 /// A loop that is open.
@@ -83,7 +95,7 @@ impl<'p> Unroller<'p> {
         kind: DiagnosticKind,
         message: impl Into<String>,
     ) -> Diagnostic {
-        let place = Place {
+        let place = RankSite {
             rank: self.made.rank,
             site: self.site.clone(),
         };

@@ -13,13 +13,13 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::expr::Expr;
 use crate::program::ir::{Program, StatementKind};
 use crate::program::parameters::Parameters;
-use crate::program::rank_program::{Expected, Operand};
+use crate::program::rank_program::{Expected, InputPart};
 use crate::program::section::{DeviceValue, Place, VALUE_TYPES};
 use std::cell::Cell;
 use std::sync::Arc;
 
 /// Reads an element of an input as an integer; an error says why it cannot.
-pub(in crate::program) type ReadInput<'v> = dyn Fn(&Operand) -> Result<i64, String> + 'v;
+pub(in crate::program) type ReadInput<'v> = dyn Fn(&InputPart) -> Result<i64, String> + 'v;
 
 /// Integers of inputs that are read.
 #[derive(Default)]

@@ -1,12 +1,12 @@
 //! Executes stream items one at a time, and determines the dependency each item is blocked on.
 
-use super::state::{Item, Mode, Need, Run};
+use super::state::{Item, Mode, Need, SimulatedRun};
 use super::violation::Violations;
 use crate::error::Rank;
 use crate::program::ir::Collective;
 use crate::program::rank_program::{OperationKind, TransferId};
 
-impl Run<'_> {
+impl SimulatedRun<'_> {
     /// Executes the next item of a stream; `false` if the queue is empty or the item is blocked.
     pub(super) fn advance(&mut self, stream: usize, violations: &mut Violations) -> bool {
         let Some(&item) = self.streams[stream].queue.front() else {

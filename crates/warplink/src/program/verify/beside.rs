@@ -2,13 +2,13 @@
 
 use super::diagnostics::{Diagnostics, place_of};
 use super::room::{Done, Holder, report};
-use super::state::{Mode, Run};
+use super::state::{Mode, SimulatedRun};
 use super::violation::Violations;
 use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::rank_program::OperationKind;
 
-impl Run<'_> {
+impl SimulatedRun<'_> {
     /// Device resources that an operation holds, if they are tracked.
     pub(super) fn holder(&self, rank: Rank, operation: usize) -> Option<Holder> {
         if self.rooms.is_empty() || self.mode == Mode::Captured {

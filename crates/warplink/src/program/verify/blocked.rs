@@ -1,9 +1,9 @@
 //! Wait-for graph of a program that does not terminate.
 
 use super::diagnostics::{Diagnostics, chained, place_of, place_of_transfer};
-use super::state::{Item, Need, Run};
+use super::state::{Item, Need, SimulatedRun};
 use crate::error::Rank;
-use crate::program::diagnostic::{DiagnosticKind, Place};
+use crate::program::diagnostic::{DiagnosticKind, RankSite};
 use crate::program::ir::{Backend, Direction};
 use crate::program::rank_program::OperationKind;
 use std::collections::{HashMap, HashSet};
@@ -28,11 +28,11 @@ struct Blocked {
     /// Agent that must satisfy the dependency; `None` if no agent will.
     on: Option<Agent>,
     /// Additional place that the description mentions.
-    also: Option<Place>,
+    also: Option<RankSite>,
 }
 
 /// Reports the agents that are blocked; `false` if every agent finished.
-pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) -> bool {
+pub(super) fn report(run: &SimulatedRun<'_>, diagnostics: &mut Diagnostics<'_>) -> bool {
     let hosts = (0..run.ranks.len())
         .filter(|&rank| run.hosts[rank].next < run.ranks[rank].operations.len())
         .map(Agent::Host);
@@ -75,7 +75,12 @@ pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) -> bool {
     !stuck.is_empty()
 }
 
-fn say(run: &Run<'_>, chain: &[(Agent, Blocked)], circle: bool, diagnostics: &mut Diagnostics<'_>) {
+fn say(
+    run: &SimulatedRun<'_>,
+    chain: &[(Agent, Blocked)],
+    circle: bool,
+    diagnostics: &mut Diagnostics<'_>,
+) {
     // Report a cycle once, wherever it is entered: start at its lowest place.
     let lowest = (0..chain.len()).min_by_key(|&index| {
         let place = place_of(run.ranks, chain[index].1.rank, chain[index].1.operation);
@@ -84,7 +89,7 @@ fn say(run: &Run<'_>, chain: &[(Agent, Blocked)], circle: bool, diagnostics: &mu
     let order: Vec<usize> = (0..chain.len())
         .map(|index| (index + lowest.unwrap_or(0)) % chain.len())
         .collect();
-    let mut places: Vec<Place> = Vec::new();
+    let mut places: Vec<RankSite> = Vec::new();
     for &index in &order {
         let blocked = &chain[index].1;
         places.push(place_of(run.ranks, blocked.rank, blocked.operation));
@@ -106,14 +111,14 @@ fn say(run: &Run<'_>, chain: &[(Agent, Blocked)], circle: bool, diagnostics: &mu
     });
 }
 
-fn why(run: &Run<'_>, agent: Agent) -> Option<Blocked> {
+fn why(run: &SimulatedRun<'_>, agent: Agent) -> Option<Blocked> {
     match agent {
         Agent::Host(rank) => why_host(run, rank),
         Agent::Stream(stream) => why_stream(run, stream),
     }
 }
 
-fn why_host(run: &Run<'_>, rank: Rank) -> Option<Blocked> {
+fn why_host(run: &SimulatedRun<'_>, rank: Rank) -> Option<Blocked> {
     let operation = run.hosts[rank].next;
     let OperationKind::Share(exchange) = run.ranks[rank].operations.get(operation)?.kind else {
         return None;
@@ -134,7 +139,7 @@ fn why_host(run: &Run<'_>, rank: Rank) -> Option<Blocked> {
     })
 }
 
-fn why_stream(run: &Run<'_>, stream: usize) -> Option<Blocked> {
+fn why_stream(run: &SimulatedRun<'_>, stream: usize) -> Option<Blocked> {
     let rank = run.streams[stream].rank;
     let (operation, need) = match *run.streams[stream].queue.front()? {
         Item::Operation(operation) => (operation, run.need(stream, operation)?),
@@ -202,7 +207,12 @@ fn why_stream(run: &Run<'_>, stream: usize) -> Option<Blocked> {
 }
 
 /// Place where a rank posts a transfer for the `number`-th time, and the agent that has to reach it.
-fn post_of(run: &Run<'_>, rank: Rank, id: usize, number: usize) -> Option<(Agent, Place)> {
+fn post_of(
+    run: &SimulatedRun<'_>,
+    rank: Rank,
+    id: usize,
+    number: usize,
+) -> Option<(Agent, RankSite)> {
     let posts = &run.links.posts[rank][id];
     let operation = *posts.get(number.checked_sub(1)?)?;
     Some((
@@ -212,7 +222,7 @@ fn post_of(run: &Run<'_>, rank: Rank, id: usize, number: usize) -> Option<(Agent
 }
 
 /// Agent that has to reach an operation: its stream, or the host that has not enqueued it yet.
-fn agent_of(run: &Run<'_>, rank: Rank, operation: usize) -> Agent {
+fn agent_of(run: &SimulatedRun<'_>, rank: Rank, operation: usize) -> Agent {
     if operation >= run.hosts[rank].next {
         Agent::Host(rank)
     } else {

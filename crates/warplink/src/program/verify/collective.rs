@@ -1,13 +1,13 @@
 //! Collectives: which ranks have arrived, and the accesses and happens-before edges of each rank.
 
 use super::memory::Mode as AccessMode;
-use super::state::Run;
+use super::state::SimulatedRun;
 use super::violation::Violations;
 use crate::error::Rank;
 use crate::program::ir::Collective;
 use crate::program::rank_program::Range;
 
-impl Run<'_> {
+impl SimulatedRun<'_> {
     pub(super) fn arrive(&mut self, stream: usize, number: usize, root: Option<Rank>) {
         let rank = self.streams[stream].rank;
         let members = &self.links.meetings.all[number];

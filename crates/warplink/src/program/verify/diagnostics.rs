@@ -1,7 +1,7 @@
 //! Collects diagnostics, and reports each violation once per set of statements.
 
 use crate::error::Rank;
-use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use crate::program::ir::Program;
 use crate::program::rank_program::RankProgram;
 use crate::program::text::{shortened, summary};
@@ -30,7 +30,7 @@ impl<'p> Diagnostics<'p> {
     pub(super) fn add(
         &mut self,
         kind: DiagnosticKind,
-        places: Vec<Place>,
+        places: Vec<RankSite>,
         message: impl FnOnce(&Self) -> String,
     ) {
         if self.is_new(kind, &places) {
@@ -46,7 +46,7 @@ impl<'p> Diagnostics<'p> {
     }
 
     /// Whether a diagnostic is the first of its kind at these places; counts a repetition otherwise.
-    fn is_new(&mut self, kind: DiagnosticKind, places: &[Place]) -> bool {
+    fn is_new(&mut self, kind: DiagnosticKind, places: &[RankSite]) -> bool {
         let starts = starts_of(places);
         let next = self.list.len();
         match self.known.get(&(kind, starts.clone())) {
@@ -75,7 +75,7 @@ impl<'p> Diagnostics<'p> {
     }
 
     /// `` rank 2, line 12 (j = 3): `post s` ``.
-    pub(super) fn say(&self, place: &Place) -> String {
+    pub(super) fn say(&self, place: &RankSite) -> String {
         match summary(self.program, place.site.position()) {
             text if text.is_empty() => place.to_string(),
             text => format!("{place}: `{}`", shortened(text)),
@@ -84,7 +84,7 @@ impl<'p> Diagnostics<'p> {
 }
 
 /// Start positions of the statements at `places`, sorted so that the discovery order does not matter.
-fn starts_of(places: &[Place]) -> Vec<(u32, u32)> {
+fn starts_of(places: &[RankSite]) -> Vec<(u32, u32)> {
     let starts = places
         .iter()
         .map(|place| (place.site.line, place.site.column));
@@ -104,16 +104,16 @@ pub(super) fn chained(links: impl ExactSizeIterator<Item = String>, most: usize)
 }
 
 /// Place of an operation.
-pub(super) fn place_of(ranks: &[RankProgram], rank: Rank, operation: usize) -> Place {
-    Place {
+pub(super) fn place_of(ranks: &[RankProgram], rank: Rank, operation: usize) -> RankSite {
+    RankSite {
         rank,
         site: ranks[rank].operations[operation].site.clone(),
     }
 }
 
 /// Place where a transfer is declared.
-pub(super) fn place_of_transfer(ranks: &[RankProgram], rank: Rank, transfer: usize) -> Place {
-    Place {
+pub(super) fn place_of_transfer(ranks: &[RankProgram], rank: Rank, transfer: usize) -> RankSite {
+    RankSite {
         rank,
         site: ranks[rank].transfers[transfer].site.clone(),
     }

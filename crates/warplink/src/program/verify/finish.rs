@@ -1,13 +1,13 @@
 //! Memory accesses of operations.
 
-use super::memory::{Access, Actor, Mode as AccessMode};
-use super::state::Run;
+use super::memory::{Actor, Mode as AccessMode, RecordedAccess};
+use super::state::SimulatedRun;
 use super::violation::Violations;
 use crate::error::Rank;
 use crate::program::area::Area;
 use crate::program::rank_program::{OperationKind, Range};
 
-impl Run<'_> {
+impl SimulatedRun<'_> {
     /// Performs the effects of an operation once all its dependencies are satisfied.
     pub(super) fn finish(&mut self, stream: usize, operation: usize, violations: &mut Violations) {
         let (rank, ranks) = (self.streams[stream].rank, self.ranks);
@@ -112,7 +112,7 @@ impl Run<'_> {
         violations: &mut Violations,
     ) {
         let state = &self.streams[stream];
-        let access = Access {
+        let access = RecordedAccess {
             actor: Actor::operation(state.rank, operation),
             stream: stream as u32,
             time: state.clock.get(stream),

@@ -2,13 +2,13 @@
 
 use super::clock::Clock;
 use super::memory::Mode as AccessMode;
-use super::state::{Mode, Run, Waited};
+use super::state::{Mode, SimulatedRun, Waited};
 use super::violation::Violations;
 use crate::error::Rank;
 use crate::program::ir::Direction;
 use crate::program::rank_program::{OperationKind, Range, TransferId};
 
-impl Run<'_> {
+impl SimulatedRun<'_> {
     /// Writes the word that the peer waits for, after the previous post of the transfer. Its values, and those of the
     /// word that signals completion of this rank's copy, must be written in order.
     pub(super) fn signal(

@@ -6,10 +6,10 @@
 
 use super::diagnostics::Diagnostics;
 use super::kernel_accesses::KernelAccesses;
-use super::lanes::{self, Launch};
+use super::lanes::{self, JointLaunch};
 use super::link::Links;
 use super::meetings::Meeting;
-use super::state::Run;
+use super::state::SimulatedRun;
 use super::violation::Violations;
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
@@ -49,9 +49,9 @@ pub(super) fn check(
     let kernels: Vec<_> = kernels(ranks, links).collect();
     let launches = kernels.iter().enumerate().map(|(number, kernel)| {
         let sections = kernel.iter().map(|(_, section)| *section);
-        Launch::new(sections.collect(), number == 0)
+        JointLaunch::new(sections.collect(), number == 0)
     });
-    let launches: Vec<Launch<'_>> = launches.collect();
+    let launches: Vec<JointLaunch<'_>> = launches.collect();
     if launches.is_empty() || !diagnostics.list.is_empty() {
         return accesses;
     }
@@ -64,7 +64,7 @@ pub(super) fn check(
     accesses
 }
 
-impl Run<'_> {
+impl SimulatedRun<'_> {
     /// Performs the accesses of a kernel once all ranks have arrived.
     pub(super) fn finish_kernel(
         &mut self,

@@ -7,7 +7,7 @@ use super::meetings::{Meetings, meetings};
 use super::numbers::Numbers;
 use super::shared::shared_tensors;
 use crate::error::Rank;
-use crate::program::diagnostic::{DiagnosticKind, Place};
+use crate::program::diagnostic::{DiagnosticKind, RankSite};
 use crate::program::ir::{Backend, Direction, Role, Sharding};
 use crate::program::partners;
 use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
@@ -189,7 +189,7 @@ fn interfaces(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
                     .enumerate()
                     .all(|(axis, (a, b))| a == b || own.sharding == Sharding::Ranks(axis));
             if !same {
-                let place = |rank, tensor: &crate::program::TensorInstance| Place {
+                let place = |rank, tensor: &crate::program::TensorInstance| RankSite {
                     rank,
                     site: tensor.site.clone(),
                 };

@@ -70,14 +70,14 @@ impl Mode {
 
 /// A recorded access.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Access {
+pub(super) struct RecordedAccess {
     pub(super) actor: Actor,
     pub(super) stream: u32,
     pub(super) time: u32,
     pub(super) mode: Mode,
 }
 
-impl Access {
+impl RecordedAccess {
     /// Whether it happens before a point with `clock` in `actor`. Parts of one operation are unordered.
     fn precedes(&self, clock: &Clock, actor: Actor) -> bool {
         self.actor != actor && self.is_known_to(clock)
@@ -92,9 +92,9 @@ impl Access {
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Violation {
     /// Unordered with this earlier access to these bytes.
-    Conflict(Access, Range),
+    Conflict(RecordedAccess, Range),
     /// Use after this deallocation.
-    Deallocated(Access, TensorId),
+    Deallocated(RecordedAccess, TensorId),
     /// Read of uninitialized bytes.
     Unwritten(Range),
 }
@@ -106,16 +106,16 @@ struct Segment {
     written: bool,
     /// Whether a kernel may have written it, depending on values in memory.
     may_be_written: bool,
-    write: Access,
+    write: RecordedAccess,
     /// Reads since the write, by stream; the last read of each stream subsumes its earlier ones.
-    reads: Vec<Access>,
+    reads: Vec<RecordedAccess>,
     /// Capacity of `reads` before those that precede another read are pruned.
     room: usize,
 }
 
 /// Access history of one tensor.
 #[derive(Debug)]
-struct Bytes {
+struct TensorHistory {
     /// History of the whole tensor, until the first access to a part.
     whole: Option<Segment>,
     /// Segments by start offset, without gaps; empty if the tensor is divided into cells.
@@ -132,7 +132,7 @@ struct Cells {
 
 /// Access history of all tensors of all ranks.
 pub(super) struct Memory {
-    tensors: Vec<Vec<Bytes>>,
+    tensors: Vec<Vec<TensorHistory>>,
 }
 
 impl Memory {
@@ -144,7 +144,7 @@ impl Memory {
                     end: tensor.bytes,
                     written: tensor.role == Role::Input,
                     may_be_written: false,
-                    write: Access {
+                    write: RecordedAccess {
                         actor: Actor::Before,
                         stream: stream as u32,
                         time: 1,
@@ -157,7 +157,7 @@ impl Memory {
                     grid: grid.clone(),
                     segments: vec![whole.clone(); grid.cells()],
                 });
-                Bytes {
+                TensorHistory {
                     whole: cells.is_none().then_some(whole),
                     parts: BTreeMap::new(),
                     cells,
@@ -179,7 +179,7 @@ impl Memory {
         &mut self,
         rank: Rank,
         area: &Area,
-        access: Access,
+        access: RecordedAccess,
         clock: &Clock,
         mut tell: impl FnMut(Violation),
     ) {
@@ -216,8 +216,8 @@ impl Memory {
     }
 
     /// Accesses to tensors of `rank` that may not have completed at a point with `clock`.
-    pub(super) fn unfinished(&self, rank: Rank, clock: &Clock) -> Vec<(Access, usize)> {
-        let mut list: Vec<(Access, usize)> = Vec::new();
+    pub(super) fn unfinished(&self, rank: Rank, clock: &Clock) -> Vec<(RecordedAccess, usize)> {
+        let mut list: Vec<(RecordedAccess, usize)> = Vec::new();
         for (tensor, bytes) in self.tensors[rank].iter().enumerate() {
             for segment in bytes.segments() {
                 let all = std::iter::once(&segment.write).chain(&segment.reads);
@@ -245,7 +245,7 @@ impl Memory {
     }
 }
 
-impl Bytes {
+impl TensorHistory {
     fn parts(&mut self) -> &mut BTreeMap<usize, Segment> {
         if let Some(segment) = self.whole.take() {
             self.parts.insert(0, segment);
@@ -264,7 +264,7 @@ impl Segment {
     fn access(
         &mut self,
         part: Range,
-        access: Access,
+        access: RecordedAccess,
         clock: &Clock,
         tell: &mut impl FnMut(Violation),
     ) {
@@ -300,7 +300,7 @@ impl Segment {
         !self.written && !self.may_be_written
     }
 
-    fn read(&mut self, access: Access, clock: &Clock) {
+    fn read(&mut self, access: RecordedAccess, clock: &Clock) {
         match self
             .reads
             .binary_search_by_key(&access.stream, |read| read.stream)

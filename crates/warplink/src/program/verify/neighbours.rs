@@ -3,7 +3,7 @@
 use super::diagnostics::{Diagnostics, place_of_transfer};
 use super::unroll_all;
 use crate::error::Rank;
-use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use crate::program::ir::{Backend, Program};
 use crate::program::parameters::Parameters;
 use crate::program::section::{LaneStepKind, ReadValues, SectionInstance};
@@ -48,7 +48,7 @@ fn of_lanes(
     let cases = match section.reachable_cases() {
         Ok(cases) => cases,
         Err(message) => {
-            let place = Place {
+            let place = RankSite {
                 rank: section.rank,
                 site: section.site.clone(),
             };
@@ -76,7 +76,7 @@ fn of_lanes(
                 };
                 for step in &steps {
                     for peer in reached(&step.kind).into_iter().filter(apart) {
-                        let place = Place {
+                        let place = RankSite {
                             rank: section.rank,
                             site: step.site.clone(),
                         };
@@ -98,7 +98,7 @@ fn reached(kind: &LaneStepKind) -> BTreeSet<Rank> {
     parts.map(|part| part.rank).chain(signalled).collect()
 }
 
-fn report(diagnostics: &mut Diagnostics<'_>, place: Place, peer: Rank) {
+fn report(diagnostics: &mut Diagnostics<'_>, place: RankSite, peer: Rank) {
     let rank = place.rank;
     diagnostics.add(DiagnosticKind::OutOfBounds, vec![place], |_| {
         format!("rank {rank} accesses rank {peer}; expected ranks that a link connects it with")

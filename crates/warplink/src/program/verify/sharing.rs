@@ -1,7 +1,7 @@
 //! Checks that programs whose kernels share a workspace, its words and its epoch may run after one another.
 
 use super::diagnostics::Diagnostics;
-use super::lanes::{self, Launch, Reaches};
+use super::lanes::{self, JointLaunch, Reaches};
 use super::{kernel, link, unroll_all};
 use crate::program::diagnostic::Diagnostic;
 use crate::program::ir::Program;
@@ -88,14 +88,14 @@ fn named<'a>(
     kernels: &'a [Vec<SectionInstance>],
     program: &'a Program,
     (reaches, form): (&[Reaches], usize),
-) -> Vec<Launch<'a>> {
+) -> Vec<JointLaunch<'a>> {
     let launches = kernels.iter().zip(reaches);
     launches
         .enumerate()
         .map(|(number, (sections, reaches))| {
             let all = reaches.main();
             let reach = all[form % all.len()].clone();
-            Launch::named(sections.iter().collect(), program, reach, number == 0)
+            JointLaunch::named(sections.iter().collect(), program, reach, number == 0)
         })
         .collect()
 }

@@ -3,7 +3,7 @@
 use super::blocked;
 use super::diagnostics::{Diagnostics, place_of, place_of_transfer};
 use super::link::Links;
-use super::state::{EventState, Item, Mode, Need, Run};
+use super::state::{EventState, Item, Mode, Need, SimulatedRun};
 use super::violation::{Violations, report_unfinished, report_unwritten_outputs};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
@@ -20,7 +20,7 @@ const HOST_TURN: usize = 64;
 
 /// Simulates the program of all ranks and reports violations.
 pub(super) fn simulate(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnostics<'_>) {
-    let mut run = Run::new(Mode::Eager, ranks, links);
+    let mut run = SimulatedRun::new(Mode::Eager, ranks, links);
     let mut violations = Violations::default();
     if !run.ends(&mut violations, diagnostics) {
         return;
@@ -38,7 +38,7 @@ pub(super) fn order(
     links: &Links,
     diagnostics: &mut Diagnostics<'_>,
 ) -> Vec<(Rank, usize)> {
-    let mut run = Run::new(Mode::Eager, ranks, links);
+    let mut run = SimulatedRun::new(Mode::Eager, ranks, links);
     run.done = Some(Vec::new());
     if !run.ends(&mut Violations::default(), diagnostics) {
         return Vec::new();
@@ -53,13 +53,13 @@ pub(super) fn stuck_as_graph(
     links: &Links,
 ) -> Option<Diagnostic> {
     let mut diagnostics = Diagnostics::new(program);
-    let mut run = Run::new(Mode::Captured, ranks, links);
+    let mut run = SimulatedRun::new(Mode::Captured, ranks, links);
     run.go(&mut Violations::default());
     blocked::report(&run, &mut diagnostics);
     diagnostics.list.into_iter().next()
 }
 
-impl Run<'_> {
+impl SimulatedRun<'_> {
     /// Runs to the end; reports the reason if that is impossible.
     fn ends(&mut self, violations: &mut Violations, diagnostics: &mut Diagnostics<'_>) -> bool {
         if !self.go(violations) {

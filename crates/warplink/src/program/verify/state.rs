@@ -1,12 +1,12 @@
-//! Simulation state of all ranks' hosts and streams.
+//! SimulatedRun state of all ranks' hosts and streams.
 
 use super::clock::{Clock, Clocks, Snapshot};
 use super::link::Links;
-use super::memory::{Access, Memory};
+use super::memory::{Memory, RecordedAccess};
 use super::numbers::Numbers;
 use super::room::Room;
 use super::violation::Violations;
-use super::word::Word;
+use super::word::WordHistory;
 use crate::error::Rank;
 use crate::program::area::Area;
 use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
@@ -77,11 +77,11 @@ pub(super) struct Host {
 }
 
 /// State of one end of a transfer.
-pub(super) struct End {
+pub(super) struct EndWords {
     /// Word that the peer writes: its signals, or the start of its posts to the engine.
-    pub(super) incoming: Word,
+    pub(super) incoming: WordHistory,
     /// Word that signals completion of this rank's own copy.
-    pub(super) completed: Word,
+    pub(super) completed: WordHistory,
     /// In a graph, whether the first post has progressed so far that other streams may follow it.
     pub(super) placed: bool,
     /// Waits for its last posts.
@@ -128,7 +128,7 @@ pub(super) struct Meeting {
 }
 
 /// State of the simulation.
-pub(super) struct Run<'a> {
+pub(super) struct SimulatedRun<'a> {
     pub(super) mode: Mode,
     pub(super) ranks: &'a [RankProgram],
     pub(super) links: &'a Links,
@@ -136,7 +136,7 @@ pub(super) struct Run<'a> {
     pub(super) first_stream: Vec<usize>,
     pub(super) streams: Vec<StreamState>,
     pub(super) hosts: Vec<Host>,
-    pub(super) ends: Vec<Vec<End>>,
+    pub(super) ends: Vec<Vec<EndWords>>,
     pub(super) events: Vec<EventState>,
     pub(super) engines: Vec<Engine>,
     pub(super) collectives: Vec<Meeting>,
@@ -152,7 +152,7 @@ pub(super) struct Run<'a> {
     pub(super) done: Option<Vec<(Rank, usize)>>,
 }
 
-impl<'a> Run<'a> {
+impl<'a> SimulatedRun<'a> {
     pub(super) fn new(mode: Mode, ranks: &'a [RankProgram], links: &'a Links) -> Self {
         let total = ranks.iter().map(|rank| rank.streams.len()).sum();
         let clocks = Clocks::new(total);
@@ -254,7 +254,7 @@ impl<'a> Run<'a> {
         &mut self,
         rank: Rank,
         area: &Area,
-        access: Access,
+        access: RecordedAccess,
         violations: &mut Violations,
     ) {
         if self.mode == Mode::Captured || violations.is_full() {
@@ -268,11 +268,11 @@ impl<'a> Run<'a> {
 }
 
 /// Ends of all transfers, with the number of readers of each value of their words.
-fn ends(mode: Mode, ranks: &[RankProgram], links: &Links) -> Vec<Vec<End>> {
-    let mut all: Vec<Vec<End>> = Vec::with_capacity(ranks.len());
+fn ends(mode: Mode, ranks: &[RankProgram], links: &Links) -> Vec<Vec<EndWords>> {
+    let mut all: Vec<Vec<EndWords>> = Vec::with_capacity(ranks.len());
     for (rank, program) in ranks.iter().enumerate() {
         let transfers = program.transfers.iter().enumerate();
-        let mut ends: Vec<End> = transfers
+        let mut ends: Vec<EndWords> = transfers
             .map(|(id, transfer)| {
                 let theirs = &links.posts[transfer.peer][links.partners[rank][id]];
                 let own = if transfer.initiates() {
@@ -280,9 +280,9 @@ fn ends(mode: Mode, ranks: &[RankProgram], links: &Links) -> Vec<Vec<End>> {
                 } else {
                     0
                 };
-                End {
-                    incoming: Word::new(theirs.len()),
-                    completed: Word::new(own),
+                EndWords {
+                    incoming: WordHistory::new(theirs.len()),
+                    completed: WordHistory::new(own),
                     placed: false,
                     waits: Vec::new(),
                 }
@@ -300,7 +300,7 @@ fn expect_readers(
     program: &RankProgram,
     posts: &[Vec<usize>],
     numbers: &Numbers,
-    ends: &mut [End],
+    ends: &mut [EndWords],
 ) {
     for (index, operation) in program.operations.iter().enumerate() {
         let (group, waits) = match &operation.kind {

@@ -1,10 +1,10 @@
 //! Violations of memory accesses and signals, and their messages.
 
 use super::diagnostics::{Diagnostics, place_of};
-use super::memory::{Access, Actor, Memory, Mode, Violation};
+use super::memory::{Actor, Memory, Mode, RecordedAccess, Violation};
 use super::room;
 use crate::error::Rank;
-use crate::program::diagnostic::{DiagnosticKind, Place};
+use crate::program::diagnostic::{DiagnosticKind, RankSite};
 use crate::program::ir::Role;
 use crate::program::rank_program::{Range, RankProgram};
 
@@ -15,10 +15,10 @@ const MAX_KEPT: usize = 4096;
 #[derive(Default)]
 pub(super) struct Violations {
     /// Owner of the memory, the earlier access, the later one, and the bytes.
-    conflicts: Vec<(Rank, Access, Access, Range)>,
+    conflicts: Vec<(Rank, RecordedAccess, RecordedAccess, Range)>,
     /// Owner of the memory, the deallocation, the access after it, and the tensor.
-    deallocated: Vec<(Rank, Access, Access, usize)>,
-    unwritten: Vec<(Rank, Access, Range)>,
+    deallocated: Vec<(Rank, RecordedAccess, RecordedAccess, usize)>,
+    unwritten: Vec<(Rank, RecordedAccess, Range)>,
     /// Rank, previous post, post.
     signals: Vec<(Rank, usize, usize)>,
     /// Rank, previous kernel, kernel.
@@ -28,7 +28,7 @@ pub(super) struct Violations {
 }
 
 impl Violations {
-    pub(super) fn add(&mut self, rank: Rank, access: Access, violation: Violation) {
+    pub(super) fn add(&mut self, rank: Rank, access: RecordedAccess, violation: Violation) {
         if self.is_full() {
             return;
         }
@@ -150,8 +150,8 @@ fn report_unordered_kernel(
     });
 }
 
-fn places_of(ranks: &[RankProgram], accesses: &[&Access]) -> Vec<Place> {
-    let place = |access: &&Access| match access.actor {
+fn places_of(ranks: &[RankProgram], accesses: &[&RecordedAccess]) -> Vec<RankSite> {
+    let place = |access: &&RecordedAccess| match access.actor {
         Actor::Before => None,
         Actor::Operation(rank, operation) => {
             Some(place_of(ranks, rank as usize, operation as usize))
@@ -160,7 +160,7 @@ fn places_of(ranks: &[RankProgram], accesses: &[&Access]) -> Vec<Place> {
     accesses.iter().filter_map(place).collect()
 }
 
-const fn verb(access: &Access) -> &'static str {
+const fn verb(access: &RecordedAccess) -> &'static str {
     match access.mode {
         Mode::Read | Mode::MayRead => "reads",
         Mode::Write | Mode::Update | Mode::MayWrite | Mode::MayUpdate => "writes",
@@ -169,7 +169,7 @@ const fn verb(access: &Access) -> &'static str {
 }
 
 /// Stream of an access's operation.
-fn stream_of(ranks: &[RankProgram], access: &Access) -> String {
+fn stream_of(ranks: &[RankProgram], access: &RecordedAccess) -> String {
     match access.actor {
         Actor::Before => "caller".to_owned(),
         Actor::Operation(rank, operation) => {
@@ -181,7 +181,7 @@ fn stream_of(ranks: &[RankProgram], access: &Access) -> String {
 
 fn report_conflict(
     ranks: &[RankProgram],
-    (rank, first, second, range): &(Rank, Access, Access, Range),
+    (rank, first, second, range): &(Rank, RecordedAccess, RecordedAccess, Range),
     diagnostics: &mut Diagnostics<'_>,
 ) {
     let places = places_of(ranks, &[second, first]);
@@ -230,7 +230,7 @@ pub(super) fn report_unfinished(
     ranks: &[RankProgram],
     rank: Rank,
     tensor: usize,
-    access: &Access,
+    access: &RecordedAccess,
     diagnostics: &mut Diagnostics<'_>,
 ) {
     let places = places_of(ranks, &[access]);
@@ -265,7 +265,7 @@ pub(super) fn report_unwritten_outputs(
             offset_bytes: start,
             bytes: end - start,
         };
-        let places = vec![Place {
+        let places = vec![RankSite {
             rank: rank_program.rank,
             site: instance.site.clone(),
         }];

@@ -4,7 +4,7 @@ use super::clock::{Clock, Snapshot};
 
 /// One value of a word.
 #[derive(Clone, Debug, Default)]
-struct Value {
+struct WordValue {
     /// Stream that wrote it, with its clock at that point.
     written: Option<(usize, u32)>,
     /// Snapshot at the write, kept until the last reader has taken it.
@@ -15,24 +15,24 @@ struct Value {
 
 /// A word whose values count up from 1.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Word {
-    values: Vec<Value>,
+pub(super) struct WordHistory {
+    values: Vec<WordValue>,
     /// Number of values written without a gap.
     reached: usize,
     /// Streams blocked on the word.
     waiting: Vec<usize>,
 }
 
-impl Word {
+impl WordHistory {
     /// Word that will take `values` values.
     pub(super) fn new(values: usize) -> Self {
         Self {
-            values: vec![Value::default(); values],
+            values: vec![WordValue::default(); values],
             ..Self::default()
         }
     }
 
-    fn value(&self, number: usize) -> Option<&Value> {
+    fn value(&self, number: usize) -> Option<&WordValue> {
         self.values.get(number.checked_sub(1)?)
     }
 
@@ -90,7 +90,7 @@ impl Word {
         if value.readers > 0 {
             value.clock = Some(clock.snapshot(stream));
         }
-        while let Some(Value {
+        while let Some(WordValue {
             written: Some(_), ..
         }) = self.values.get(self.reached)
         {

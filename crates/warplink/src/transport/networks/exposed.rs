@@ -5,7 +5,7 @@ use crate::device::network::{Network, NetworkRegion};
 use crate::device::{Device, DeviceSlice, Word};
 use crate::error::Result;
 use crate::memory::Region;
-use crate::transport::staging::{Incoming, Shape};
+use crate::transport::staging::{Incoming, RingShape};
 use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Weak};
@@ -53,7 +53,7 @@ impl Exposed {
     }
 
     /// Shape of the rings that the peer must use, if the region is staged.
-    pub(crate) fn staging(&self) -> Option<Shape> {
+    pub(crate) fn staging(&self) -> Option<RingShape> {
         let staged = self.memory.as_ref()?.staged.as_ref();
         staged.map(|staged| staged.shape)
     }

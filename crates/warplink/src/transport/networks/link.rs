@@ -4,10 +4,10 @@ use super::exposed::{ExposedMemory, reached};
 use super::{GONE, GoneNotice, INBOUND, Networks};
 use crate::device::Fault;
 use crate::device::network::{NetworkConnection, NetworkRegion, RemoteMemory};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::memory::Region;
 use crate::sync::lock;
-use crate::transport::staging::{Incoming, Service, Shape, StagedEnd};
+use crate::transport::staging::{Incoming, RingShape, Service, StagedEnd};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -36,7 +36,7 @@ pub(crate) struct Offered<'a> {
 
 /// Rings of a peer.
 pub(crate) struct OfferedRings<'a> {
-    pub(crate) shape: Shape,
+    pub(crate) shape: RingShape,
     /// Size of the staged region.
     pub(crate) region_bytes: u64,
     /// Key of the region if the peer's library accesses it directly; else empty.
@@ -49,7 +49,7 @@ pub(super) struct PeerEnd {
     connection: Arc<dyn NetworkConnection>,
     words: RemoteMemory,
     region: RemoteMemory,
-    rings: Option<Shape>,
+    rings: Option<RingShape>,
     /// The peer's region, if both ends' libraries access their memory directly.
     memory: Option<Arc<RemoteMemory>>,
 }
@@ -63,7 +63,7 @@ pub(crate) struct NetworkLink {
     words: Arc<RemoteMemory>,
     regions: Mutex<BTreeMap<u32, Arc<RemoteMemory>>>,
     exposed: Mutex<Option<ExposedMemory>>,
-    staged: Option<(Arc<Incoming>, Shape)>,
+    staged: Option<(Arc<Incoming>, RingShape)>,
     /// The peer's first region, if data bypasses staging.
     peers_memory: Option<Arc<RemoteMemory>>,
     staged_end: OnceLock<Arc<StagedEnd>>,
@@ -131,7 +131,7 @@ impl NetworkLink {
     }
 
     /// Rings of the peer, if the link is staged.
-    pub(in crate::transport) fn peer_shape(&self) -> Option<Shape> {
+    pub(in crate::transport) fn peer_shape(&self) -> Option<RingShape> {
         self.staged.as_ref().map(|(_, shape)| *shape)
     }
 
@@ -236,7 +236,7 @@ impl NetworkLink {
                     "the peer's region message has {} bytes; expected at least 8",
                     key.len()
                 );
-                return Err(Error::new(ErrorKind::Protocol, text).with_peer(self.peer));
+                return Err(Error::protocol(text).with_peer(self.peer));
             };
             let bytes = u64::from_le_bytes(*bytes);
             // Regions bypass the rings only if the first one does.
@@ -299,7 +299,7 @@ fn open_reached(
             return Ok(opened);
         }
         let text = format!("the key is of {} bytes; expected {bytes}", opened.bytes());
-        Err(Error::new(ErrorKind::Protocol, text))
+        Err(Error::protocol(text))
     });
     opened
         .inspect_err(|error| tracing::debug!(%error, "data for the peer's region is staged"))
@@ -308,20 +308,21 @@ fn open_reached(
 }
 
 /// Fails if the offered memory does not have the stated or required size.
-fn check_words(words: &RemoteMemory, region: &RemoteMemory, staging: Option<Shape>) -> Result<()> {
+fn check_words(
+    words: &RemoteMemory,
+    region: &RemoteMemory,
+    staging: Option<RingShape>,
+) -> Result<()> {
     if let Some(shape) = staging {
         return shape.check(words.bytes(), region.bytes());
     }
     if words.bytes() >= WORDS_BYTES {
         return Ok(());
     }
-    Err(Error::new(
-        ErrorKind::Protocol,
-        format!(
-            "the peer offers words of {} bytes; expected {WORDS_BYTES}",
-            words.bytes()
-        ),
-    )
+    Err(Error::protocol(format!(
+        "the peer offers words of {} bytes; expected {WORDS_BYTES}",
+        words.bytes()
+    ))
     .with_help("run the same version of Warplink on every rank"))
 }
 

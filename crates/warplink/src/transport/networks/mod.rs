@@ -15,16 +15,16 @@ pub use link::NetworkPath;
 pub(crate) use link::{NetworkLink, Offered, OfferedRings};
 
 use crate::deadline::Deadline;
+use crate::debug::debug_fields;
 use crate::device::Device;
 use crate::device::network::{self, Network, NetworkConnection, NetworkOptions, RemoteMemory};
 use crate::error::{Error, Rank, Result};
 use crate::memory::Region;
 use crate::sync::lock;
-use crate::transport::staging::{self, Incoming, Service, Shape, StagingConfig};
+use crate::transport::staging::{self, Incoming, RingShape, Service, StagingConfig};
 use exposed::ExposedMemory;
 use link::PeerEnd;
 use std::collections::HashMap;
-use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -123,7 +123,7 @@ impl Networks {
         let network = self.get(devices)?;
         let staged = if self.staging.always || !network.reaches(region.memory()) {
             // Explicitly staged, or the network cannot access the memory.
-            let shape = Shape::new(&self.staging)?;
+            let shape = RingShape::new(&self.staging)?;
             Some(Arc::new(Incoming::allocate(&self.device, shape)?))
         } else {
             None
@@ -200,14 +200,7 @@ impl Networks {
     }
 }
 
-impl fmt::Debug for Networks {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Networks")
-            .field("opened", &lock(&self.opened).len())
-            .field("retired", &lock(&self.retired).len())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Networks, |it| opened: lock(&it.opened).len(), retired: lock(&it.retired).len());
 
 #[cfg(test)]
 #[cfg(not(loom))]

@@ -19,7 +19,7 @@ fn link(own: Option<Vec<u8>>, peers: &[u8]) -> (Arc<Networks>, NetworkLink, Arc<
         connection: Arc::default(),
     });
     let connection = network.connection.clone();
-    let shape = Shape::new(&StagingConfig::default()).unwrap();
+    let shape = RingShape::new(&StagingConfig::default()).unwrap();
     let staged = Arc::new(Incoming::allocate(&device, shape).unwrap());
     let region = device.allocate(BYTES as usize, AllocationKind::Plain);
     let memory = ExposedMemory {

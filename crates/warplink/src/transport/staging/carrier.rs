@@ -7,7 +7,7 @@ use crate::deadline::Deadline;
 use crate::device::channel::trigger::Movement;
 use crate::device::channel::{Side, Windows};
 use crate::device::{At, Device, DeviceSlice, Fault, Word};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::transport::{Carrier, NetworkLink};
 use std::fmt;
 use std::sync::Arc;
@@ -38,10 +38,7 @@ impl StagedCarrier {
         fault: &Arc<Fault>,
     ) -> Result<Self> {
         let (Some(incoming), Some(peer_shape)) = (link.incoming(), link.peer_shape()) else {
-            return Err(Error::new(
-                ErrorKind::Internal,
-                "a link without staging memory",
-            ));
+            return Err(Error::internal("a link without staging memory"));
         };
         link.fail_when_broken(fault)?;
         let parts = EndParts {

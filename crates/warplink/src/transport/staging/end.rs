@@ -2,7 +2,7 @@
 
 use super::message::{StagingMessage, WORDS, malformed};
 use super::state::{EndState, MAX_GETS, Portion, StagingOperation};
-use super::{ARRIVED, CONSUMED, GONE, HEADER_BYTES, Incoming, Shape};
+use super::{ARRIVED, CONSUMED, GONE, HEADER_BYTES, Incoming, RingShape};
 use crate::device::network::{NetworkConnection, RemoteMemory};
 use crate::device::{
     Device, DeviceSlice, Event, Fault, MemoryOp, Priority, StagingMemory, Stream, Word,
@@ -43,7 +43,7 @@ pub(crate) struct EndParts {
     /// The peer's control memory, its ring, and the ring's shape.
     pub(crate) control: Arc<RemoteMemory>,
     pub(crate) peer_ring: Arc<RemoteMemory>,
-    pub(crate) peer_shape: Shape,
+    pub(crate) peer_shape: RingShape,
     pub(super) incoming: Arc<Incoming>,
     /// Set by the peer's signals.
     pub(crate) inbound: Word,

@@ -32,7 +32,7 @@ struct Fixture {
 impl Fixture {
     fn new() -> Self {
         let device = crate::device::open(&DeviceConfig::new(DeviceKind::Host, 0)).unwrap();
-        let shape = Shape {
+        let shape = RingShape {
             chunk_bytes: 64,
             chunks: 4,
         };

@@ -1,7 +1,7 @@
 //! Messages of a staged connection: the header next to each chunk.
 
 use crate::device::At;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// Words of a header.
 pub(super) const WORDS: usize = 7;
@@ -100,13 +100,13 @@ impl StagingMessage {
 
 /// The error for a protocol violation by the peer.
 pub(super) fn malformed(what: String) -> Error {
-    Error::new(ErrorKind::Protocol, what)
-        .with_help("run the same version of Warplink on every rank")
+    Error::protocol(what).with_help("run the same version of Warplink on every rank")
 }
 
 #[cfg(all(test, not(loom)))]
 mod tests {
     use super::*;
+    use crate::ErrorKind;
     use proptest::prelude::*;
 
     fn messages() -> impl Strategy<Value = StagingMessage> {

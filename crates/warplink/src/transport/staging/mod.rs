@@ -85,7 +85,7 @@ impl Default for StagingConfig {
 
 /// Shape of an end's receiving ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Shape {
+pub(crate) struct RingShape {
     chunk_bytes: u64,
     chunks: u64,
 }
@@ -93,12 +93,12 @@ pub(crate) struct Shape {
 /// An end's memory that its peer writes to.
 #[derive(Debug)]
 pub(super) struct Incoming {
-    pub(super) shape: Shape,
+    pub(super) shape: RingShape,
     pub(super) control: StagingMemory,
     pub(super) ring: StagingMemory,
 }
 
-impl Shape {
+impl RingShape {
     pub(crate) fn new(config: &StagingConfig) -> Result<Self> {
         let shape = Self {
             chunk_bytes: config.chunk_bytes as u64,
@@ -162,7 +162,7 @@ impl Shape {
 }
 
 impl Incoming {
-    pub(super) fn allocate(device: &Arc<dyn Device>, shape: Shape) -> Result<Self> {
+    pub(super) fn allocate(device: &Arc<dyn Device>, shape: RingShape) -> Result<Self> {
         Ok(Self {
             shape,
             control: device.allocate_staging(shape.control_bytes())?,
@@ -178,7 +178,7 @@ mod tests {
 
     #[test]
     fn shapes_are_checked() {
-        let shape = |chunk_bytes, chunks| Shape {
+        let shape = |chunk_bytes, chunks| RingShape {
             chunk_bytes,
             chunks,
         };
@@ -203,7 +203,7 @@ mod tests {
             ..StagingConfig::default()
         };
         assert_eq!(
-            Shape::new(&config).unwrap_err().kind(),
+            RingShape::new(&config).unwrap_err().kind(),
             ErrorKind::InvalidArgument
         );
     }

@@ -51,11 +51,7 @@ function_table! {
 impl Blas {
     fn get() -> Result<&'static Self> {
         static LIBRARY: OnceLock<Blas> = OnceLock::new();
-        if let Some(library) = LIBRARY.get() {
-            return Ok(library);
-        }
-        let library = Self::resolve(&library::load(&CUBLAS)?)?;
-        Ok(LIBRARY.get_or_init(|| library))
+        library::once(&LIBRARY, &CUBLAS, Self::resolve)
     }
 
     fn check(&self, code: c_int, operation: &'static str) -> Result<()> {

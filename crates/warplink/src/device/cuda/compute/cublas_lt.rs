@@ -68,11 +68,7 @@ function_table! {
 impl BlasLt {
     pub(crate) fn get() -> Result<&'static Self> {
         static LIBRARY: OnceLock<BlasLt> = OnceLock::new();
-        if let Some(library) = LIBRARY.get() {
-            return Ok(library);
-        }
-        let library = Self::resolve(&library::load(&CUBLAS_LT)?)?;
-        Ok(LIBRARY.get_or_init(|| library))
+        library::once(&LIBRARY, &CUBLAS_LT, Self::resolve)
     }
 
     /// Turns a code into a result.

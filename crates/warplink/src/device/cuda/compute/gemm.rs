@@ -5,7 +5,7 @@ use super::cublas_lt::{
 };
 use crate::device::MatmulSpec;
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::named::alternatives;
 use crate::sync::lock;
 use cudarc::cublaslt::sys::{
@@ -138,11 +138,8 @@ impl Gemm {
             .filter(|one| one.state == 0)
             .collect();
         let chosen = *usable.first().ok_or_else(|| {
-            Error::new(
-                ErrorKind::Unsupported,
-                format!("cuBLASLt has no algorithm for {spec:?}"),
-            )
-            .with_help("use other sizes or another element type")
+            Error::unsupported(format!("cuBLASLt has no algorithm for {spec:?}"))
+                .with_help("use other sizes or another element type")
         })?;
         let description = Mutex::new(description);
         Ok((

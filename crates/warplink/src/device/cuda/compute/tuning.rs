@@ -10,7 +10,7 @@ use crate::device::cuda::driver::raw::{RawEvent, RawStream};
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::PlainMemory;
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -245,10 +245,7 @@ fn random_tile(dtype: DType) -> Result<Vec<u8>> {
             DType::BF16 => bytes.extend(half::bf16::from_f32(value()).to_ne_bytes()),
             DType::F32 => bytes.extend(value().to_ne_bytes()),
             _ => {
-                return Err(Error::new(
-                    ErrorKind::Internal,
-                    format!("no random values of {dtype}"),
-                ));
+                return Err(Error::internal(format!("no random values of {dtype}")));
             }
         }
     }

@@ -8,6 +8,7 @@ pub(super) mod context;
 pub(super) mod poll;
 pub(super) mod raw;
 
+use crate::debug::debug_fields;
 use crate::device::PciAddress;
 use crate::device::library::{self, DRIVER, Loaded, function_table};
 use crate::error::{Error, ErrorKind, Result};
@@ -161,11 +162,7 @@ function_table! {
     }
 }
 
-impl std::fmt::Debug for Driver {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Driver")
-    }
-}
+debug_fields!(Driver);
 
 impl Driver {
     /// The driver, loaded and initialized.

@@ -5,27 +5,11 @@ use crate::error::Result;
 use sha2::{Digest, Sha256};
 use std::fs;
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-
-/// Overrides the directory of the cache.
-const DIRECTORY_VARIABLE: &str = "WARPLINK_CACHE_DIR";
 
 /// Length of a digest in bytes.
 const DIGEST: usize = 32;
-
-/// Directory of the cache; `None` if the environment defines none.
-pub(crate) fn directory() -> Option<PathBuf> {
-    let variable = |name| {
-        std::env::var_os(name)
-            .filter(|value| !value.is_empty())
-            .map(PathBuf::from)
-    };
-    variable(DIRECTORY_VARIABLE)
-        .or_else(|| variable("XDG_CACHE_HOME").map(|path| path.join("warplink")))
-        .or_else(|| variable("HOME").map(|path| path.join(".cache/warplink")))
-        .filter(|path| path.is_absolute())
-}
 
 /// Cache key of an entry compiled from `parts`.
 pub(crate) fn key(parts: &[&str]) -> String {

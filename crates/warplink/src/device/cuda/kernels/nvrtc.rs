@@ -4,6 +4,7 @@ use super::cache;
 use crate::device::library::function_table;
 use crate::device::library::{self, NVRTC};
 use crate::error::{Error, ErrorKind, Result};
+use crate::variables::cache_directory;
 use cudarc::nvrtc::sys::nvrtcProgram;
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::sync::OnceLock;
@@ -137,11 +138,7 @@ function_table! {
 impl Compiler {
     fn get() -> Result<&'static Self> {
         static COMPILER: OnceLock<Compiler> = OnceLock::new();
-        if let Some(compiler) = COMPILER.get() {
-            return Ok(compiler);
-        }
-        let compiler = Self::resolve(&library::load(&NVRTC)?)?;
-        Ok(COMPILER.get_or_init(|| compiler))
+        library::once(&COMPILER, &NVRTC, Self::resolve)
     }
 
     fn check(&self, code: c_int, operation: &'static str) -> Result<()> {
@@ -299,7 +296,7 @@ pub(crate) fn machine_code_of(
     let mut parts = vec![version.as_str(), name, text];
     parts.extend(options.iter().map(String::as_str));
     parts.extend(HEADERS.iter().map(|(_, header)| *header));
-    cache::get_or_make(cache::directory().as_deref(), &cache::key(&parts), || {
+    cache::get_or_make(cache_directory().as_deref(), &cache::key(&parts), || {
         compiler.compile(name, text, &options, architecture)
     })
 }

@@ -10,7 +10,7 @@ use crate::device::module::{CudaCode, KernelBackend, KernelResources, ModuleBack
 use crate::device::{
     Argument, DeviceKind, DeviceSlice, Launch, ModuleSource, SerialArguments, SerialBackend, Stream,
 };
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::lock;
 use cudarc::driver::sys::{CUfunction, CUstream};
 use std::collections::HashMap;
@@ -56,7 +56,7 @@ impl UserModule {
             }
             None => {
                 return Err(
-                    Error::new(ErrorKind::Unsupported, "the module has no code for a GPU")
+                    Error::unsupported("the module has no code for a GPU")
                         .with_operation("load a module")
                         .with_key(source.name())
                         .with_device(gpu.name())

@@ -21,7 +21,7 @@ use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::stream::live::{PendingUse, Uses};
 use crate::device::{Backing, DeviceKind, DeviceSlice, Fault};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
@@ -439,8 +439,7 @@ fn check_words(bytes: usize) -> Result<()> {
 
 /// The error for exporting mapped peer memory or an unsuitable kind.
 pub(super) fn not_ours() -> Error {
-    Error::new(
-        ErrorKind::Unsupported,
+    Error::unsupported(
         "the slice is a mapping of a peer's memory; expected memory allocated or borrowed here",
     )
     .with_operation("export device memory")

@@ -7,7 +7,7 @@ use super::{CudaBacking, Source, next_identity, not_ours};
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::{Backing, DeviceSlice, Export, Opening, Piece};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use cudarc::driver::sys::CUipcMemHandle;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -69,7 +69,7 @@ fn mapped_pieces(gpu: &Gpu, base: u64, lengths: &[usize]) -> Result<Vec<Piece>> 
 fn mapped_descriptor(gpu: &Gpu, address: u64) -> Result<OwnedFd> {
     virtual_memory::export_mapped(gpu, address).map_err(|error| {
         let text = format!("the memory can be shared neither by IPC nor by descriptor: {}", error.message());
-        Error::new(ErrorKind::Unsupported, text)
+        Error::unsupported(text)
             .with_operation("export device memory")
             .with_device(gpu.name())
             .with_code(error.code().unwrap_or_default())
@@ -80,17 +80,15 @@ fn mapped_descriptor(gpu: &Gpu, address: u64) -> Result<OwnedFd> {
 /// Imports a peer's allocation of `bytes`.
 pub(crate) fn import(gpu: &Arc<Gpu>, opening: Opening, bytes: usize) -> Result<DeviceSlice> {
     if bytes == 0 {
-        return Err(Error::new(
-            ErrorKind::InvalidHandle,
-            "the handle names 0 bytes; expected at least 1",
-        )
-        .with_operation("open a peer's memory"));
+        return Err(
+            Error::invalid_handle("the handle names 0 bytes; expected at least 1")
+                .with_operation("open a peer's memory"),
+        );
     }
     let too_small = |has: usize| {
-        Error::new(
-            ErrorKind::InvalidHandle,
-            format!("the peer's allocation has {has} bytes; expected the {bytes} of its handle"),
-        )
+        Error::invalid_handle(format!(
+            "the peer's allocation has {has} bytes; expected the {bytes} of its handle"
+        ))
         .with_operation("open a peer's memory")
     };
     match opening {
@@ -145,7 +143,7 @@ fn reach(gpu: &Gpu, backing: &CudaBacking) -> Result<()> {
             "GPU {} cannot map the memory of GPU {}",
             mine.ordinal, theirs.ordinal
         );
-        return Err(Error::new(ErrorKind::Unsupported, text)
+        return Err(Error::unsupported(text)
             .with_operation("open a peer's memory")
             .with_help("run `warplink doctor` to see which GPUs reach which"));
     }

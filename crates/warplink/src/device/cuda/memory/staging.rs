@@ -6,7 +6,7 @@ use crate::device::Fault;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::poll::poll;
 use crate::device::cuda::driver::raw::{Pinned, RawEvent, RawStream};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -169,8 +169,7 @@ impl Staging {
             self.wait(|| inner.stream.is_idle())?;
         }
         let Some(mut buffer) = inner.buffer.take() else {
-            return Err(Error::new(
-                ErrorKind::Internal,
+            return Err(Error::internal(
                 "the pinned buffer was lost when a copy panicked",
             ));
         };

@@ -52,12 +52,11 @@ impl VirtualMemory {
             );
         }
         if !gpu.capabilities.virtual_memory || !gpu.capabilities.descriptors {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "the GPU cannot share memory by descriptor",
-            )
-            .with_device(gpu.name())
-            .with_help("use AllocationKind::Plain"));
+            return Err(
+                Error::unsupported("the GPU cannot share memory by descriptor")
+                    .with_device(gpu.name())
+                    .with_help("use AllocationKind::Plain"),
+            );
         }
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
@@ -112,11 +111,8 @@ impl VirtualMemory {
             .iter()
             .try_fold(0_usize, |sum, bytes| sum.checked_add(*bytes));
         let whole = whole.ok_or_else(|| {
-            Error::new(
-                ErrorKind::InvalidHandle,
-                "the peer's pieces overflow the address space",
-            )
-            .with_operation("map a peer's memory")
+            Error::invalid_handle("the peer's pieces overflow the address space")
+                .with_operation("map a peer's memory")
         })?;
         let mut memory = Self::reserve(gpu, whole)?;
         let _entered = gpu.context.enter()?;
@@ -134,10 +130,10 @@ impl VirtualMemory {
             memory.map(Mapped { handle, bytes }).map_err(|error| {
                 // The driver reports a mapping beyond the physical memory as an invalid value.
                 if error.code() == Some(status::INVALID_VALUE.into()) {
-                    Error::new(
-                        ErrorKind::InvalidHandle,
-                        format!("the peer's allocation is smaller than expected: a piece has {bytes} bytes according to its owner"),
-                    )
+                    let text = format!(
+                        "the peer's allocation is smaller than expected: a piece has {bytes} bytes according to its owner"
+                    );
+                    Error::invalid_handle(text)
                     .with_operation("map a peer's memory")
                     .with_code(status::INVALID_VALUE.into())
                 } else {

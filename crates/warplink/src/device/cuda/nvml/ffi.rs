@@ -84,23 +84,22 @@ function_table! {
 }
 
 impl Nvml {
-    /// NVML, loaded and initialized. Failures are not cached: the next call tries again.
+    /// NVML, loaded and initialized.
     pub(super) fn get() -> Result<&'static Self> {
         static LIBRARY: OnceLock<Nvml> = OnceLock::new();
-        if let Some(library) = LIBRARY.get() {
-            return Ok(library);
-        }
-        let library = Self::resolve(&library::load(&library::NVML)?)?;
-        // SAFETY: it has no arguments; the library counts its starts, and is never shut down here.
-        let status = unsafe { (library.nvmlInit_v2)() };
-        library.check(status, "start NVML")?;
-        Ok(LIBRARY.get_or_init(|| library))
+        library::once(&LIBRARY, &library::NVML, |loaded| {
+            let library = Self::resolve(loaded)?;
+            // SAFETY: it has no arguments; the library counts its starts, and is never shut down here.
+            let status = unsafe { (library.nvmlInit_v2)() };
+            library.check(status, "start NVML")?;
+            Ok(library)
+        })
     }
 
     /// Handle of the GPU at `address`, or null and the status of the failure.
     pub(super) fn find(&self, address: PciAddress) -> Result<(NvmlHandle, c_int)> {
         let text = CString::new(address.to_string())
-            .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;
+            .map_err(|error| Error::internal(error.to_string()))?;
         let mut handle = NvmlHandle(std::ptr::null_mut());
         // SAFETY: `text` ends with a zero, and `handle` is an output parameter for one handle.
         let status = unsafe { (self.nvmlDeviceGetHandleByPciBusId_v2)(text.as_ptr(), &mut handle) };

@@ -1,7 +1,7 @@
 //! Stream capture, and resources that a captured graph keeps alive.
 
 use crate::device::cuda::driver::Driver;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use cudarc::driver::sys::*;
 use std::any::Any;
 use std::ffi::{c_int, c_uint, c_void};
@@ -114,7 +114,7 @@ pub(crate) fn is_capturing(driver: &Driver, stream: CUstream) -> Result<bool> {
 }
 
 fn too_old(lack: &str) -> Error {
-    Error::new(ErrorKind::Unsupported, format!("the driver {lack}"))
+    Error::unsupported(format!("the driver {lack}"))
         .with_operation("record into a graph")
         .with_help("install a newer driver, or do not capture")
 }

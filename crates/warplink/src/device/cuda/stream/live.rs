@@ -198,9 +198,7 @@ impl LiveStream {
         if self.is_here() {
             return Ok(());
         }
-        Err(Error::new(
-            ErrorKind::InvalidArgument,
-            "the per-thread default stream was borrowed on another thread; expected the same thread",
+        Err(Error::invalid("the per-thread default stream was borrowed on another thread; expected the same thread",
         )
         .with_help("enqueue on the thread that borrowed it, or create a stream"))
     }

@@ -5,7 +5,7 @@ use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::raw::RawStream;
 use crate::device::cuda::driver::{Driver, Status, status};
 use crate::device::{DeviceKind, MemoryOp, Word};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use cudarc::driver::sys::*;
 use std::ffi::c_uint;
 use std::mem::MaybeUninit;
@@ -61,11 +61,10 @@ pub(crate) fn add_to_capture(
         driver.cuGraphAddBatchMemOpNode,
         driver.cuStreamUpdateCaptureDependencies,
     ) else {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            "the driver cannot record waits for words into a graph",
-        )
-        .with_help("install a newer driver, or do not capture"));
+        return Err(
+            Error::unsupported("the driver cannot record waits for words into a graph")
+                .with_help("install a newer driver, or do not capture"),
+        );
     };
     in_batches(ops, |batch| {
         let Some(capture) = Capture::of(driver, stream)? else {

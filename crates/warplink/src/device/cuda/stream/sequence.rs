@@ -5,7 +5,7 @@ use crate::device::cuda::kernels::transfer::{MAX_OPERATIONS, MAX_PARTS, Transfer
 use crate::device::{
     DeviceSlice, KernelCopy, MemoryOp, PacketPart, StreamBackend, StreamOp, Unit, Word,
 };
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 
 /// A word operation not yet enqueued.
 type Pending<'a> = (MemoryOp<'a>, Unit);
@@ -18,12 +18,9 @@ impl CudaStream {
 
     fn needed_kernels(&self) -> Result<&TransferKernel> {
         self.kernels().ok_or_else(|| {
-            Error::new(
-                ErrorKind::Unsupported,
-                "the kernels for transfers could not be loaded",
-            )
-            .with_device(self.gpu.name())
-            .with_help("install NVRTC, or let the copy engine do the transfer")
+            Error::unsupported("the kernels for transfers could not be loaded")
+                .with_device(self.gpu.name())
+                .with_help("install NVRTC, or let the copy engine do the transfer")
         })
     }
 

@@ -214,26 +214,25 @@ impl RequestParams {
 }
 
 impl Ucp {
-    /// UCX, loaded. Failures are not cached: the next call tries again.
+    /// UCX, loaded.
     pub(super) fn get() -> Result<&'static Self> {
         static LIBRARY: OnceLock<Ucp> = OnceLock::new();
-        if let Some(library) = LIBRARY.get() {
-            return Ok(library);
-        }
-        let library = Self::resolve(&library::load(&library::UCX)?)?;
-        // UCX installs handlers for fatal signals when loaded; restore the process's own.
-        if let Some(disable) = library.ucs_debug_disable_signals {
-            // SAFETY: it has no arguments, and restores the handlers that were there.
-            unsafe { disable() };
-        }
-        // UCX logs to standard output, which is reserved for results; its errors are returned anyway.
-        if std::env::var_os(LOG_VARIABLE).is_none()
-            && let Some(set) = library.ucs_global_opts_set_value
-        {
-            // SAFETY: both texts end with a zero, and UCX copies what it keeps.
-            unsafe { set(c"LOG_LEVEL".as_ptr(), c"fatal".as_ptr()) };
-        }
-        Ok(LIBRARY.get_or_init(|| library))
+        library::once(&LIBRARY, &library::UCX, |loaded| {
+            let library = Self::resolve(loaded)?;
+            // UCX installs handlers for fatal signals when loaded; restore the process's own.
+            if let Some(disable) = library.ucs_debug_disable_signals {
+                // SAFETY: it has no arguments, and restores the handlers that were there.
+                unsafe { disable() };
+            }
+            // UCX logs to standard output, which is reserved for results; its errors are returned anyway.
+            if std::env::var_os(LOG_VARIABLE).is_none()
+                && let Some(set) = library.ucs_global_opts_set_value
+            {
+                // SAFETY: both texts end with a zero, and UCX copies what it keeps.
+                unsafe { set(c"LOG_LEVEL".as_ptr(), c"fatal".as_ptr()) };
+            }
+            Ok(library)
+        })
     }
 
     /// Name and version.

@@ -141,15 +141,15 @@ impl UcxNetwork {
         // Only the packed key shows which transports reach the memory, hence registration first.
         if !is_enough(&packed) {
             let text = "no network card reaches the device's memory";
-            return Err(Error::new(ErrorKind::Unsupported, text).with_operation("register memory"));
+            return Err(Error::unsupported(text).with_operation("register memory"));
         }
         let key = EndpointKey {
             address: memory.address(),
             bytes: memory.bytes() as u64,
             packed,
         };
-        let encoded = postcard::to_stdvec(&key)
-            .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;
+        let encoded =
+            postcard::to_stdvec(&key).map_err(|error| Error::internal(error.to_string()))?;
         Ok(NetworkRegion {
             key: seal(&encoded),
             _registration: registration,
@@ -183,13 +183,10 @@ impl Network for UcxNetwork {
             DeviceAccess::Direct => true,
         };
         if !wanted {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "memory is not reached directly: access is '{}'",
-                    self.access
-                ),
-            )
+            return Err(Error::unsupported(format!(
+                "memory is not reached directly: access is '{}'",
+                self.access
+            ))
             .with_operation("register memory"));
         }
         check_kind(memory, self.reaches_device)
@@ -279,9 +276,9 @@ impl NetworkConnection for UcxConnection {
         };
         let decoded = unseal(key).map_err(name)?;
         let key: EndpointKey = postcard::from_bytes(decoded)
-            .map_err(|error| name(Error::new(ErrorKind::InvalidHandle, error.to_string())))?;
+            .map_err(|error| name(Error::invalid_handle(error.to_string())))?;
         let bytes = usize::try_from(key.bytes)
-            .map_err(|error| name(Error::new(ErrorKind::InvalidHandle, error.to_string())))?;
+            .map_err(|error| name(Error::invalid_handle(error.to_string())))?;
         let number = self.number;
         let opened = self.link.ask(
             Deadline::after(COMMAND_TIMEOUT),
@@ -460,18 +457,15 @@ fn check_kind(memory: &DeviceSlice, reaches_device: bool) -> Result<()> {
     if memory.backing().is_host_memory() || is_reached_gpu {
         return Ok(());
     }
-    Err(Error::new(
-        ErrorKind::Unsupported,
-        format!(
-            "the network does not reach memory of device {}; expected host memory",
-            memory.kind()
-        ),
-    )
+    Err(Error::unsupported(format!(
+        "the network does not reach memory of device {}; expected host memory",
+        memory.kind()
+    ))
     .with_help("copy the data to staging memory of the device first"))
 }
 
 fn ended() -> Error {
-    Error::new(ErrorKind::Closed, "the network is closed").with_help("open the network again")
+    Error::closed("the network is closed").with_help("open the network again")
 }
 
 /// `bytes` prefixed with their digest: UCX parses keys and addresses without validating them.
@@ -486,8 +480,7 @@ fn unseal(sealed: &[u8]) -> Result<&[u8]> {
         .filter(|(digest, bytes)| Sha256::digest(bytes)[..DIGEST] == **digest)
         .map(|(_, bytes)| bytes)
         .ok_or_else(|| {
-            Error::new(
-                ErrorKind::InvalidHandle,
+            Error::invalid_handle(
                 "the bytes are truncated or altered; expected them as the peer gave them",
             )
         })

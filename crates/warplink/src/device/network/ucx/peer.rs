@@ -198,7 +198,7 @@ impl Peer {
 
     /// Fails all pending operations, and answers those that wait for the close.
     fn answer(&mut self) {
-        let closed = Error::new(ErrorKind::Closed, "the connection is closed");
+        let closed = Error::closed("the connection is closed");
         let closed = closed.with_peer(self.rank);
         let queued = self
             .queue
@@ -357,7 +357,7 @@ impl Peer {
                 "{memory:?} is not registered with the network, which reaches it by that alone"
             );
             self.fail_with(
-                Error::new(ErrorKind::InvalidArgument, text)
+                Error::invalid(text)
                     .with_peer(self.rank)
                     .with_help("register device memory, and keep the registration until operations on it are flushed"),
             );
@@ -480,9 +480,7 @@ impl Peer {
         match (&self.failed, self.endpoint) {
             (Some(error), _) => Err(error.clone()),
             (None, Some(endpoint)) => Ok(endpoint),
-            (None, None) => {
-                Err(Error::new(ErrorKind::Closed, "the connection is closed").with_peer(self.rank))
-            }
+            (None, None) => Err(Error::closed("the connection is closed").with_peer(self.rank)),
         }
     }
 

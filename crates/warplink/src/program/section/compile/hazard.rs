@@ -72,7 +72,7 @@ enum Selected {
 
 /// An operand access of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Access {
+struct StepAccess {
     tensor: Accessed,
     rank: Option<i64>,
     selected: Selected,
@@ -101,7 +101,7 @@ impl Accessed {
     }
 }
 
-impl Access {
+impl StepAccess {
     fn conflicts(&self, other: &Self) -> bool {
         let apart = match (self.rank, other.rank) {
             (Some(a), Some(b)) if a != b => true,
@@ -129,11 +129,11 @@ struct HazardWalk<'s> {
     scope: Scope,
     aliases: HashMap<&'s str, (usize, Selected)>,
     /// Accesses of the current step.
-    accesses: Vec<Access>,
+    accesses: Vec<StepAccess>,
     /// The current step, if it applies a function of rows.
     applied: Option<usize>,
     /// Accesses since the last barrier.
-    pending: BTreeSet<Access>,
+    pending: BTreeSet<StepAccess>,
     barriers: Barriers,
     steps: usize,
     looks: usize,
@@ -338,7 +338,7 @@ impl<'s> HazardWalk<'s> {
             Some(rank) => self.scope.value(rank),
             None => i64::try_from(self.instance.rank).ok(),
         };
-        self.accesses.push(Access {
+        self.accesses.push(StepAccess {
             tensor,
             rank,
             selected,

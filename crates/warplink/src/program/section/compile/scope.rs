@@ -6,7 +6,7 @@ use std::cell::Cell;
 
 /// Meaning of a section's name.
 #[derive(Clone, Debug)]
-pub(super) struct Bound {
+pub(super) struct KernelName {
     /// Its name in the section.
     name: String,
     /// Its expression in the kernel.
@@ -20,7 +20,7 @@ pub(super) struct Bound {
 /// Visible integers, innermost last.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Scope {
-    bound: Vec<Bound>,
+    bound: Vec<KernelName>,
     /// Whether any value may need more than 32 bits.
     wide: Cell<bool>,
 }
@@ -49,7 +49,7 @@ impl Scope {
         range: Range,
     ) {
         self.note(range);
-        self.bound.push(Bound {
+        self.bound.push(KernelName {
             name: name.to_owned(),
             text: text.into(),
             value,
@@ -94,7 +94,7 @@ impl Scope {
         self.find(name).map(|bound| bound.text.as_str())
     }
 
-    fn find(&self, name: &str) -> Option<&Bound> {
+    fn find(&self, name: &str) -> Option<&KernelName> {
         self.bound.iter().rev().find(|bound| bound.name == name)
     }
 

@@ -8,7 +8,7 @@ pub(crate) use value::VALUE_TYPES;
 pub use value::{ReadValues, ReadWord};
 
 use super::instance::SectionInstance;
-use super::ir::{Move, Operator, Place, Source, Step, StepKind, Verb};
+use super::ir::{Move, Place, ReduceOperator, Source, Step, StepKind, Verb};
 use super::iterations::Iterations;
 use super::lane::{LaneStep, LaneStepKind, Part};
 use super::remainders;
@@ -18,7 +18,7 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::construct::{Branch, Each, Loop, NodeKind, Selection, TensorRef};
-use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place as DiagnosticPlace};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use crate::program::expr::{self, Condition, Expr};
 use crate::program::site::{Position, Site};
 use crate::program::text::below;
@@ -152,7 +152,7 @@ struct Resolver<'s> {
 }
 
 /// A resolved operand of a move.
-struct Operand {
+struct MoveOperand {
     part: Part,
     dtype: DType,
     extent: usize,
@@ -163,7 +163,7 @@ struct Operand {
 
 impl<'s> Resolver<'s> {
     fn wrong(&self, kind: DiagnosticKind, message: impl Into<String>) -> Stop {
-        let place = DiagnosticPlace {
+        let place = RankSite {
             rank: self.instance.rank,
             site: self.site.clone(),
         };
@@ -402,7 +402,7 @@ impl<'s> Resolver<'s> {
         self.check_words(&targets)?;
         let lengths = targets.iter().chain(&sources).map(|operand| operand.length);
         let elements = lengths.min().unwrap_or(0);
-        let part = |operand: &Operand| Part {
+        let part = |operand: &MoveOperand| Part {
             elements,
             ..operand.part
         };
@@ -418,9 +418,10 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    fn check_packets(&self, sources: &[Operand]) -> Resolved<()> {
-        let theirs =
-            |source: &Operand| self.packets(&source.part) && source.part.rank != self.instance.rank;
+    fn check_packets(&self, sources: &[MoveOperand]) -> Resolved<()> {
+        let theirs = |source: &MoveOperand| {
+            self.packets(&source.part) && source.part.rank != self.instance.rank
+        };
         if sources.iter().any(theirs) {
             return Err(self.wrong(
                 DiagnosticKind::Mismatch,
@@ -430,10 +431,10 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    fn operator(&self, operator: &Operator) -> Resolved<ReduceOp> {
+    fn operator(&self, operator: &ReduceOperator) -> Resolved<ReduceOp> {
         match operator {
-            Operator::Fixed(operator) => Ok(*operator),
-            Operator::Parameter(name) => {
+            ReduceOperator::Fixed(operator) => Ok(*operator),
+            ReduceOperator::Parameter(name) => {
                 let operator = self.instance.operators.get(name).copied();
                 operator.ok_or_else(|| {
                     let expected = ReduceOp::alternatives();
@@ -449,14 +450,14 @@ impl<'s> Resolver<'s> {
         scratch.is_some_and(|scratch| scratch.packing.is_packets())
     }
 
-    fn source(&mut self, source: &Source) -> Resolved<Operand> {
+    fn source(&mut self, source: &Source) -> Resolved<MoveOperand> {
         match &source.otherwise {
             Some((condition, place)) if !self.condition(condition)? => self.operand(place),
             _ => self.operand(&source.place),
         }
     }
 
-    fn operand(&mut self, place: &Place) -> Resolved<Operand> {
+    fn operand(&mut self, place: &Place) -> Resolved<MoveOperand> {
         let rank = match &place.on {
             Some(rank) => self.rank(rank)?,
             None => self.instance.rank,
@@ -493,7 +494,7 @@ impl<'s> Resolver<'s> {
             );
             return Err(self.wrong(DiagnosticKind::Mismatch, message));
         }
-        Ok(Operand {
+        Ok(MoveOperand {
             part,
             dtype: self.instance.tensors[part.tensor].dtype,
             extent,

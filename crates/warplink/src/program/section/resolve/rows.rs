@@ -1,13 +1,13 @@
 //! Resolves steps that apply row functions.
 
 use super::value::Resolved;
-use super::{Operand, Resolver};
+use super::{MoveOperand, Resolver};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::named::alternatives;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::section::function::{RowArgument, RowNode, RowStep};
-use crate::program::section::ir::{Application, Argument};
+use crate::program::section::ir::{Application, FunctionArgument};
 use crate::program::section::lane::LaneStepKind;
 use crate::program::section::{MAX_OPERANDS, Packing};
 use std::sync::Arc;
@@ -47,8 +47,8 @@ impl<'s> Resolver<'s> {
         let mut shared = Vec::new();
         for (argument, block) in application.arguments.iter().zip(&function.arguments) {
             arguments.push(match argument {
-                Argument::Number(number) => RowArgument::Number(*number),
-                Argument::Sources {
+                FunctionArgument::Number(number) => RowArgument::Number(*number),
+                FunctionArgument::Sources {
                     sources: list,
                     operator,
                 } => {
@@ -139,7 +139,7 @@ impl<'s> Resolver<'s> {
     /// `block` of them.
     fn check_row(
         &self,
-        operand: &Operand,
+        operand: &MoveOperand,
         width: usize,
         block: Option<usize>,
         types: &[DType],
@@ -197,8 +197,8 @@ impl<'s> Resolver<'s> {
         &self,
         arguments: &[RowArgument],
         blocks: &[Option<usize>],
-        (sources, shared): (&[Operand], &[Option<usize>]),
-        targets: &[Operand],
+        (sources, shared): (&[MoveOperand], &[Option<usize>]),
+        targets: &[MoveOperand],
     ) -> Resolved<()> {
         let by_blocks = arguments
             .iter()
@@ -222,7 +222,7 @@ impl<'s> Resolver<'s> {
                 );
                 return self.mismatch(message);
             }
-            let overlaps = |target: &&Operand| {
+            let overlaps = |target: &&MoveOperand| {
                 let (a, b) = (&source.part, &target.part);
                 (a.rank, a.tensor) == (b.rank, b.tensor)
                     && a.offset < b.offset + b.elements
@@ -239,13 +239,13 @@ impl<'s> Resolver<'s> {
     }
 
     /// Rejects arguments that mix rows with single values, or types.
-    fn check_arguments(&self, arguments: &[RowArgument], sources: &[Operand]) -> Resolved<()> {
+    fn check_arguments(&self, arguments: &[RowArgument], sources: &[MoveOperand]) -> Resolved<()> {
         let mut next = sources.iter();
         for argument in arguments {
             let RowArgument::Sources(count, operator) = argument else {
                 continue;
             };
-            let these: Vec<&Operand> = next.by_ref().take(*count).collect();
+            let these: Vec<&MoveOperand> = next.by_ref().take(*count).collect();
             let Some(first) = these.first() else {
                 let message = "a reduction of nothing; expected at least one source";
                 return self.mismatch(message.to_owned());
@@ -253,7 +253,7 @@ impl<'s> Resolver<'s> {
             let fits = operator.check(first.dtype);
             fits.map_err(|error| self.wrong(DiagnosticKind::Mismatch, error.message().to_owned()))?;
             let differs =
-                |other: &&&Operand| (other.dtype, other.single) != (first.dtype, first.single);
+                |other: &&&MoveOperand| (other.dtype, other.single) != (first.dtype, first.single);
             if let Some(other) = these.iter().find(differs) {
                 return self.mismatch(format!(
                     "{} elements of {} and {} of {} are combined; expected as many of one type",
@@ -266,7 +266,7 @@ impl<'s> Resolver<'s> {
 }
 
 /// Whether an argument is a single value for the whole row.
-fn is_single(argument: usize, arguments: &[RowArgument], sources: &[Operand]) -> bool {
+fn is_single(argument: usize, arguments: &[RowArgument], sources: &[MoveOperand]) -> bool {
     let before = arguments
         .iter()
         .take(argument)

@@ -1,6 +1,6 @@
 //! Resolves integers that lanes read from memory.
 
-use super::{Operand, Resolver};
+use super::{MoveOperand, Resolver};
 use crate::dtype::DType;
 use crate::named::alternatives;
 use crate::program::construct::{Selection, TensorRef};
@@ -130,7 +130,7 @@ impl<'s> Resolver<'s> {
     }
 
     /// Rejects a step that writes words by which its rows are named: some threads may not have read them yet.
-    pub(super) fn check_words(&self, targets: &[Operand]) -> Resolved<()> {
+    pub(super) fn check_words(&self, targets: &[MoveOperand]) -> Resolved<()> {
         let at = |part: &Part| {
             let tensor = &self.instance.tensors[part.tensor];
             let from = tensor.offset + part.offset;

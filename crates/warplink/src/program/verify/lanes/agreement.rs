@@ -1,7 +1,7 @@
 //! Announcements of a launch: all ranks must announce the same values, or the launch fails.
 
 use super::report::{place, told};
-use super::run::{Place, Run};
+use super::run::{LaneRun, RankMemory};
 use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::machine::Actor;
@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, HashSet};
 const MAX_KEPT: usize = 4096;
 
 /// Location of announced words: owner of the memory, tensor or area, and start byte.
-type Words = (Rank, Place, usize);
+type AnnouncedMemory = (Rank, RankMemory, usize);
 
 /// Values that a step announces or expects.
 type Announced = (Actor, Vec<u32>);
@@ -25,7 +25,7 @@ pub(super) type Agreement = (u32, u32, Rank, Site);
 /// Last announcements of each rank, and mismatches with expected ones.
 #[derive(Debug, Default)]
 pub(super) struct Announcements {
-    last: BTreeMap<Words, Announced>,
+    last: BTreeMap<AnnouncedMemory, Announced>,
     /// Expected values with the step that expects them, its peer, and the announcement found instead.
     differ: Vec<(Announced, Rank, Option<Announced>)>,
     /// Steps that found what they expect, and the peer, where kernels read words.
@@ -39,7 +39,7 @@ impl Announcements {
     }
 }
 
-impl Run<'_> {
+impl LaneRun<'_> {
     /// Records an announcement of a lane.
     pub(super) fn announce(&mut self, actor: Actor, values: &[u32], target: &Part) {
         let key = self.words_of(actor, target);
@@ -115,14 +115,14 @@ impl Run<'_> {
         }
     }
 
-    fn words_of(&self, actor: Actor, part: &Part) -> Words {
+    fn words_of(&self, actor: Actor, part: &Part) -> AnnouncedMemory {
         let (place, range) = self.bytes_of(actor.launch as usize, part);
         (part.rank, place, range.start)
     }
 }
 
 /// Reports ranks with different announcements in one launch.
-pub(super) fn report(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+pub(super) fn report(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
     let words = |values: &[u32]| {
         let words: Vec<String> = values.iter().map(ToString::to_string).collect();
         words.join(", ")

@@ -1,8 +1,8 @@
 //! Launch boundaries: start and end of lanes, and accesses of the rank's stream to its tensors between launches.
 
 use super::Does;
-use super::memory::{Bytes, Knowledge, STREAM, Stamp, Touch};
-use super::run::{Finding, Place, Run};
+use super::memory::{AreaHistory, Knowledge, STREAM, Stamp, Touch};
+use super::run::{Finding, LaneRun, RankMemory};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Role;
@@ -12,7 +12,7 @@ use crate::program::section::{LaneStep, Packing, SectionMemory, WorkspaceLayout}
 use crate::program::verify::kernel_accesses::{OnRank, either};
 use crate::program::verify::memory::Mode as AccessMode;
 
-impl<'a> Run<'a> {
+impl<'a> LaneRun<'a> {
     /// Initializes the memory of a rank before the first launch.
     pub(super) fn prepare(&mut self, rank: Rank) {
         let time = self.tick_stream(rank);
@@ -31,8 +31,10 @@ impl<'a> Run<'a> {
             let section = kernel.sections[rank];
             for tensor in section.user_tensors() {
                 let bytes = self.ranks[rank].tensors[tensor].bytes;
-                let fresh = || Bytes::new(bytes, Some(before));
-                memory.entry(Place::Tensor(tensor)).or_insert_with(fresh);
+                let fresh = || AreaHistory::new(bytes, Some(before));
+                memory
+                    .entry(RankMemory::Tensor(tensor))
+                    .or_insert_with(fresh);
             }
         }
         let scratch = self
@@ -43,7 +45,7 @@ impl<'a> Run<'a> {
         for packing in Packing::ALL {
             let bytes = layout.area(packing).bytes;
             if bytes > 0 {
-                memory.insert(Place::Area(packing), Bytes::new(bytes, None));
+                memory.insert(RankMemory::Area(packing), AreaHistory::new(bytes, None));
             }
         }
     }
@@ -143,7 +145,9 @@ impl<'a> Run<'a> {
         let tensors = &self.ranks[rank].tensors;
         let mut found = Vec::new();
         for (place, bytes) in &mut self.memory[rank] {
-            let Place::Tensor(id) = place else { continue };
+            let RankMemory::Tensor(id) = place else {
+                continue;
+            };
             // A tensor of another kernel, perhaps, which this launch does not use.
             let memory = (rank, &*tensors[*id].name);
             let all = 0..tensors[*id].bytes;
@@ -165,7 +169,7 @@ impl<'a> Run<'a> {
     fn note_accesses(&mut self, number: usize, rank: Rank) {
         let mut list = Vec::new();
         for (place, bytes) in &self.memory[rank] {
-            let Place::Tensor(tensor) = *place else {
+            let RankMemory::Tensor(tensor) = *place else {
                 continue;
             };
             for (range, touch) in bytes.touches(number as u32) {

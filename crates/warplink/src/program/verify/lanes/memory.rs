@@ -58,7 +58,7 @@ struct Cell {
 
 /// Access history of a tensor, or of an area of a workspace.
 #[derive(Clone, Debug)]
-pub(super) struct Bytes {
+pub(super) struct AreaHistory {
     cells: BTreeMap<usize, Cell>,
 }
 
@@ -128,7 +128,7 @@ impl Knowledge {
     }
 }
 
-impl Bytes {
+impl AreaHistory {
     pub(super) fn new(bytes: usize, write: Option<Stamp>) -> Self {
         let all = Cell {
             end: bytes,

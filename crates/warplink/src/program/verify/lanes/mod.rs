@@ -36,7 +36,7 @@ use crate::program::ir::Program;
 use crate::program::rank_program::RankProgram;
 use crate::program::section::{MAX_PERIOD, SectionInstance};
 use agreement::Agreement;
-use run::Run;
+use run::LaneRun;
 use std::collections::HashSet;
 
 /// Limit on the simulated steps of all lanes in all launches, each counted with its operands; bounds the time.
@@ -53,7 +53,7 @@ const MAX_ALL_LANES: usize = 1 << 14;
 const MORE_RUNS: usize = 2;
 
 /// A kernel that all ranks launch.
-pub(super) struct Launch<'a> {
+pub(super) struct JointLaunch<'a> {
     /// Lanes in which the announced tensors are reachable; `None` before the kernel is split into variants.
     reach: Option<Reach>,
     /// Section of each rank.
@@ -64,7 +64,7 @@ pub(super) struct Launch<'a> {
     begins: bool,
 }
 
-impl<'a> Launch<'a> {
+impl<'a> JointLaunch<'a> {
     pub(super) fn new(sections: Vec<&'a SectionInstance>, begins: bool) -> Self {
         Self {
             reach: None,
@@ -112,7 +112,7 @@ pub(super) type Does = Vec<OnRank>;
 /// Simulates the kernels of a program in order over several runs; returns the effects of each.
 pub(super) fn check(
     ranks: &[RankProgram],
-    kernels: &[Launch<'_>],
+    kernels: &[JointLaunch<'_>],
     diagnostics: &mut Diagnostics<'_>,
 ) -> Vec<Does> {
     let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
@@ -224,13 +224,13 @@ fn too_large() -> Diagnostic {
 /// unless all are, or an `agree` fails in every valuation.
 pub(super) fn follow(
     ranks: &[RankProgram],
-    kernels: &[Launch<'_>],
+    kernels: &[JointLaunch<'_>],
     sequence: &[usize],
     diagnostics: &mut Diagnostics<'_>,
 ) -> Vec<Does> {
     let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
     let simulate = |valuation| {
-        let mut run = Run::new(ranks, kernels, sequence, valuation)?;
+        let mut run = LaneRun::new(ranks, kernels, sequence, valuation)?;
         let machine = run.go()?;
         match run.failed.take() {
             Some(diagnostic) => Err(diagnostic),

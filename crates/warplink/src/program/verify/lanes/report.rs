@@ -2,9 +2,9 @@
 
 use super::agreement;
 use super::memory::{Knowledge, STREAM, Was, Wrong};
-use super::run::{Finding, Place as Memory, Run};
+use super::run::{Finding, LaneRun, RankMemory};
 use crate::error::Rank;
-use crate::program::diagnostic::{Diagnostic, DiagnosticKind, Place};
+use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use crate::program::machine::{Actor, Machine};
 use crate::program::rank_program::{Range, Site};
 use crate::program::section::{LaneStep, LaneStepKind, Part, SectionInstance};
@@ -17,7 +17,7 @@ const MAX_SAID: usize = 4;
 
 /// Reports violations: unordered accesses, lanes that never end, signals without a wait.
 pub(super) fn report(
-    run: &Run<'_>,
+    run: &LaneRun<'_>,
     machine: &Machine<Knowledge>,
     diagnostics: &mut Diagnostics<'_>,
 ) {
@@ -50,7 +50,7 @@ pub(super) fn report(
 }
 
 /// Place of a lane's step, with the launch among the indices.
-pub(super) fn place(run: &Run<'_>, actor: &Actor) -> Place {
+pub(super) fn place(run: &LaneRun<'_>, actor: &Actor) -> RankSite {
     let (rank, launch) = (actor.rank as Rank, actor.launch as usize);
     let steps = run.steps(launch, rank, actor.lane as usize);
     let site = steps.ok().and_then(|steps| {
@@ -61,14 +61,19 @@ pub(super) fn place(run: &Run<'_>, actor: &Actor) -> Place {
             ..step.site.clone()
         })
     });
-    Place {
+    RankSite {
         rank,
         site: site.unwrap_or_default(),
     }
 }
 
 /// Description of a step; names its program if several are simulated.
-pub(super) fn told(run: &Run<'_>, said: &Diagnostics<'_>, actor: &Actor, place: &Place) -> String {
+pub(super) fn told(
+    run: &LaneRun<'_>,
+    said: &Diagnostics<'_>,
+    actor: &Actor,
+    place: &RankSite,
+) -> String {
     match run.program(actor.launch as usize) {
         None => said.say(place),
         Some(program) => {
@@ -78,7 +83,7 @@ pub(super) fn told(run: &Run<'_>, said: &Diagnostics<'_>, actor: &Actor, place: 
     }
 }
 
-fn say(run: &Run<'_>, finding: &Finding<'_>, diagnostics: &mut Diagnostics<'_>) {
+fn say(run: &LaneRun<'_>, finding: &Finding<'_>, diagnostics: &mut Diagnostics<'_>) {
     let Finding {
         actor,
         writes,
@@ -95,7 +100,7 @@ fn say(run: &Run<'_>, finding: &Finding<'_>, diagnostics: &mut Diagnostics<'_>) 
         Wrong::Unwritten => (DiagnosticKind::UnwrittenRead, vec![actor]),
         Wrong::Stale(other) => (DiagnosticKind::UnwrittenRead, vec![actor, other]),
     };
-    let mut places: Vec<Place> = actors.iter().map(|actor| place(run, actor)).collect();
+    let mut places: Vec<RankSite> = actors.iter().map(|actor| place(run, actor)).collect();
     places.dedup();
     diagnostics.add(kind, places.clone(), |said| {
         let first = told(run, said, actors[0], &places[0]);
@@ -156,7 +161,7 @@ fn say(run: &Run<'_>, finding: &Finding<'_>, diagnostics: &mut Diagnostics<'_>) 
 }
 
 /// Reports the wait-for chain from the first lane that does not end.
-fn stuck(run: &Run<'_>, machine: &Machine<Knowledge>, diagnostics: &mut Diagnostics<'_>) {
+fn stuck(run: &LaneRun<'_>, machine: &Machine<Knowledge>, diagnostics: &mut Diagnostics<'_>) {
     // An earlier launch blocks the next one, so start with the earliest.
     let mut next = machine
         .blocked()
@@ -171,7 +176,7 @@ fn stuck(run: &Run<'_>, machine: &Machine<Knowledge>, diagnostics: &mut Diagnost
         chain.push(actor);
         next = waits_for(machine, &actor);
     }
-    let places: Vec<Place> = chain.iter().map(|actor| place(run, actor)).collect();
+    let places: Vec<RankSite> = chain.iter().map(|actor| place(run, actor)).collect();
     if places.is_empty() {
         return;
     }
@@ -204,7 +209,7 @@ fn waits_for(machine: &Machine<Knowledge>, actor: &Actor) -> Option<Actor> {
 }
 
 /// Description of the dependency that a lane waits for.
-fn what(run: &Run<'_>, machine: &Machine<Knowledge>, actor: &Actor) -> String {
+fn what(run: &LaneRun<'_>, machine: &Machine<Knowledge>, actor: &Actor) -> String {
     let (rank, lane) = (actor.rank as Rank, actor.lane as usize);
     match machine.steps_from(actor).first().map(|step| &step.kind) {
         Some(LaneStepKind::Wait(peer)) => {
@@ -230,7 +235,7 @@ fn what(run: &Run<'_>, machine: &Machine<Knowledge>, actor: &Actor) -> String {
 }
 
 /// Reports two lanes that signal one word: the waiter cannot distinguish them.
-fn crossed_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+fn crossed_signals(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
     for (actor, other) in &run.crossed {
         let places = vec![place(run, actor), place(run, other)];
         diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
@@ -246,7 +251,7 @@ fn crossed_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
 
 /// Reports signals consumed in a later run: if another run leaves more or fewer of them, the wait consumes the wrong
 /// one.
-fn outliving_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+fn outliving_signals(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
     for (sender, actor) in &run.outlived {
         let places = vec![place(run, sender), place(run, actor)];
         diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {
@@ -262,7 +267,11 @@ fn outliving_signals(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
 }
 
 /// Reports signals without a wait: the next launch would mistake them for its own.
-fn lost_signals(run: &Run<'_>, machine: &Machine<Knowledge>, diagnostics: &mut Diagnostics<'_>) {
+fn lost_signals(
+    run: &LaneRun<'_>,
+    machine: &Machine<Knowledge>,
+    diagnostics: &mut Diagnostics<'_>,
+) {
     for ((rank, _, _), word) in &machine.words {
         let Some(last) = word.last.filter(|_| word.signalled > word.awaited) else {
             continue;
@@ -281,7 +290,7 @@ fn lost_signals(run: &Run<'_>, machine: &Machine<Knowledge>, diagnostics: &mut D
 }
 
 /// Reports kernels whose accesses differ between launches, at the first step that differs.
-fn unsteady(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+fn unsteady(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
     for (rank, launch, range) in &run.unsteady {
         let (rank, launch) = (*rank, *launch);
         let actor = accessing(run, launch, rank, range).unwrap_or(Actor {
@@ -303,7 +312,7 @@ fn unsteady(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
 }
 
 /// First step of a launch that accesses a part of a rank's tensor.
-fn accessing(run: &Run<'_>, launch: usize, rank: Rank, range: &Range) -> Option<Actor> {
+fn accessing(run: &LaneRun<'_>, launch: usize, rank: Rank, range: &Range) -> Option<Actor> {
     let (from, to) = (range.offset_bytes, range.offset_bytes + range.bytes);
     for of in 0..run.ranks.len() {
         for lane in 0..run.section(launch, of).lanes {
@@ -317,7 +326,9 @@ fn accessing(run: &Run<'_>, launch: usize, rank: Rank, range: &Range) -> Option<
                     .filter(|part| part.rank == rank);
                 parts.any(|part| {
                     let (place, bytes) = run.bytes_of(launch, part);
-                    place == Memory::Tensor(range.tensor) && bytes.start < to && from < bytes.end
+                    place == RankMemory::Tensor(range.tensor)
+                        && bytes.start < to
+                        && from < bytes.end
                 })
             };
             if let Some(step) = steps.iter().position(touches) {
@@ -335,7 +346,7 @@ fn accessing(run: &Run<'_>, launch: usize, rank: Rank, range: &Range) -> Option<
 
 /// Reports communication cycles among lanes if reachability may differ per lane: two lanes that learn of one another
 /// are simulated in every pair of cases, but three are not.
-fn circles(run: &Run<'_>, diagnostics: &mut Diagnostics<'_>) {
+fn circles(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
     let mut done: Vec<&SectionInstance> = Vec::new();
     for kernel in run.kernels {
         let section = kernel.sections[0];

@@ -1,9 +1,9 @@
 //! Interprets steps of lanes over vector clocks, and detects violations.
 
 use super::agreement::Announcements;
-use super::memory::{Bytes, Knowledge, Stamp, Was, Wrong};
-use super::values::{Valuation, Words};
-use super::{Launch, MAX_ALL_LANES, MAX_HELD_STEPS, MAX_STEPS, too_large};
+use super::memory::{AreaHistory, Knowledge, Stamp, Was, Wrong};
+use super::values::{ReadWords, Valuation};
+use super::{JointLaunch, MAX_ALL_LANES, MAX_HELD_STEPS, MAX_STEPS, too_large};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Program;
@@ -21,12 +21,12 @@ const MAX_FINDINGS: usize = 4096;
 
 /// Memory of a rank: a tensor, or an area of its workspace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub(super) enum Place {
+pub(super) enum RankMemory {
     Tensor(usize),
     Area(Packing),
 }
 
-impl Place {
+impl RankMemory {
     fn of(operand: &OperandMemory) -> Self {
         match operand.memory {
             SectionMemory::Tensor(id) => Self::Tensor(id),
@@ -54,9 +54,9 @@ pub(super) struct Stream {
     held: usize,
 }
 
-pub(super) struct Run<'a> {
+pub(super) struct LaneRun<'a> {
     pub(super) ranks: &'a [RankProgram],
-    pub(super) kernels: &'a [Launch<'a>],
+    pub(super) kernels: &'a [JointLaunch<'a>],
     pub(super) sequence: &'a [usize],
     /// For each launch, the launch with which its program's run began.
     begun: Vec<u32>,
@@ -65,7 +65,7 @@ pub(super) struct Run<'a> {
     /// Clocks of each lane of each rank.
     pub(super) knows: Vec<Knowledge>,
     pub(super) streams: Vec<Stream>,
-    pub(super) memory: Vec<BTreeMap<Place, Bytes>>,
+    pub(super) memory: Vec<BTreeMap<RankMemory, AreaHistory>>,
     /// Number of steps and operands of lanes so far, and of the launches in flight.
     taken: usize,
     held: usize,
@@ -85,15 +85,15 @@ pub(super) struct Run<'a> {
     /// Accesses of a rank's launch that another launch of the same kernel does not make.
     pub(super) unsteady: Vec<(Rank, usize, Range)>,
     /// Words that lanes read as integers.
-    pub(super) words: Words,
+    pub(super) words: ReadWords,
     /// Why a lane cannot go on with a value that it has read.
     pub(super) failed: Option<Diagnostic>,
 }
 
-impl<'a> Run<'a> {
+impl<'a> LaneRun<'a> {
     pub(super) fn new(
         ranks: &'a [RankProgram],
-        kernels: &'a [Launch<'a>],
+        kernels: &'a [JointLaunch<'a>],
         sequence: &'a [usize],
         valuation: Valuation,
     ) -> Result<Self, Diagnostic> {
@@ -148,7 +148,7 @@ impl<'a> Run<'a> {
             outlived: Vec::new(),
             taught: vec![BTreeSet::new(); kernels.len()],
             unsteady: Vec::new(),
-            words: Words::new(
+            words: ReadWords::new(
                 valuation,
                 kernels.iter().flat_map(|kernel| &kernel.sections).copied(),
             ),
@@ -273,11 +273,15 @@ impl<'a> Run<'a> {
     }
 
     /// Place of an operand, and its bytes there.
-    pub(super) fn bytes_of(&self, number: usize, part: &Part) -> (Place, std::ops::Range<usize>) {
+    pub(super) fn bytes_of(
+        &self,
+        number: usize,
+        part: &Part,
+    ) -> (RankMemory, std::ops::Range<usize>) {
         let section = self.section(number, part.rank);
         let operand = section.operand(part);
-        operand.map_or((Place::Area(Packing::Plain), 0..0), |operand| {
-            (Place::of(&operand), operand.bytes)
+        operand.map_or((RankMemory::Area(Packing::Plain), 0..0), |operand| {
+            (RankMemory::of(&operand), operand.bytes)
         })
     }
 
@@ -308,7 +312,7 @@ impl<'a> Run<'a> {
             let knows = &mut self.knows[lane];
             let tell = |wrong| found.push((false, *source, wrong));
             match place {
-                Place::Area(packing) if packing.is_packets() => {
+                RankMemory::Area(packing) if packing.is_packets() => {
                     let (taught, lane) = (&mut self.taught[self.sequence[number]], actor.lane);
                     for sender in bytes.senders(&range, flag).filter(|sender| *sender != lane) {
                         taught.insert((sender as usize, lane as usize));
@@ -337,7 +341,7 @@ impl<'a> Run<'a> {
             let Some(bytes) = self.memory[target.rank].get_mut(&place) else {
                 continue;
             };
-            let packets = matches!(place, Place::Area(packing) if packing.is_packets());
+            let packets = matches!(place, RankMemory::Area(packing) if packing.is_packets());
             let flag = packets.then_some(flag);
             bytes.write(&range, flag, stamp, &self.knows[lane], |wrong| {
                 found.push((true, *target, wrong));
@@ -379,11 +383,11 @@ impl<'a> Run<'a> {
     }
 }
 
-impl Domain for Run<'_> {
+impl Domain for LaneRun<'_> {
     type Signal = Knowledge;
 
     fn section(&self, number: usize, rank: Rank) -> &SectionInstance {
-        Run::section(self, number, rank)
+        LaneRun::section(self, number, rank)
     }
 
     fn signal(&mut self, actor: Actor, to: usize, last: Option<Actor>) -> Knowledge {
@@ -416,7 +420,7 @@ impl Domain for Run<'_> {
     fn has_packets(&mut self, actor: Actor, rank: Rank, packets: &OperandMemory) -> bool {
         let flag = u64::from(actor.launch) + 1;
         self.memory[rank]
-            .get_mut(&Place::of(packets))
+            .get_mut(&RankMemory::of(packets))
             .is_none_or(|bytes| bytes.has_packets(&packets.bytes, flag))
     }
 

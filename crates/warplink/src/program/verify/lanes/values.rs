@@ -5,7 +5,7 @@
 //! valuations, which give each symbol a value: the edges of its range in all words, and mixtures of them that differ
 //! between ranks, words and launches.
 
-use super::run::{Place, Run};
+use super::run::{LaneRun, RankMemory};
 use crate::error::Rank;
 use crate::program::ir::Role;
 use crate::program::machine::Actor;
@@ -88,7 +88,7 @@ impl Valuation {
 struct Symbol {
     launch: u32,
     rank: Rank,
-    place: Place,
+    place: RankMemory,
     byte: usize,
     /// Step of the launch that computed it, if one did.
     step: Option<(u32, u32, u32)>,
@@ -98,8 +98,8 @@ impl Symbol {
     /// Number of its tensor.
     const fn number(&self) -> usize {
         match self.place {
-            Place::Tensor(id) => id,
-            Place::Area(_) => 0,
+            RankMemory::Tensor(id) => id,
+            RankMemory::Area(_) => 0,
         }
     }
 }
@@ -109,19 +109,19 @@ type LaneOf = (u32, u32, u32);
 
 /// Words that lanes read.
 #[derive(Debug)]
-pub(super) struct Words {
+pub(super) struct ReadWords {
     valuation: Valuation,
     /// Memory of each rank whose words any section reads.
     read: HashSet<(Rank, SectionMemory)>,
     /// Symbols that steps have stored, and the launch of the last of them.
-    stored: HashMap<(Rank, Place, usize), (Symbol, u32)>,
+    stored: HashMap<(Rank, RankMemory, usize), (Symbol, u32)>,
     /// Value of each symbol that was read.
     chosen: RefCell<HashMap<Symbol, i64>>,
     /// Values that lanes have read from memory that may change, by the number of the read.
     known: HashMap<LaneOf, BTreeMap<usize, i64>>,
 }
 
-impl Words {
+impl ReadWords {
     pub(super) fn new<'a>(
         valuation: Valuation,
         sections: impl Iterator<Item = &'a SectionInstance>,
@@ -147,7 +147,7 @@ impl Words {
     }
 }
 
-impl Run<'_> {
+impl LaneRun<'_> {
     /// Value of a word that a lane reads, once that is known.
     pub(super) fn value(&self, (launch, rank, lane): LaneOf, word: &ReadWord) -> Option<i64> {
         let known = self.words.known.get(&(launch, rank, lane));
@@ -179,14 +179,14 @@ impl Run<'_> {
         let (place, bytes) = self.bytes_of(launch as usize, word);
         let byte = bytes.start;
         let mut since = launch;
-        if let Place::Tensor(id) = place
+        if let RankMemory::Tensor(id) = place
             && self.ranks[word.rank].tensors[id].role == Role::Input
         {
             since = self.begun(launch);
         }
         if let Some((symbol, stored)) = self.words.stored.get(&(word.rank, place, byte)) {
             // Between two launches, anything may have changed tensors.
-            if *stored == launch || matches!(place, Place::Area(_)) {
+            if *stored == launch || matches!(place, RankMemory::Area(_)) {
                 return *symbol;
             }
         }

@@ -86,13 +86,13 @@ impl Template {
     /// For messages, the call whose input and output are theirs.
     pub(super) fn call(&self, bytes: usize, world: usize) -> Call {
         let shape = self.kind.shape();
-        Call {
-            kind: shape,
-            op: shape.reduces().then_some(self.op),
-            dtype: self.dtype,
-            count: bytes / self.unit(world),
-            root: shape.has_root().then_some(self.root),
-        }
+        Call::new(
+            shape,
+            self.op,
+            self.dtype,
+            bytes / self.unit(world),
+            self.root,
+        )
     }
 
     /// Enqueues a call, or messages of the same input and output.

@@ -54,13 +54,13 @@ impl SectionBuffers {
     /// Writes the input of a run: small integers, whose sums are exact in any order.
     fn fill(&self, comm: &Communicator, run: u64) -> Result<()> {
         let inputs = Inputs {
-            call: Call {
-                kind: CollectiveKind::AllReduce,
-                op: Some(ReduceOp::Sum),
-                dtype: self.dtype,
-                count: self.input.1.bytes() / self.dtype.size(),
-                root: None,
-            },
+            call: Call::new(
+                CollectiveKind::AllReduce,
+                ReduceOp::Sum,
+                self.dtype,
+                self.input.1.bytes() / self.dtype.size(),
+                0,
+            ),
             world: comm.world(),
             seed: self.seed.wrapping_add(run),
         };

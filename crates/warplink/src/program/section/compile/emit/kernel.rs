@@ -2,7 +2,7 @@
 
 use super::code::{Code, comma};
 use super::{Emitter, MAX_PLACES};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::program::expr;
 use crate::program::section::SectionInstance;
 use crate::program::section::compile::range::Range;
@@ -136,7 +136,7 @@ pub(in crate::program::section::compile) fn kernel(
 }
 
 fn refused<T>(text: String, help: &'static str) -> Result<T> {
-    Err(Error::new(ErrorKind::Unsupported, text)
+    Err(Error::unsupported(text)
         .with_operation("compile a kernel section")
         .with_help(help))
 }
@@ -206,12 +206,9 @@ fn binding(code: &mut Code, instance: &SectionInstance, traced: bool) -> Result<
     let words =
         (instance.tensors.len() + 1) * world + 5 + 2 * announced + instance.integers.len() + sizes;
     if words > MAX_WORDS {
-        return Err(Error::new(
-            ErrorKind::Unsupported,
-            format!(
-                "a launch has {words} words of addresses and sizes; expected at most {MAX_WORDS}"
-            ),
-        )
+        return Err(Error::unsupported(format!(
+            "a launch has {words} words of addresses and sizes; expected at most {MAX_WORDS}"
+        ))
         .with_operation("compile a kernel section")
         .with_help("use fewer tensors in one kernel"));
     }

@@ -13,11 +13,11 @@ use super::hazard::{self, Barriers};
 use super::range::Range;
 use super::scope::Scope;
 use crate::device::ReduceOp;
-use crate::error::{Error, ErrorKind};
+use crate::error::Error;
 use crate::program::construct::{Branch, Each, Loop, NodeKind, Over, Selection, TensorRef};
 use crate::program::expr::{self, Expr, PART_UNIT};
 use crate::program::section::{
-    Move, Operator, Packing, Place, SectionInstance, Source, Step, StepKind, Verb,
+    Move, Packing, Place, ReduceOperator, SectionInstance, Source, Step, StepKind, Verb,
 };
 use crate::program::site::Position;
 use code::{Code, bare, comma};
@@ -76,7 +76,7 @@ struct Part {
 
 /// An operand of a step.
 #[derive(Debug)]
-struct Operand {
+struct EmittedOperand {
     /// Base address in the rank's memory.
     base: String,
     /// The rank, if it is a constant.
@@ -363,12 +363,12 @@ impl<'s> Emitter<'s> {
         })
     }
 
-    fn operator(&self, operator: &Operator) -> Result<ReduceOp> {
+    fn operator(&self, operator: &ReduceOperator) -> Result<ReduceOp> {
         match operator {
             // The text cannot set a factor, so it is 1.
-            Operator::Fixed(operator) if operator.factor().is_some() => Ok(ReduceOp::Sum),
-            Operator::Fixed(operator) => Ok(*operator),
-            Operator::Parameter(name) => {
+            ReduceOperator::Fixed(operator) if operator.factor().is_some() => Ok(ReduceOp::Sum),
+            ReduceOperator::Fixed(operator) => Ok(*operator),
+            ReduceOperator::Parameter(name) => {
                 let value = self.instance.operators.get(name).copied();
                 value.ok_or_else(|| self.unknown(name))
             }
@@ -376,7 +376,7 @@ impl<'s> Emitter<'s> {
     }
 
     /// Rejects operand combinations that the called functions do not support.
-    fn check(&self, targets: &[Operand], sources: &[Operand]) -> Result<()> {
+    fn check(&self, targets: &[EmittedOperand], sources: &[EmittedOperand]) -> Result<()> {
         if targets.len() > MAX_PLACES || sources.len() > MAX_PLACES {
             let text = format!(
                 "a step of {} targets and {} sources; expected at most {MAX_PLACES} of each",
@@ -405,7 +405,7 @@ impl<'s> Emitter<'s> {
     }
 
     /// Expression for the `Places` of operands whose parts are in variables `views`.
-    fn places(&self, element: &str, operands: &[Operand], views: &[String]) -> String {
+    fn places(&self, element: &str, operands: &[EmittedOperand], views: &[String]) -> String {
         let mut mask = 0_u32;
         let mut packet = 16;
         let next = (self.instance.rank + 1) % self.instance.world;
@@ -482,7 +482,7 @@ impl<'s> Emitter<'s> {
         Ok(all)
     }
 
-    fn source(&mut self, source: &Source) -> Result<Operand> {
+    fn source(&mut self, source: &Source) -> Result<EmittedOperand> {
         let Some((condition, other)) = &source.otherwise else {
             return self.operand(&source.place);
         };
@@ -500,7 +500,7 @@ impl<'s> Emitter<'s> {
         }
     }
 
-    fn operand(&mut self, place: &Place) -> Result<Operand> {
+    fn operand(&mut self, place: &Place) -> Result<EmittedOperand> {
         let part = self.part(&place.tensor)?;
         let tensor = &self.instance.tensors[part.tensor];
         let (rank, known) = match &place.on {
@@ -516,7 +516,7 @@ impl<'s> Emitter<'s> {
             Some(number) => format!("located[{number}].at[{}]", bare(&rank)),
             None => format!("at.{}[{}]", Scope::spell(&tensor.name), bare(&rank)),
         };
-        Ok(Operand {
+        Ok(EmittedOperand {
             base,
             rank: known,
             packing: scratch.map_or(Packing::Plain, |scratch| scratch.packing),
@@ -590,7 +590,7 @@ impl<'s> Emitter<'s> {
 
     fn error(&self, text: impl Into<String>, help: &'static str) -> Error {
         let operation = format!("compile a kernel section, {}", self.position);
-        Error::new(ErrorKind::Unsupported, text.into())
+        Error::unsupported(text.into())
             .with_operation(operation)
             .with_help(help)
     }

@@ -6,11 +6,11 @@
 use super::code::{Code, bare, comma};
 use super::names::{element_name, operator_name};
 use super::passes::{Given, Passes, float};
-use super::{Emitter, Operand, Result};
+use super::{EmittedOperand, Emitter, Result};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::section::function::{RowNode, UNIT};
-use crate::program::section::{Application, Argument, Packing, RowReduction};
+use crate::program::section::{Application, FunctionArgument, Packing, RowReduction};
 
 /// Maximum number of elements that the threads of a lane keep in registers together: longer rows are read again in
 /// each pass.
@@ -35,7 +35,7 @@ struct Group {
     result: usize,
     dtype: DType,
     extent: Extent,
-    operands: Vec<Operand>,
+    operands: Vec<EmittedOperand>,
 }
 
 impl Emitter<'_> {
@@ -46,7 +46,7 @@ impl Emitter<'_> {
         let function = function.ok_or_else(|| self.unknown(name))?;
         let (mut given, mut sources) = (Vec::new(), Vec::new());
         for (argument, block) in application.arguments.iter().zip(&function.arguments) {
-            let Argument::Sources {
+            let FunctionArgument::Sources {
                 sources: list,
                 operator,
             } = argument
@@ -58,7 +58,9 @@ impl Emitter<'_> {
             let operator = operator.as_ref().map(|it| self.operator(it)).transpose()?;
             let operator = operator.unwrap_or(ReduceOp::Sum);
             let operands = self.expand(list, |emitter, source| emitter.source(source))?;
-            let operands = operands.into_iter().collect::<Result<Vec<Operand>>>()?;
+            let operands = operands
+                .into_iter()
+                .collect::<Result<Vec<EmittedOperand>>>()?;
             let first = operands.first();
             let first =
                 first.ok_or_else(|| self.refuse("a reduction of nothing", "name a source"))?;
@@ -127,7 +129,7 @@ impl Emitter<'_> {
             let mut rows = Vec::new();
             let mut place = |code: &mut Code,
                              name: String,
-                             operands: &[Operand],
+                             operands: &[EmittedOperand],
                              dtype: DType,
                              is_row: bool| {
                 let mut views = Vec::new();
@@ -173,7 +175,7 @@ impl Emitter<'_> {
 
     /// Whether an operand is a row whose length is a multiple of a unit: rows of 2-byte elements without gaps that are
     /// all aligned to 16 bytes.
-    fn has_whole_units(&self, operand: &Operand) -> bool {
+    fn has_whole_units(&self, operand: &EmittedOperand) -> bool {
         let tensor = &self.instance.tensors[operand.part.tensor];
         operand.part.axes == 1
             && self.is_aligned(operand)
@@ -183,12 +185,12 @@ impl Emitter<'_> {
     }
 
     /// Whether all operands in plain memory are aligned to 16 bytes.
-    fn are_aligned(&self, operands: &[Operand]) -> bool {
+    fn are_aligned(&self, operands: &[EmittedOperand]) -> bool {
         let mut operands = operands.iter();
         operands.all(|operand| operand.packing.is_packets() || self.is_aligned(operand))
     }
 
-    fn is_aligned(&self, operand: &Operand) -> bool {
+    fn is_aligned(&self, operand: &EmittedOperand) -> bool {
         operand.part.aligned && self.aligned[operand.part.tensor]
     }
 
@@ -211,7 +213,7 @@ impl Emitter<'_> {
                     RowNode::Row(..) => continue,
                     RowNode::Argument(argument) => {
                         match (&application.arguments[*argument], &passes.given[*argument]) {
-                            (Argument::Number(number), _) => float(number.value()),
+                            (FunctionArgument::Number(number), _) => float(number.value()),
                             (_, Given::Single(dtype, operator)) => format!(
                                 "single_reduced<{}, {}>(from{argument})",
                                 element_name(*dtype),

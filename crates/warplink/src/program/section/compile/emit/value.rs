@@ -2,7 +2,7 @@
 
 use super::code::{Code, bare};
 use super::names::element_name;
-use super::{Emitter, Operand, Part, Result};
+use super::{EmittedOperand, Emitter, Part, Result};
 use crate::dtype::DType;
 use crate::program::expr::Expr;
 use crate::program::section::compile::scope::Scope;
@@ -35,7 +35,7 @@ impl Emitter<'_> {
         part.axes = 0;
         let scratch = self.instance.scratch_of(part.tensor);
         let name = Scope::spell(&self.instance.tensors[part.tensor].name);
-        let word = Operand {
+        let word = EmittedOperand {
             base: format!("at.{name}[rank]"),
             rank: i64::try_from(self.instance.rank).ok(),
             packing: scratch.map_or(Packing::Plain, |scratch| scratch.packing),
@@ -65,7 +65,7 @@ impl Emitter<'_> {
     }
 
     /// The call that reads a word.
-    fn read(&self, word: &Operand, most: &str) -> Result<String> {
+    fn read(&self, word: &EmittedOperand, most: &str) -> Result<String> {
         let dtype = self.instance.tensors[word.part.tensor].dtype;
         let integer = match dtype {
             DType::U32 => "u32",
