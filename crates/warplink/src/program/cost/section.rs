@@ -33,6 +33,8 @@ struct LaneState<'l> {
     of_lane: &'l [usize],
     classes: &'l [Steps],
     class: usize,
+    /// Whether an announcement needs a fence, because it follows accesses of the lane.
+    accesses: bool,
     /// Whether it has stored at peers since its last signal.
     stored: bool,
     /// Whether it has agreed on tensors and not used them since.
@@ -91,6 +93,7 @@ impl Schedule<'_> {
                     of_lane: &launch.of_lane,
                     classes: &launch.classes,
                     class,
+                    accesses: false,
                     stored: false,
                     looks_up: false,
                     read: HashMap::new(),
@@ -125,7 +128,8 @@ impl Schedule<'_> {
                 target, tensors, ..
             } => {
                 if !tensors.is_empty() {
-                    // It looks up its own tensors, and announces them after a fence.
+                    // It looks up its own tensors, and announces them after its accesses.
+                    let fence = if lane.accesses { fence } else { 0.0 };
                     self.streams[lane.stream].push(Step::Delay((load + fence) * weight));
                 }
                 if let Some(id) = lane.section.packets_of(target) {
@@ -144,12 +148,13 @@ impl Schedule<'_> {
                     self.streams[lane.stream].push(Step::Await(last, read));
                 }
                 if !tensors.is_empty() {
-                    self.streams[lane.stream].push(Step::Delay(fence * weight));
+                    self.streams[lane.stream].push(Step::Delay(load * weight));
                 }
                 // The first use looks up the mapped tensors of all ranks at once.
                 lane.looks_up = !tensors.is_empty();
             }
             LaneStepKind::Signal { peer, lane: other } => {
+                lane.accesses = true;
                 if std::mem::take(&mut lane.stored) {
                     self.streams[lane.stream].push(Step::Delay(fence * weight));
                 }
@@ -179,6 +184,7 @@ impl Schedule<'_> {
                     self.streams[lane.stream].push(Step::Delay(load * weight));
                 }
                 if !moves.is_empty() {
+                    lane.accesses = true;
                     self.add_move(lane, moves.targets(), moves.sources(), weight);
                 }
             }

@@ -69,8 +69,14 @@ impl Emitter<'_> {
         let places = comma(places);
         if !places.is_empty() {
             let count = peers.len();
+            // Announcements of integers alone order nothing.
+            let first = match (it.tensors.is_empty(), self.accesses) {
+                (true, _) => "",
+                (false, false) => "<true>",
+                (false, true) => "<false>",
+            };
             code.line(format!(
-                "announce(self, Places<{count}>{{{{{places}}}}}, {values});"
+                "announce{first}(self, Places<{count}>{{{{{places}}}}}, {values});"
             ));
         }
         Ok(())

@@ -112,6 +112,8 @@ struct Emitter<'s> {
     shares_words: bool,
     /// Whether the kernel records the start time of each step.
     traced: bool,
+    /// Whether the lane may have accesses in flight that its next announcement has to follow.
+    accesses: bool,
     /// Lines that read the rows of the current step's operands, and the number of rows read so far.
     row_lines: Vec<String>,
     rows: usize,
@@ -132,6 +134,7 @@ impl<'s> Emitter<'s> {
             signals: false,
             shares_words: names_lanes(&instance.section.body),
             traced: false,
+            accesses: false,
             row_lines: Vec::new(),
             rows: 0,
         }
@@ -203,6 +206,11 @@ impl<'s> Emitter<'s> {
         if self.barriers.contains(&hazard::id(step)) {
             code.line("self.sync();");
         }
+        // Integers are compared with their bounds, so their loads are complete before anything else.
+        self.accesses |= !matches!(
+            kind,
+            StepKind::Announce(_) | StepKind::Agree(_) | StepKind::Value(_)
+        );
         match kind {
             StepKind::Move(it) => self.movement(code, it)?,
             StepKind::Apply(it) => self.applied(code, it)?,
@@ -249,6 +257,8 @@ impl<'s> Emitter<'s> {
         let bounds = self.bounds(over);
         let index = Scope::spell(&over.index);
         let mut text = Code::default();
+        // Further rounds follow the first one.
+        self.accesses = true;
         let unroll = match bounds {
             Some((from, to)) if from >= to => return Ok(()),
             Some((from, to)) if to - from <= UNROLLED => "#pragma unroll",
@@ -285,7 +295,10 @@ impl<'s> Emitter<'s> {
 
     fn choose(&mut self, code: &mut Code, branch: &Branch<StepKind>) -> Result<()> {
         let mut open = false;
+        let before = self.accesses;
+        let mut after = before;
         for arm in &branch.arms {
+            self.accesses = before;
             self.position = arm.position;
             let holds = self.scope.holds(&arm.condition);
             let opening = match holds {
@@ -300,16 +313,21 @@ impl<'s> Emitter<'s> {
             code.alternative(open, &opening);
             open = true;
             self.body(code, &arm.body)?;
+            after |= self.accesses;
             if holds == Some(true) {
+                self.accesses = after;
                 code.close("}");
                 return Ok(());
             }
         }
         if !branch.otherwise.is_empty() {
+            self.accesses = before;
             code.alternative(open, "");
             open = true;
             self.body(code, &branch.otherwise)?;
+            after |= self.accesses;
         }
+        self.accesses = after;
         if open {
             code.close("}");
         }
