@@ -98,12 +98,20 @@ pub(super) fn beyond(
             i64::from(i32::MAX),
         ];
         let value = values[random.below(values.len())];
+        let ways = [
+            Way::Edge(1),
+            Way::Mixed(random.next()),
+            Way::Any(random.next()),
+        ];
+        let way = ways[random.below(ways.len())];
+        // The other integers have to fit together.
+        let stage = Stage::new(ranks, 1, Choice::within(way));
+        let stage = stage.map_err(|error| format!("accepted, but {error}"))?;
+        if !stage.fits() {
+            continue;
+        }
         let choice = Choice {
-            way: [
-                Way::Edge(1),
-                Way::Mixed(random.next()),
-                Way::Any(random.next()),
-            ][random.below(3)],
+            way,
             beyond: Some((word, value)),
         };
         last = ended(ranks, evaluator, choice, value)?.or(last);

@@ -136,15 +136,8 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
 /// The first choice of integers that fit together: one may bound another.
 fn fitting(stage: &Stage<'_>, seed: u64) -> Choice {
     let mut all = iter::once(SOME_VALUES).chain(Choice::all(seed)).take(USUAL);
-    let fits = |choice: &Choice| {
-        if !stage.reads_values {
-            return true;
-        }
-        let stage = stage.with(*choice);
-        let case = Case::of(stage.ranks, &stage);
-        case.rule_of_values(DiagnosticKind::OutOfBounds).is_none()
-    };
-    all.find(fits).unwrap_or(SOME_VALUES)
+    all.find(|choice| !stage.reads_values || stage.with(*choice).fits())
+        .unwrap_or(SOME_VALUES)
 }
 
 /// Plays an accepted program with further choices of the integers that lanes read, each of which may leave some outputs
@@ -179,11 +172,10 @@ fn others(
         let first = seed % ORDERS + number as u64 * ORDERS_OF_OTHERS;
         let orders = first..first + ORDERS_OF_OTHERS;
         let with = |how: String| format!("{how}, with {choice:?}");
-        let case = Case::of(stage.ranks, &stage);
-        if wide && case.rule_of_values(DiagnosticKind::OutOfBounds).is_some() {
+        if wide && !stage.fits() {
             continue;
         }
-        let outputs = case.runs(orders).map_err(with)?;
+        let outputs = Case::of(stage.ranks, &stage).runs(orders).map_err(with)?;
         Meaning::of((evaluator, stage.ranks), 1, (choice, &outputs)).map_err(with)?;
         note(&mut unwritten, &outputs);
     }

@@ -106,6 +106,13 @@ struct Play<'a> {
 }
 
 impl Stage<'_> {
+    /// Whether no integer is out of its range, which another one may bound.
+    pub(crate) fn fits(&self) -> bool {
+        let faults = self.play(&Schedule::new(1)).faults;
+        let is_out = |fault: &Fault| matches!(fault, Fault::OutOfRange { .. });
+        !faults.iter().any(is_out)
+    }
+
     pub(crate) fn play(&self, schedule: &Schedule) -> Outcome {
         let world = self.ranks.len();
         let mut play = Play {
