@@ -1,6 +1,8 @@
 """The fused operations."""
 
+import functools
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -191,6 +193,36 @@ def again(rank, world, _, place):
 
 def test_calls_like_earlier_ones_take_the_short_path():
     on_ranks(again, 2)
+
+
+def by_collectives(rank, world, _, place):
+    """Plans of a collective and a product, whose tensors stay where they are, and which are recorded where they recur."""
+    dist = start(rank, world, place)
+    ops, group = torch.ops.warplink, dist.group.WORLD
+    space, name = group.workspace("cpu"), group.group_name
+    planned = {}
+    for method in ("all_gather_matmul", "matmul_reduce_scatter"):
+        planned[method] = functools.partial(getattr(space.executor, method), lowering="collective")
+    space.executor = SimpleNamespace(**planned)
+    a, left, b = torch.empty(3, 8), torch.empty(2 * world, 8), torch.arange(40.0).view(8, 5) % 7
+    for turn in range(6):
+        for one in (b, b.clone()):
+            every = [torch.full_like(a, float(r + turn)) for r in range(world)]
+            gathered, (product,) = ops.fused_all_gather_matmul(a.copy_(every[rank]), [one], 0, name)
+            assert torch.equal(gathered, torch.cat(every)) and torch.equal(product, torch.cat(every) @ b)
+            part = ops.fused_matmul_reduce_scatter(left.fill_(rank + turn), one, "sum", 0, name)
+            total = float(sum(r + turn for r in range(world)))
+            assert torch.equal(part, torch.full((2, 8), total) @ b)
+    plans = list(space.plans.values())
+    assert len(plans) == 2
+    for plan in plans:
+        assert plan.has_collectives and plan.plan.lowering == "collective" and not plan.own
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_plans_with_collectives_run_where_tensors_are(world):
+    on_ranks(by_collectives, world)
 
 
 def sizes(rank, world, _, place):
