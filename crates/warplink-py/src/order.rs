@@ -6,7 +6,7 @@ use crate::stream::{Stream, Turns};
 use pyo3::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What enqueues kernels on one GPU that wait for other ranks: collectives of several groups, and plans with collectives in
+/// Users of one GPU whose kernels wait for other ranks: collectives of several groups, and plans with collectives in
 /// turns. Each is enqueued behind the last work of the others: kernels of two groups that wait for one another's
 /// multiprocessors would never end.
 #[pyclass(frozen, module = "warplink")]

@@ -1,6 +1,5 @@
 """The fused operations."""
 
-import functools
 import math
 from types import SimpleNamespace
 
@@ -200,10 +199,16 @@ def by_collectives(rank, world, _, place):
     dist = start(rank, world, place)
     ops, group = torch.ops.warplink, dist.group.WORLD
     space, name = group.workspace("cpu"), group.group_name
-    planned = {}
-    for method in ("all_gather_matmul", "matmul_reduce_scatter"):
-        planned[method] = functools.partial(getattr(space.executor, method), lowering="collective")
-    space.executor = SimpleNamespace(**planned)
+    executor, known = space.executor, []
+
+    def by(method):
+        def planned(*memory, lowering, **options):
+            known.append(lowering)
+            return getattr(executor, method)(*memory, lowering="collective", **options)
+
+        return planned
+
+    space.executor = SimpleNamespace(**{name: by(name) for name in ("all_gather_matmul", "matmul_reduce_scatter")})
     a, left, b = torch.empty(3, 8), torch.empty(2 * world, 8), torch.arange(40.0).view(8, 5) % 7
     for turn in range(6):
         for one in (b, b.clone()):
@@ -213,6 +218,8 @@ def by_collectives(rank, world, _, place):
             part = ops.fused_matmul_reduce_scatter(left.fill_(rank + turn), one, "sum", 0, name)
             total = float(sum(r + turn for r in range(world)))
             assert torch.equal(part, torch.full((2, 8), total) @ b)
+    # Each is made again without memory that peers would reach.
+    assert known == [None, "collective"] * 2
     plans = list(space.plans.values())
     assert len(plans) == 2
     for plan in plans:

@@ -106,7 +106,7 @@ class Workspace:
         #: Streams by their handles, which PyTorch never frees, as it knows them and as Warplink does. On the host device,
         #: there is one of the workspace's own, which PyTorch does not know.
         self._streams: dict[int, tuple[torch.cuda.Stream | None, warplink.Stream]] = {}
-        #: What calls that recur use of this, without Python.
+        #: State for calls that recur, which run in native code.
         self.state = warplink.CallState(
             self,
             device,
