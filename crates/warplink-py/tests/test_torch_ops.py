@@ -108,6 +108,39 @@ def test_members_decide_alike_what_is_faster_and_do_it():
     on_ranks(tried, 2)
 
 
+def without_overlap(rank, world, _, place):
+    dist = start(rank, world, place)
+    from warplink.torch import trials
+    from warplink.torch.trials import Decision
+
+    group = dist.group.WORLD
+    space, name = group.workspace("cpu"), group.group_name
+    space.tries, b = True, torch.arange(12.0).view(4, 3)
+
+    def gathers(rows, *decisions):
+        found = iter(map(Decision._make, decisions))
+        trials._compare = lambda *_: next(found)
+        for _ in range(2):
+            whole, (product,) = torch.ops.warplink.fused_all_gather_matmul(torch.full((rows, 4), rank + 1.0), [b], 0, name)
+            assert torch.equal(whole, torch.arange(1.0, world + 1).repeat_interleave(rows)[:, None].expand(-1, 4))
+            assert torch.equal(product, whole @ b)
+        # Every decision was asked for, and the last one counts.
+        assert next(found, None) is None
+        (key,) = (key for key in space.decisions if key.sizes[0] == rows)
+        assert space.decisions[key] == decisions[-1]
+        return space.plans.get(key)
+
+    # What overlaps is tried first. Where the plain pair is faster than that, so is the same as a plan, or not.
+    assert not gathers(2, (False, True)).has_collectives
+    assert gathers(3, (False, False), (True, False)).has_collectives
+    assert gathers(4, (False, False), (False, False)) is None
+    dist.destroy_process_group()
+
+
+def test_a_plan_without_overlap_is_tried_where_the_plain_pair_is_faster():
+    on_ranks(without_overlap, 2)
+
+
 def again(rank, world, _, place):
     """Calls like earlier ones, whose longer path is taken away."""
     dist = start(rank, world, place)

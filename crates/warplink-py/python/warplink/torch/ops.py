@@ -228,7 +228,7 @@ def _gather(
             )
 
         # Peers read this rank's part of A, and put theirs into the gathered one.
-        return FusedPlan.make(space, tensors, {"A", "G"} & tensors.keys(), plan)
+        return FusedPlan.make(space, known.call, tensors, {"A", "G"} & tensors.keys(), plan)
 
     with span("warplink::fused_all_gather_matmul"):
         space.launch(known.call, make, [tensor.data_ptr() for tensor in (*inputs, *results)])
@@ -359,7 +359,8 @@ def _scatter(a: torch.Tensor, b: torch.Tensor, dim: int, space: Workspace, known
 
     def make() -> FusedPlan:
         # Some programs receive sums in the result.
-        return FusedPlan.make(space, {"A": left.reshape(known.left), "B": right, "C": result}, {"C"}, plan)
+        tensors = {"A": left.reshape(known.left), "B": right, "C": result}
+        return FusedPlan.make(space, known.call, tensors, {"C"}, plan)
 
     with span("warplink::fused_matmul_reduce_scatter"):
         space.launch(known.call, make, [left.data_ptr(), right.data_ptr(), result.data_ptr()])
