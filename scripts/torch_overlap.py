@@ -8,6 +8,7 @@ Run it on all GPUs of one machine:
 
 Every sample starts with a barrier over all ranks, the slowest rank counts, and the median is
 printed, as `warplink bench overlap` does: of the GPUs' time, and of the host's until the call returns (`_host_us`).
+Libraries take turns, so that all see the same clock rates and the same of what else the machine does.
 NVLink multicast stays off. Without Warplink's Python package, it is left out.
 """
 
@@ -35,26 +36,28 @@ SHAPES = [(32768, 16384, 8192), (32768, 16384, 1024), (16384, 8192, 1024), (8192
 FORMS = ("rows", "columns", "fp8")
 
 
-def measure(work, samples):
-    """Medians over samples of the slowest rank's times, of the GPU and of the host, in microseconds."""
-    for _ in range(3):
-        work()
-    times = []
+def measure(works, samples):
+    """Of each of ``works``, medians over samples of the slowest rank's times, of the GPU and of the host, in microseconds."""
+    for work in works:
+        for _ in range(3):
+            work()
+    times = [[] for _ in works]
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(samples):
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        begin.record()
-        called = time.perf_counter()
-        work()
-        host = time.perf_counter() - called
-        end.record()
-        torch.cuda.synchronize()
-        slowest = torch.tensor([begin.elapsed_time(end) * 1e3, host * 1e6], device="cuda", dtype=torch.float64)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        times.append(slowest.tolist())
-    return tuple(statistics.median(column) for column in zip(*times))
+        for work, own in zip(works, times):
+            torch.cuda.synchronize()
+            dist.barrier()
+            torch.cuda.synchronize()
+            begin.record()
+            called = time.perf_counter()
+            work()
+            host = time.perf_counter() - called
+            end.record()
+            torch.cuda.synchronize()
+            slowest = torch.tensor([begin.elapsed_time(end) * 1e3, host * 1e6], device="cuda", dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            own.append(slowest.tolist())
+    return [tuple(statistics.median(column) for column in zip(*own)) for own in times]
 
 
 def error(result, reference):
@@ -66,10 +69,10 @@ def figures(op, contenders, results, reference, samples):
     """Times of ``contenders``, and how far from ``reference`` are the results of those in ``results``, which gives a
     result of what the contender returns."""
     row = {"op": op}
-    for name, work in contenders.items():
-        if name in results:
-            row[f"{name}_error"] = error(results[name](work()), reference)
-        row[f"{name}_us"], row[f"{name}_host_us"] = measure(work, samples)
+    for name, result in results.items():
+        row[f"{name}_error"] = error(result(contenders[name]()), reference)
+    for name, times in zip(contenders, measure(contenders.values(), samples)):
+        row[f"{name}_us"], row[f"{name}_host_us"] = times
     return row
 
 

@@ -13,7 +13,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 /// Maximum number of remembered calls.
 const MAX_NOTED: usize = 64;
 
-/// What `space`, a `warplink.torch.workspace.Workspace` on `device`, shares with native code: its plans and decisions by
+/// State of `space`, a `warplink.torch.workspace.Workspace` on `device`, in its own objects: its plans and decisions by
 /// call, its lock, the turns of its streams, and the watch that waits for them, if there is one. `streams` has the
 /// streams that it has used, by handle, as PyTorch and as Warplink know them; `current(index)` returns the handle of the
 /// caller's current stream of the GPU `index`, and is None on the host device, whose stream has the handle 0. `order` is

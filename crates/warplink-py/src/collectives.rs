@@ -84,13 +84,6 @@ impl Collectives {
             .watch(py, communicator, precede, (&self.place, limits))
     }
 
-    /// Makes `stream` wait for all calls so far, unless the collectives are closed.
-    pub(crate) fn precede(&self, stream: &Stream) -> PyResult<()> {
-        let live = stream.live()?;
-        let preceded = self.inner.with(|inner| inner.precede(live));
-        preceded.unwrap_or(Ok(())).map_err(raise)
-    }
-
     /// Reads the arrays of a call on `stream`.
     pub(crate) fn reader(&self, stream: &Stream) -> Reader<'_> {
         Reader::new(&self.place, Some(stream.raw_handle())).with_empty(&self.nothing)

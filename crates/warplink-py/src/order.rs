@@ -1,11 +1,12 @@
 //! Order among kernels of one GPU that wait for other ranks.
 
 use crate::collectives::Collectives;
+use crate::errors::raise;
 use crate::stream::{Stream, Turns};
 use pyo3::prelude::*;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What enqueues kernels on one GPU that wait for other ranks: collectives of several groups, and plans with collectives in
+/// Users of one GPU whose kernels wait for other ranks: collectives of several groups, and plans with collectives in
 /// turns. Each is enqueued behind the last work of the others: kernels of two groups that wait for one another's
 /// multiprocessors would never end.
 #[pyclass(frozen, module = "warplink")]
@@ -60,7 +61,10 @@ impl Order {
         for other in others {
             let other = other.bind(py);
             if let Ok(collectives) = other.cast::<Collectives>() {
-                collectives.get().precede(stream)?;
+                // Of closed ones there is nothing to wait for.
+                if let Ok(inner) = collectives.get().inner() {
+                    inner.precede(stream.live()?).map_err(raise)?;
+                }
             } else {
                 other.cast::<Turns>()?.get().precede(stream)?;
             }

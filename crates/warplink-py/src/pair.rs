@@ -4,7 +4,7 @@ use crate::call_state::CallState;
 use crate::collective_options;
 use crate::collectives::Collectives;
 use crate::order::Order;
-use crate::recent::{address, finished};
+use crate::recent::{Layout, address, finished};
 use crate::stream::Stream;
 use crate::watch::Watch;
 use pyo3::intern;
@@ -27,7 +27,7 @@ pub(crate) struct RecentPair {
     group: Py<PyWeakrefReference>,
     call: Call,
     matrix: Option<Py<PyTuple>>,
-    target: Py<PyTuple>,
+    target: Layout,
     keeps: bool,
     finish: Option<Py<PyAny>>,
     /// The group's collectives, once they were found on the device of its calls. Weak, as the group.
@@ -45,7 +45,7 @@ impl RecentPair {
         count: usize,
         how: Option<(String, String)>,
         matrix: Option<Py<PyTuple>>,
-        target: Py<PyTuple>,
+        target: &Bound<'_, PyTuple>,
         keeps: bool,
         finish: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
@@ -57,7 +57,7 @@ impl RecentPair {
             group: PyWeakrefReference::new(group)?.unbind(),
             call: collective_options::call(kind, count, element, op, None)?,
             matrix,
-            target,
+            target: Layout::of(target)?,
             keeps,
             finish,
             direct: OnceLock::new(),
@@ -93,14 +93,9 @@ impl RecentPair {
             Some(sizes) => &left.call_method1(intern!(py, "view"), (sizes,))?,
             None => left,
         };
-        let target_like = |tensor: &Bound<'_, PyAny>| {
-            tensor
-                .call_method1(intern!(py, "new_empty"), (&self.target,))
-                .map(Bound::unbind)
-        };
         let results = PyList::empty(py);
         if self.gathers() {
-            let whole = target_like(left)?.into_bound(py);
+            let whole = self.target.new_like(left)?;
             if !self.collective(&direct, stream, [&whole, left])? {
                 return Ok(None);
             }
@@ -112,7 +107,7 @@ impl RecentPair {
             }
         } else {
             let whole = product(left, &bs.get_item(0)?)?;
-            let part = target_like(&whole)?.into_bound(py);
+            let part = self.target.new_like(&whole)?;
             if !self.collective(&direct, stream, [&part, &whole])? {
                 return Ok(None);
             }

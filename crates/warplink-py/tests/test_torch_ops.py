@@ -1,6 +1,7 @@
 """The fused operations."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -107,6 +108,39 @@ def test_members_decide_alike_what_is_faster_and_do_it():
     on_ranks(tried, 2)
 
 
+def without_overlap(rank, world, _, place):
+    dist = start(rank, world, place)
+    from warplink.torch import trials
+    from warplink.torch.trials import Decision
+
+    group = dist.group.WORLD
+    space, name = group.workspace("cpu"), group.group_name
+    space.tries, b = True, torch.arange(12.0).view(4, 3)
+
+    def gathers(rows, *decisions):
+        found = iter(map(Decision._make, decisions))
+        trials._compare = lambda *_: next(found)
+        for _ in range(2):
+            whole, (product,) = torch.ops.warplink.fused_all_gather_matmul(torch.full((rows, 4), rank + 1.0), [b], 0, name)
+            assert torch.equal(whole, torch.arange(1.0, world + 1).repeat_interleave(rows)[:, None].expand(-1, 4))
+            assert torch.equal(product, whole @ b)
+        # Every decision was asked for, and the last one counts.
+        assert next(found, None) is None
+        (key,) = (key for key in space.decisions if key.sizes[0] == rows)
+        assert space.decisions[key] == decisions[-1]
+        return space.plans.get(key)
+
+    # What overlaps is tried first. Where the plain pair is faster than that, so is the same as a plan, or not.
+    assert not gathers(2, (False, True)).has_collectives
+    assert gathers(3, (False, False), (True, False)).has_collectives
+    assert gathers(4, (False, False), (False, False)) is None
+    dist.destroy_process_group()
+
+
+def test_a_plan_without_overlap_is_tried_where_the_plain_pair_is_faster():
+    on_ranks(without_overlap, 2)
+
+
 def again(rank, world, _, place):
     """Calls like earlier ones, whose longer path is taken away."""
     dist = start(rank, world, place)
@@ -191,6 +225,44 @@ def again(rank, world, _, place):
 
 def test_calls_like_earlier_ones_take_the_short_path():
     on_ranks(again, 2)
+
+
+def by_collectives(rank, world, _, place):
+    """Plans of a collective and a product, whose tensors stay where they are, and which are recorded where they recur."""
+    dist = start(rank, world, place)
+    ops, group = torch.ops.warplink, dist.group.WORLD
+    space, name = group.workspace("cpu"), group.group_name
+    executor, known = space.executor, []
+
+    def by(method):
+        def planned(*memory, lowering, **options):
+            known.append(lowering)
+            return getattr(executor, method)(*memory, lowering="collective", **options)
+
+        return planned
+
+    space.executor = SimpleNamespace(**{name: by(name) for name in ("all_gather_matmul", "matmul_reduce_scatter")})
+    a, left, b = torch.empty(3, 8), torch.empty(2 * world, 8), torch.arange(40.0).view(8, 5) % 7
+    for turn in range(6):
+        for one in (b, b.clone()):
+            every = [torch.full_like(a, float(r + turn)) for r in range(world)]
+            gathered, (product,) = ops.fused_all_gather_matmul(a.copy_(every[rank]), [one], 0, name)
+            assert torch.equal(gathered, torch.cat(every)) and torch.equal(product, torch.cat(every) @ b)
+            part = ops.fused_matmul_reduce_scatter(left.fill_(rank + turn), one, "sum", 0, name)
+            total = float(sum(r + turn for r in range(world)))
+            assert torch.equal(part, torch.full((2, 8), total) @ b)
+    # Each is made again without memory that peers would reach.
+    assert known == [None, "collective"] * 2
+    plans = list(space.plans.values())
+    assert len(plans) == 2
+    for plan in plans:
+        assert plan.has_collectives and plan.plan.lowering == "collective" and not plan.own
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_plans_with_collectives_run_where_tensors_are(world):
+    on_ranks(by_collectives, world)
 
 
 def sizes(rank, world, _, place):

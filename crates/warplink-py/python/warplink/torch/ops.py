@@ -217,17 +217,18 @@ def _gather(
         left = inputs[0].reshape(known.left)
         tensors = {"A": left, **family("B", inputs[1:]), **dict(zip(known.outputs, results))}
 
-        def plan(views: dict[str, Any]) -> warplink.OverlapPlan:
+        def plan(views: dict[str, Any], lowering: str | None) -> warplink.OverlapPlan:
             return space.executor.all_gather_matmul(
                 views["A"],
                 [views[f"B[{index}]"] for index in range(count)],
                 [views[f"C[{index}]"] for index in range(count)],
                 gathered=views.get("G"),
                 transposed_b=known.transposed,
+                lowering=lowering,
             )
 
         # Peers read this rank's part of A, and put theirs into the gathered one.
-        return FusedPlan.make(space, tensors, {"A", "G"} & tensors.keys(), plan)
+        return FusedPlan.make(space, known.call, tensors, {"A", "G"} & tensors.keys(), plan)
 
     with span("warplink::fused_all_gather_matmul"):
         space.launch(known.call, make, [tensor.data_ptr() for tensor in (*inputs, *results)])
@@ -351,14 +352,15 @@ def _scatter(a: torch.Tensor, b: torch.Tensor, dim: int, space: Workspace, known
     left, (right,) = to_front(a, dim).contiguous(), in_memory([b], known.transposed)
     result = a.new_empty(known.outputs["C"])
 
-    def plan(views: dict[str, Any]) -> warplink.OverlapPlan:
+    def plan(views: dict[str, Any], lowering: str | None) -> warplink.OverlapPlan:
         return space.executor.matmul_reduce_scatter(
-            views["A"], views["B"], views["C"], transposed_b=known.transposed
+            views["A"], views["B"], views["C"], transposed_b=known.transposed, lowering=lowering
         )
 
     def make() -> FusedPlan:
         # Some programs receive sums in the result.
-        return FusedPlan.make(space, {"A": left.reshape(known.left), "B": right, "C": result}, {"C"}, plan)
+        tensors = {"A": left.reshape(known.left), "B": right, "C": result}
+        return FusedPlan.make(space, known.call, tensors, {"C"}, plan)
 
     with span("warplink::fused_matmul_reduce_scatter"):
         space.launch(known.call, make, [left.data_ptr(), right.data_ptr(), result.data_ptr()])

@@ -80,13 +80,26 @@ class FusedPlan:
     @staticmethod
     def make(
         space: Workspace,
+        key: Any,
         tensors: dict[str, torch.Tensor],
         shared: set[str],
-        plan: Callable[[dict[str, Any]], warplink.OverlapPlan],
+        plan: Callable[[dict[str, Any], str | None], warplink.OverlapPlan],
     ) -> FusedPlan:
-        """The plan that ``plan`` makes of views by name: of memory that peers reach for the tensors
-        ``shared``, of ``tensors`` themselves for the others. Every rank makes it at the same time. Runs get the addresses
-        of tensors in the order of ``tensors``."""
+        """The plan for ``key`` that ``plan`` makes of views by name, and of a lowering if one is wanted: of memory that peers
+        reach for the tensors ``shared``, of ``tensors`` themselves for the others. Every rank makes it at the same time. Runs
+        get the addresses of tensors in the order of ``tensors``."""
+        if key in space.without_overlap:
+            return FusedPlan._make(space, tensors, set(), plan, "collective")
+        return FusedPlan._make(space, tensors, shared, plan, None)
+
+    @staticmethod
+    def _make(
+        space: Workspace,
+        tensors: dict[str, torch.Tensor],
+        shared: set[str],
+        plan: Callable[[dict[str, Any], str | None], warplink.OverlapPlan],
+        lowering: str | None,
+    ) -> FusedPlan:
         views: dict[str, warplink.View] = {}
         taken: list[torch.Tensor] = []
         names = [name for name in tensors if name in shared]
@@ -104,14 +117,19 @@ class FusedPlan:
             views[name] = space.communicator.view_at(
                 tensor.data_ptr(), list(tensor.shape), DTYPES[tensor.dtype]
             )
-        made = plan(views)
+        made = plan(views, lowering)
         told = space.communicator.all_gather_bytes(",".join(made.replaceable).encode())
         free = set.intersection(*(set(names.decode().split(",")) for names in told))
         fixed = tensors.keys() - free
+        if made.has_collectives and lowering is None and not fixed:
+            # Peers reach tensors where they are, so that the memory of this one would never be used.
+            lowering = made.lowering
+            del made, views, regions
+            return FusedPlan._make(space, tensors, set(), plan, lowering)
         if fixed <= shared:
             nbytes = [tensor.nbytes for tensor in tensors.values()]
             launcher = made.launcher(list(tensors), nbytes, {name: views[name] for name in fixed})
             return FusedPlan(made, launcher, fixed)
         # This program exchanges more; and so does the next plan.
         del made
-        return FusedPlan.make(space, tensors, shared | fixed, plan)
+        return FusedPlan._make(space, tensors, shared | fixed, plan, lowering)

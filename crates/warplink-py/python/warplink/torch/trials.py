@@ -54,12 +54,16 @@ def faster(
     again: Callable[[], T | None] = lambda: None,
 ) -> T:
     """``fused()`` or ``plain()``, which are the same call, whichever is faster for calls of ``key``. Members try both after the
-    first one, which every member makes at the same time. Later calls go by ``again()``, where that does not return None."""
+    first one, which every member makes at the same time; where ``plain()`` is, they try a plan of the collective and the
+    matmul, too, which takes the host less time. Later calls go by ``again()``, where that does not return None."""
     decision: Decision | None = space.decisions.get(key)
     if decision is None:
         result = fused()
         if space.tries and not is_recording(space.device):
             decision = _compare(space, key, fused, plain, again)
+            if not any(decision) and space.plan_without_overlap(key):
+                fused()
+                decision = _compare(space, key, fused, plain, again)
             space.decide(key, decision)
             if not any(decision):
                 space.forget(key)

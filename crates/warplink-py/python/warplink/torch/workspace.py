@@ -79,6 +79,8 @@ class Workspace:
         self.executor = communicator.executor()
         #: Plans of fused operations by cache key, the most recently used last.
         self.plans: dict[Any, Any] = {}
+        #: Calls whose plans do not overlap, by cache key.
+        self.without_overlap: dict[Any, None] = {}
         #: Whether calls are fused, by cache key, and whether members time the alternatives.
         self.decisions: dict[Any, Any] = {}
         self.tries = device.type == "cuda"
@@ -106,7 +108,7 @@ class Workspace:
         #: Streams by their handles, which PyTorch never frees, as it knows them and as Warplink does. On the host device,
         #: there is one of the workspace's own, which PyTorch does not know.
         self._streams: dict[int, tuple[torch.cuda.Stream | None, warplink.Stream]] = {}
-        #: What calls that recur use of this, without Python.
+        #: State for calls that recur, which run in native code.
         self.state = warplink.CallState(
             self,
             device,
@@ -239,6 +241,18 @@ class Workspace:
     def decide(self, key: Any, decision: Any) -> None:
         """Keeps ``decision`` for calls of ``key``."""
         _keep(self.decisions, key, decision)
+
+    def plan_without_overlap(self, key: Any) -> bool:
+        """Has the next call of ``key`` make a plan of the collective and the matmul; not where there is one, or where a graph has
+        recorded another, of which it returns False. Every member does, or none."""
+        with self.lock:
+            plan = self.plans.get(key)
+            if plan is None or key in self._recorded or getattr(plan, "has_collectives", True):
+                return False
+            del self.plans[key]
+            _keep(self.without_overlap, key, None)
+            self.decisions.pop(key, None)
+            return True
 
     def forget(self, key: Any) -> None:
         """Lets go of the plan for ``key``, unless a graph has recorded it. Every member does, or none."""

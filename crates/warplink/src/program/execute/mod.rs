@@ -93,7 +93,8 @@ impl Default for PrepareOptions {
     }
 }
 
-/// Runs programs on one rank. Every rank prepares and binds the same programs in the same order.
+/// Runs programs on one rank. Every rank prepares and binds the same programs in the same order. The first program with a
+/// collective of all ranks joins [`Collectives`](crate::Collectives) with a workspace for those of all its programs.
 ///
 /// Clones share everything.
 #[derive(Clone)]

@@ -174,7 +174,7 @@ pub(super) fn measure(
             continue;
         }
         let options = Options {
-            // What others are compared with.
+            // The baseline of the others.
             library: name == COLLECTIVE,
             ..options(Some(lowering))
         };
