@@ -227,7 +227,7 @@ def left(rank, path):
 
 def uneven(rank, path):
     """Rank 0 makes a call that no other makes; all destroy the communicator, and the call ends in an error."""
-    os.environ["WARPLINK_TIMEOUT"] = "3"
+    os.environ["WARPLINK_TIMEOUT"] = "5"
     comm = joined(rank, path)
     place, _ = memory([1] * COUNT)
     for _ in range(4 if rank == 0 else 3):
