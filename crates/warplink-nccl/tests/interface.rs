@@ -193,6 +193,7 @@ fn faults_end_as_users_of_nccl_expect() {
         "different",
         "forked",
         "left",
+        "closed",
         "uneven",
         "exits",
         "orders",
