@@ -11,4 +11,6 @@ fn main() {
         "cargo::rustc-cdylib-link-arg=-Wl,-soname,libwarplink.so.{}.{}",
         version.0, version.1
     );
+    // `dlclose` must not unload it: the process's exit calls its handlers.
+    println!("cargo::rustc-cdylib-link-arg=-Wl,-z,nodelete");
 }

@@ -44,10 +44,10 @@ pub(crate) struct Team {
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct WaitSignal {
-    operations: c_int,
-    peer: c_int,
-    signal: c_int,
-    context: c_int,
+    pub(crate) operations: c_int,
+    pub(crate) peer: c_int,
+    pub(crate) signal: c_int,
+    pub(crate) context: c_int,
 }
 
 /// The members that `ncclConfig_t` has begun with since 2.17. Later members configure NCCL's own transports.

@@ -5,6 +5,7 @@ use crate::operators::{Multiplying, Operators};
 use crate::status::{Code, Failure, Outcome};
 use crate::streams::Streams;
 use crate::watch::Watch;
+use crate::windows::{self, SignalPairs};
 use std::collections::HashMap;
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -74,6 +75,7 @@ pub(crate) struct Served {
     /// Memory used by captured graphs, kept until the communicator ends.
     pub(crate) kept: Mutex<Vec<Region>>,
     pub(crate) multiplying: Multiplying,
+    pub(crate) signals: SignalPairs,
 }
 
 /// A communicator of the real library.
@@ -237,6 +239,7 @@ impl Comm {
             alive.remove(&self.handle);
         }
         drop(alive);
+        windows::forget(self.handle());
         match std::mem::replace(&mut *lock(&self.state), CommunicatorState::Ended) {
             CommunicatorState::Joined(joined) => Some(joined),
             _ => None,

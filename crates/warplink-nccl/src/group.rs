@@ -13,7 +13,8 @@ use warplink::{Error, ErrorKind};
 
 /// A blocking operation on the host, such as waiting for all ranks to join.
 pub(crate) struct Task {
-    comm: Arc<Comm>,
+    /// Whether the caller waits for it.
+    blocking: bool,
     work: Box<dyn FnOnce() -> Outcome + Send>,
     /// Reverts writes to the caller's memory if the work failed; runs on the caller's thread.
     undo: Box<dyn FnOnce()>,
@@ -42,9 +43,17 @@ impl Task {
         undo: impl FnOnce() + 'static,
     ) -> Self {
         Self {
-            comm: comm.clone(),
+            blocking: comm.blocking,
             work: Box::new(work),
             undo: Box::new(undo),
+        }
+    }
+
+    /// Has the caller wait, also if the communicator's calls do not block.
+    pub(crate) fn waited_for(self) -> Self {
+        Self {
+            blocking: true,
+            ..self
         }
     }
 }
@@ -150,8 +159,7 @@ fn leave() -> Outcome<Option<CallGroup>> {
 fn run_all(tasks: Vec<Task>) -> Outcome {
     let panicked =
         || -> Failure { Error::new(ErrorKind::Internal, "the thread of a rank panicked").into() };
-    let (blocking, others): (Vec<_>, Vec<_>) =
-        tasks.into_iter().partition(|task| task.comm.blocking);
+    let (blocking, others): (Vec<_>, Vec<_>) = tasks.into_iter().partition(|task| task.blocking);
     let in_progress = !others.is_empty();
     for task in others {
         let thread = std::thread::Builder::new().name("warplink-join".to_owned());

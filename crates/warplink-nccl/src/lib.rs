@@ -16,7 +16,8 @@
 //! | `calls` | collectives, sends and receives |
 //! | `operators` | sums with premultiplied inputs |
 //! | `streams`, `devices` | CUDA's streams and devices; those of the host device |
-//! | `memory` | allocations, registrations, windows |
+//! | `memory` | allocations, registrations, device communicators |
+//! | `windows` | windows, puts and signals |
 //! | `properties` | properties of the library and of communicators |
 //! | `watch` | asynchronous errors of calls that no host thread waits for |
 //! | `real` | the real NCCL, for calls that Warplink does not support |
@@ -44,5 +45,6 @@ mod status;
 mod streams;
 mod table;
 mod watch;
+mod windows;
 
 pub use table::NAMES;

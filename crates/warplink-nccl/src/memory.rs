@@ -1,15 +1,14 @@
-//! Allocations, registrations and windows. Warplink's collectives accept any memory, so registration is a no-op for
-//! them. Windows and device communicators that kernels use belong to the real library, whose communicator is created on
-//! first use.
+//! Allocations, registrations and device communicators. Warplink's collectives accept any memory, so registration is a no-op
+//! for them. Device communicators belong to the real library, whose communicator is created on first use.
 
-use crate::abi::{Handle, RawStream, Team, WaitSignal, Window, check, store};
+use crate::abi::{Handle, Team, check, store};
 use crate::communicator::{RealHandle, find, lock};
 use crate::real;
 use crate::status::{Failure, Outcome};
 use crate::table::real as functions;
 use crate::{devices, log};
 use std::collections::HashMap;
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_int, c_void};
 use std::sync::{Arc, Mutex};
 use warplink::DeviceKind;
 use warplink::device::{AllocationKind, DeviceSlice};
@@ -17,14 +16,8 @@ use warplink::device::{AllocationKind, DeviceSlice};
 /// Memory allocated through this library, by its address.
 static ALLOCATED: Mutex<Option<HashMap<usize, DeviceSlice>>> = Mutex::new(None);
 
-/// Placeholder windows, which no real window backs: their memory, by their handles.
-static WINDOWS: Mutex<Option<HashMap<usize, usize>>> = Mutex::new(None);
-
-/// Handles of placeholder windows count up from this value.
-const FIRST_WINDOW: usize = 0x5751_0000_0000_0000;
-
 /// Whether the device is a GPU and the real library is available.
-fn has_real() -> Outcome<bool> {
+pub(crate) fn has_real() -> Outcome<bool> {
     Ok(devices::kind()? == DeviceKind::Cuda && real::is_there())
 }
 
@@ -98,126 +91,11 @@ pub(crate) unsafe fn deregister(comm: Handle, _handle: *mut c_void) -> Outcome {
     find(comm)?.joined().map(drop)
 }
 
-/// # Safety
-/// As [`allocate`].
-pub(crate) unsafe fn window_register(
-    comm: Handle,
-    memory: *mut c_void,
-    bytes: usize,
-    window: *mut Window,
-    flags: c_int,
-) -> Outcome {
-    let joined = find(comm)?.usable()?;
-    check(memory, "buff")?;
-    check(window, "win")?;
-    if has_real()? {
-        let RealHandle(real) = joined.real()?;
-        // SAFETY: the caller's pointers are passed on, with the real library's communicator in place of ours.
-        let code = unsafe { functions::CommWindowRegister(real, memory, bytes, window, flags) }?;
-        return Failure::check_real(code, "ncclCommWindowRegister");
-    }
-    let mut windows = lock(&WINDOWS);
-    let windows = windows.get_or_insert_default();
-    let number = windows.keys().max().copied().unwrap_or(FIRST_WINDOW) + 16;
-    windows.insert(number, memory as usize);
-    // SAFETY: the caller passes null or a pointer valid for a write of a window.
-    unsafe { store(window, "win", number as Window) }
-}
-
-/// # Safety
-/// As [`allocate`].
-pub(crate) unsafe fn window_deregister(comm: Handle, window: Window) -> Outcome {
-    let joined = find(comm)?.joined()?;
-    let mut windows = lock(&WINDOWS);
-    let own = windows
-        .as_mut()
-        .and_then(|all| all.remove(&(window as usize)));
-    drop(windows);
-    if own.is_some() || window.is_null() {
-        return Ok(());
-    }
-    let Some(RealHandle(real)) = joined.made_real() else {
-        return Err(no_window(window));
-    };
-    // SAFETY: the window is the real library's, of this communicator.
-    let code = unsafe { functions::CommWindowDeregister(real, window) }?;
-    Failure::check_real(code, "ncclCommWindowDeregister")
-}
-
-/// # Safety
-/// As [`allocate`].
-pub(crate) unsafe fn window_user_pointer(
-    comm: Handle,
-    window: Window,
-    memory: *mut *mut c_void,
-) -> Outcome {
-    let joined = find(comm)?.joined()?;
-    if let Some(own) = own_window(window) {
-        // SAFETY: the caller passes null or a pointer valid for a write of an address.
-        return unsafe { store(memory, "outUserPtr", own as *mut c_void) };
-    }
-    let Some(RealHandle(real)) = joined.made_real() else {
-        return Err(no_window(window));
-    };
-    // SAFETY: the window is the real library's, of this communicator.
-    let code = unsafe { functions::WinGetUserPtr(real, window, memory) }?;
-    Failure::check_real(code, "ncclWinGetUserPtr")
-}
-
-/// The memory of a placeholder window.
-fn own_window(window: Window) -> Option<usize> {
-    let windows = lock(&WINDOWS);
-    windows.as_ref()?.get(&(window as usize)).copied()
-}
-
-fn no_window(window: Window) -> Failure {
-    Failure::argument(
-        format!("{window:p} is no window of this communicator"),
-        "pass a window returned by ncclCommWindowRegister of this communicator",
-    )
-}
-
-/// Fails for a placeholder window, through which no kernel can access a peer.
-fn check_window(window: Window) -> Outcome {
-    match own_window(window) {
-        None => Ok(()),
-        Some(_) => Err(only_real("addresses of peers' windows")),
-    }
-}
-
-fn only_real(what: &str) -> Failure {
+pub(crate) fn only_real(what: &str) -> Failure {
     Failure::usage(
-        format!("{what} require the real NCCL, which was not found when the window was registered"),
+        format!("{what} require the real NCCL, which was not found"),
         "install NCCL, or set WARPLINK_NCCL_LIBRARY to its libnccl.so.2",
     )
-}
-
-/// # Safety
-/// As [`allocate`].
-pub(crate) unsafe fn lsa_pointer(
-    window: Window,
-    offset: usize,
-    rank: c_int,
-    pointer: *mut *mut c_void,
-) -> Outcome {
-    check_window(window)?;
-    // SAFETY: the window is the real library's.
-    let code = unsafe { functions::GetLsaDevicePointer(window, offset, rank, pointer) }?;
-    Failure::check_real(code, "ncclGetLsaDevicePointer")
-}
-
-/// # Safety
-/// As [`allocate`].
-pub(crate) unsafe fn peer_pointer(
-    window: Window,
-    offset: usize,
-    rank: c_int,
-    pointer: *mut *mut c_void,
-) -> Outcome {
-    check_window(window)?;
-    // SAFETY: the window is the real library's.
-    let code = unsafe { functions::GetPeerDevicePointer(window, offset, rank, pointer) }?;
-    Failure::check_real(code, "ncclGetPeerDevicePointer")
 }
 
 /// The real library's communicator, which owns windows.
@@ -228,62 +106,6 @@ fn of_windows(comm: Handle) -> Outcome<(Arc<crate::communicator::Joined>, Handle
     }
     let RealHandle(real) = joined.real()?;
     Ok((joined, real))
-}
-
-/// # Safety
-/// As [`allocate`].
-#[allow(clippy::too_many_arguments, reason = "they are NCCL's")]
-pub(crate) unsafe fn put_signal(
-    memory: *const c_void,
-    count: usize,
-    datatype: c_int,
-    peer: c_int,
-    window: Window,
-    offset: usize,
-    signal: c_int,
-    context: c_int,
-    flags: c_uint,
-    comm: Handle,
-    stream: RawStream,
-) -> Outcome {
-    let (_joined, real) = of_windows(comm)?;
-    // SAFETY: the caller's arguments are passed on, with the real library's communicator in place of ours.
-    let code = unsafe {
-        functions::PutSignal(
-            memory, count, datatype, peer, window, offset, signal, context, flags, real, stream,
-        )
-    }?;
-    Failure::check_real(code, "ncclPutSignal")
-}
-
-/// # Safety
-/// As [`allocate`].
-pub(crate) unsafe fn signal(
-    peer: c_int,
-    signal: c_int,
-    context: c_int,
-    flags: c_uint,
-    comm: Handle,
-    stream: RawStream,
-) -> Outcome {
-    let (_joined, real) = of_windows(comm)?;
-    // SAFETY: as above.
-    let code = unsafe { functions::Signal(peer, signal, context, flags, real, stream) }?;
-    Failure::check_real(code, "ncclSignal")
-}
-
-/// # Safety
-/// As [`allocate`].
-pub(crate) unsafe fn wait_signal(
-    count: c_int,
-    awaited: *mut WaitSignal,
-    comm: Handle,
-    stream: RawStream,
-) -> Outcome {
-    let (_joined, real) = of_windows(comm)?;
-    // SAFETY: as above.
-    let code = unsafe { functions::WaitSignal(count, awaited, real, stream) }?;
-    Failure::check_real(code, "ncclWaitSignal")
 }
 
 /// # Safety

@@ -5,6 +5,7 @@ use crate::operators::Multiplying;
 use crate::real;
 use crate::streams::Streams;
 use crate::watch::Watch;
+use crate::windows::SignalPairs;
 use std::sync::{Arc, Mutex};
 use warplink::collective::{CollectiveOptions, CollectivePath};
 use warplink::device::AllocationKind;
@@ -124,6 +125,7 @@ pub(crate) fn route(
                 nothing: nothing.slice(0..0)?,
                 kept: Mutex::default(),
                 multiplying: Multiplying::new(),
+                signals: SignalPairs::default(),
             })))
         }
         _ if on_gpu && (real::is_there() || collectives.is_some()) => Ok(Route::Real),

@@ -8,7 +8,7 @@ use crate::abi::{
     CallConfig, Config, Handle, Properties, RawStream, Simulation, Team, UniqueId, WaitSignal,
     Window,
 };
-use crate::{calls, group, join, leave, memory, operators, properties, status};
+use crate::{calls, group, join, leave, memory, operators, properties, status, windows};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 /// Declares functions. `fn` functions run in `status::entry`, `op` functions also fail the group that they are called in,
@@ -215,11 +215,11 @@ table! {
     op PutSignal(
         memory: *const c_void, count: usize, datatype: c_int, peer: c_int, window: Window, offset: usize,
         signal: c_int, context: c_int, flags: c_uint, comm: Handle, stream: RawStream,
-    ) = memory::put_signal;
+    ) = windows::put_signal;
     op Signal(
         peer: c_int, signal: c_int, context: c_int, flags: c_uint, comm: Handle, stream: RawStream,
-    ) = memory::signal;
-    op WaitSignal(count: c_int, awaited: *mut WaitSignal, comm: Handle, stream: RawStream) = memory::wait_signal;
+    ) = windows::signal;
+    op WaitSignal(count: c_int, awaited: *mut WaitSignal, comm: Handle, stream: RawStream) = windows::wait_signal;
 
     // Groups.
     fn GroupStart() = group::start;
@@ -231,17 +231,17 @@ table! {
     fn MemFree(memory: *mut c_void) = memory::free;
     fn CommRegister(comm: Handle, memory: *mut c_void, bytes: usize, handle: *mut *mut c_void) = memory::register;
     fn CommDeregister(comm: Handle, handle: *mut c_void) = memory::deregister;
-    fn CommWindowRegister(
+    op CommWindowRegister(
         comm: Handle, memory: *mut c_void, bytes: usize, window: *mut Window, flags: c_int,
-    ) = memory::window_register;
-    fn CommWindowDeregister(comm: Handle, window: Window) = memory::window_deregister;
-    fn WinGetUserPtr(comm: Handle, window: Window, memory: *mut *mut c_void) = memory::window_user_pointer;
+    ) = windows::register;
+    fn CommWindowDeregister(comm: Handle, window: Window) = windows::deregister;
+    fn WinGetUserPtr(comm: Handle, window: Window, memory: *mut *mut c_void) = windows::user_pointer;
     real GetLsaMultimemDevicePointer(window: Window, offset: usize, pointer: *mut *mut c_void);
     real GetMultimemDevicePointer(window: Window, offset: usize, multimem: usize, pointer: *mut *mut c_void);
     fn GetLsaDevicePointer(window: Window, offset: usize, rank: c_int, pointer: *mut *mut c_void)
-        = memory::lsa_pointer;
+        = windows::lsa_pointer;
     fn GetPeerDevicePointer(window: Window, offset: usize, rank: c_int, pointer: *mut *mut c_void)
-        = memory::peer_pointer;
+        = windows::peer_pointer;
 
     real GetMultimemDeviceLeInfo(window: Window, offset: usize, id: *mut c_void, place: *mut usize);
     real GetPeerDeviceLeInfo(window: Window, offset: usize, peer: c_int, id: *mut c_void, place: *mut usize);

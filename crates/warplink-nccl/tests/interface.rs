@@ -161,20 +161,19 @@ fn every_function_is_exported_with_its_twin() {
     );
 }
 
-/// Runs a Python program on the library.
+/// Runs a Python program on the library, with each of the arguments at the same time.
 fn run_python(program: &str, arguments: &[&str]) -> Vec<Ended> {
     let program = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/programs")
         .join(program);
     let started = Instant::now();
-    let mut command = Command::new("python3");
-    host_device(&mut command);
-    command
-        .arg("-B")
-        .arg(program)
-        .arg(library())
-        .args(arguments);
-    wait_all(vec![command.spawn().unwrap()], started, LIMIT)
+    let start = |argument: &&str| {
+        let mut command = Command::new("python3");
+        host_device(&mut command);
+        command.arg("-B").arg(&program).arg(library()).arg(argument);
+        command.spawn().unwrap()
+    };
+    wait_all(arguments.iter().map(start).collect(), started, LIMIT)
 }
 
 /// Bindings of Python call all functions, with ranks that are threads.
@@ -188,20 +187,21 @@ fn every_function_can_be_called_from_python() {
 /// calls of several communicators in opposite orders.
 #[test]
 fn faults_end_as_users_of_nccl_expect() {
-    for case in [
+    let cases = [
         "killed",
         "aborted",
         "different",
         "forked",
         "left",
+        "closed",
         "uneven",
         "exits",
         "orders",
-    ] {
-        let ended = run_python("faults.py", &[case]);
-        let output = &ended[0].output;
-        assert_eq!(ended[0].code, Some(0), "{output}");
-        assert!(output.starts_with(&format!("{case}: right")), "{output}");
+    ];
+    for (case, end) in cases.iter().zip(run_python("faults.py", &cases)) {
+        assert_eq!(end.code, Some(0), "{}", end.output);
+        let right = format!("{case}: right");
+        assert!(end.output.starts_with(&right), "{}", end.output);
     }
 }
 

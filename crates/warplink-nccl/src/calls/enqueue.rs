@@ -242,7 +242,12 @@ impl Collective {
 
 impl Joined {
     /// Borrows `bytes` bytes at a device address.
-    fn memory(&self, served: &Served, address: u64, bytes: usize) -> Outcome<DeviceSlice> {
+    pub(crate) fn memory(
+        &self,
+        served: &Served,
+        address: u64,
+        bytes: usize,
+    ) -> Outcome<DeviceSlice> {
         if bytes == 0 {
             return Ok(served.nothing.clone());
         }

@@ -6,6 +6,7 @@ A line is printed for each case. On GPUs there are two ranks, else three. With W
 itself, `orders` has NCCL's calls beside Warplink's.
 """
 
+import _ctypes
 import ctypes
 import os
 import signal
@@ -30,9 +31,11 @@ from nccl import (
     has_ended,
     join,
     last_error,
+    library,
     memory,
     new_id,
     ok,
+    on_threads,
     refused,
     select,
     stream_of,
@@ -225,9 +228,25 @@ def left(rank, path):
     return ""
 
 
+def closed(rank, path):
+    """The process closes the library after its last communicator, and ends."""
+
+    def one():
+        select(rank)
+        ok("CommDestroy", joined(rank, path))
+
+    # Threads with values of the library keep it open: this one, and those that it has started.
+    on_threads([one])
+    end = time.monotonic() + 2
+    while len(os.listdir("/proc/self/task")) > 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    _ctypes.dlclose(library._handle)
+    return ""
+
+
 def uneven(rank, path):
     """Rank 0 makes a call that no other makes; all destroy the communicator, and the call ends in an error."""
-    os.environ["WARPLINK_TIMEOUT"] = "3"
+    os.environ["WARPLINK_TIMEOUT"] = "5"
     comm = joined(rank, path)
     place, _ = memory([1] * COUNT)
     for _ in range(4 if rank == 0 else 3):
@@ -291,7 +310,7 @@ def orders(rank, path):
     return f"{calls} calls of {len(mine)} communicators{', one of NCCL' if len(mine) > 2 else ''}"
 
 
-CASES = {case.__name__: case for case in (killed, aborted, different, forked, left, uneven, exits, orders)}
+CASES = {case.__name__: case for case in (killed, aborted, different, forked, left, closed, uneven, exits, orders)}
 
 
 def rank_of_case(case, rank, path):

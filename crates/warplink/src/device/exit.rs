@@ -24,7 +24,7 @@ struct ExitHandler {
 /// Has `run` called when the process exits by `exit` or by returning from `main`, but not in forked child
 /// processes. If it returns `true`, threads are still inside libraries: the process then ends with its exit code
 /// at once, without the handlers that were registered earlier and without the destructors of libraries. Libraries
-/// that `run` protects must be loaded before this call.
+/// that `run` protects must be loaded before this call, and that with `run` must never be unloaded.
 ///
 /// # Errors
 /// [`ErrorKind::OutOfMemory`] if the C library cannot register another handler.
