@@ -33,7 +33,10 @@ pub use stopwatch::{Stopwatch, time_on_processor};
 pub use timed_barrier::TimedBarrier;
 pub use waiting_kernel::WaitingKernel;
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
-use warplink::device::{self, AllocationKind, Delays, Device, DeviceConfig, DeviceSlice, Priority};
+use warplink::device::{
+    self, AllocationKind, Delays, Device, DeviceConfig, DeviceSlice, MemoryOp, Priority, Stream,
+    Word,
+};
 use warplink::p2p::{self, Protocol, Transfer, TransferRequest, post_all};
 use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind, Rank};
 
@@ -591,4 +594,18 @@ pub fn downloaded(comm: &Communicator, slice: &DeviceSlice) -> Vec<u8> {
     let mut bytes = vec![0; slice.bytes()];
     comm.device().download(slice, &mut bytes).unwrap();
     bytes
+}
+
+/// Enqueues a wait until a word is at least `value`.
+pub fn await_word(stream: &Stream, word: &Word, value: u64) {
+    stream
+        .memory_ops(&[MemoryOp::Wait { word, value }])
+        .unwrap();
+}
+
+/// Enqueues a write of a word.
+pub fn write_word(stream: &Stream, word: &Word, value: u64) {
+    stream
+        .memory_ops(&[MemoryOp::Write { word, value }])
+        .unwrap();
 }

@@ -25,8 +25,8 @@ fn programs_run_in_overlapping_groups_at_once() {
                 let case = Case::of::<f32>(group, true);
                 let inputs = Inputs::<f32>::draw(&case, group.world() as u64);
                 let memory = (Memory::gather(group, &case), Memory::scatter(group, &case));
-                memory.0.fill_gather(group, &case, &inputs);
-                memory.1.fill_scatter(group, &case, &inputs);
+                memory.0.fill(group, &case, &inputs);
+                memory.1.fill(group, &case, &inputs);
                 let buffers = memory.0.gather_buffers(&case);
                 all_gather_matmul(&executor, &stream, &case.gather(), &options, &buffers).unwrap();
                 let buffers = memory.1.scatter_buffers(&case);
@@ -37,8 +37,8 @@ fn programs_run_in_overlapping_groups_at_once() {
             .collect();
         for (group, stream, case, inputs, (gather, scatter)) in &running {
             group.synchronize(stream).unwrap();
-            gather.check_gather(group, case, inputs, "in a group");
-            scatter.check_scatter(group, case, inputs, "in a group");
+            gather.check(group, case, inputs, "in a group");
+            scatter.check(group, case, inputs, "in a group");
         }
     });
 }
