@@ -22,11 +22,10 @@ mod subgroups;
 mod trials;
 
 use common::{
-    assert_error, assert_says, delays, kind, pretending, threads, threads_with, world, worlds,
+    assert_error, assert_says, delayed, pretending, threads, threads_with, world, worlds,
 };
 use half::{bf16, f16};
 use matmul::{Case, Inputs, Memory, Operation};
-use std::time::Duration;
 use warplink::device::Priority;
 use warplink::overlap::{
     AllGatherMatmul, AllGatherMatmulLowering, Leading, Lowering, MatmulReduceScatter,
@@ -34,7 +33,7 @@ use warplink::overlap::{
 };
 use warplink::program::lower::{Decision, Problem};
 use warplink::program::{Bindings, PrepareOptions, Program};
-use warplink::{Communicator, DType, DeviceKind, ErrorKind};
+use warplink::{Communicator, DType, ErrorKind};
 
 /// The library's lowerings and the examples of an operation. A test that was carried to another machine has no examples.
 fn lowerings<P: Problem>(operation: &str) -> Vec<Lowering> {
@@ -79,13 +78,6 @@ fn has_engine(comm: &Communicator) -> bool {
 /// Numbers of ranks, or as many as there are GPUs.
 const RANKS: [usize; 4] = [1, 2, 3, 4];
 
-/// Random delays where the device has them.
-fn delayed(config: &mut warplink::Config) {
-    if kind() == DeviceKind::Host {
-        delays(config, Duration::from_micros(150));
-    }
-}
-
 /// Every lowering of both operations, a few times each with other inputs.
 fn every_lowering<T: warplink::dtype::Element>(comm: &Communicator, streams: usize) {
     let executor = comm.executor();
@@ -119,21 +111,21 @@ fn every_lowering<T: warplink::dtype::Element>(comm: &Communicator, streams: usi
 #[test]
 fn every_lowering_is_right_under_delays_in_f32() {
     for world in worlds(RANKS) {
-        threads_with(world, delayed, |comm| every_lowering::<f32>(comm, 2));
+        threads_with(world, delayed(150), |comm| every_lowering::<f32>(comm, 2));
     }
 }
 
 #[test]
 fn every_lowering_is_right_under_delays_in_bf16() {
     for world in worlds(RANKS) {
-        threads_with(world, delayed, |comm| every_lowering::<bf16>(comm, 1));
+        threads_with(world, delayed(150), |comm| every_lowering::<bf16>(comm, 1));
     }
 }
 
 #[test]
 fn every_lowering_is_right_under_delays_in_f16() {
     for world in worlds(RANKS) {
-        threads_with(world, delayed, |comm| every_lowering::<f16>(comm, 3));
+        threads_with(world, delayed(150), |comm| every_lowering::<f16>(comm, 3));
     }
 }
 
@@ -169,7 +161,7 @@ fn a_graph_is_right_a_thousand_times() {
 
 #[test]
 fn the_functions_and_several_operands() {
-    threads_with(world(2), delayed, |comm| {
+    threads_with(world(2), delayed(150), |comm| {
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let case = Case::of::<f32>(comm, true).operands(3).keeping();
@@ -287,7 +279,7 @@ fn what_does_not_fit_is_refused() {
 
 #[test]
 fn a_buffer_replaced_on_one_rank() {
-    threads_with(world(3), delayed, |comm| {
+    threads_with(world(3), delayed(150), |comm| {
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         for lowering in gathers() {
@@ -376,7 +368,7 @@ fn stored<T: warplink::dtype::Element>(comm: &Communicator) {
 
 #[test]
 fn products_are_stored_at_their_owners() {
-    threads_with(world(3), delayed, |comm| {
+    threads_with(world(3), delayed(150), |comm| {
         stored::<bf16>(comm);
         stored::<f16>(comm);
     });
@@ -390,7 +382,7 @@ fn every_alternative_is_right() {
         3 => 2,
         ranks => ranks,
     };
-    threads_with(ranks, delayed, |comm| {
+    threads_with(ranks, delayed(150), |comm| {
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let (n, dtype, bias, keep) = (32, DType::BF16, false, false);
@@ -441,7 +433,7 @@ fn every_alternative_is_right() {
 
 #[test]
 fn the_smallest_example_runs() {
-    threads_with(world(4), delayed, |comm| {
+    threads_with(world(4), delayed(150), |comm| {
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let text = include_str!("../../../examples/programs/ring_pass.wlp");

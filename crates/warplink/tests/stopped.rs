@@ -186,7 +186,7 @@ fn a_busy_rank_is_not_taken_for_a_stopped_one() {
 }
 
 /// Runs two ranks with transfers between them, one of which stops; when it goes on, its barrier fails as `learns` says.
-/// What the other drops in `drops` is gone soon.
+/// The other drops them in `drops`, which must not take long.
 fn drop_of_a_stopped_peer(
     (name, limit): (&str, &str),
     learns: ErrorKind,

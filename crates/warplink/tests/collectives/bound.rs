@@ -2,7 +2,7 @@
 
 use crate::common::{
     Ranks, Stopwatch, TimedBarrier, allocate, assert_all_ended_well, assert_names_peer,
-    assert_says, delays, kind, lose, share_gpus, threads, threads_that_end, threads_with,
+    assert_says, delayed, kind, lose, share_gpus, threads, threads_that_end, threads_with,
     with_victim, world, worlds,
 };
 use crate::expected::{Case, Made, Random};
@@ -12,16 +12,10 @@ use warplink::collective::{
     Algorithm, BoundCall, Call, CollectiveKind, CollectiveOptions, CollectivePath, Message,
 };
 use warplink::device::{AllocationKind, Priority, Stream};
-use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind};
+use warplink::{Collectives, Communicator, DType, DeviceKind, Error, ErrorKind};
 
 /// How soon a rank must have its error.
 const SOON: Duration = Duration::from_secs(5);
-
-fn delayed(config: &mut Config) {
-    if kind() == DeviceKind::Host {
-        delays(config, Duration::from_micros(40));
-    }
-}
 
 /// Collectives that allow the copy engine alone.
 fn copying(comm: &Communicator) -> Collectives {
@@ -80,7 +74,7 @@ fn cases(counts: &[usize]) -> Vec<Case> {
 #[test]
 fn copies_are_right_for_few_and_many_ranks() {
     for ranks in worlds([2, 3, 5, 8]) {
-        threads_with(ranks, delayed, |comm| {
+        threads_with(ranks, delayed(40), |comm| {
             let collectives = copying(comm);
             let streams = [Priority::Normal, Priority::High]
                 .map(|priority| comm.create_stream(priority).unwrap());

@@ -1,15 +1,14 @@
 //! All-to-all with a size for each pair of ranks that only device memory has.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, delays, kind, processes,
-    threads, threads_that_end, threads_with, world, worlds,
+    Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, delayed, processes, threads,
+    threads_that_end, threads_with, world, worlds,
 };
-use crate::data::library;
+use crate::data::{by, library};
 use crate::expected::Random;
 use std::time::Duration;
-use warplink::collective::CollectiveOptions;
 use warplink::device::{DeviceSlice, Priority, Stream};
-use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind};
+use warplink::{Collectives, Communicator, DType, Error, ErrorKind};
 
 /// How soon every rank that is concerned must have its error.
 const SOON: Duration = Duration::from_secs(5);
@@ -169,16 +168,10 @@ fn rounds(comm: &Communicator, collectives: &Collectives, seed: u64) {
     }
 }
 
-fn delayed(config: &mut Config) {
-    if kind() == DeviceKind::Host {
-        delays(config, Duration::from_micros(30));
-    }
-}
-
 #[test]
 fn parts_of_sizes_in_device_memory_come_to_their_ranks() {
     for ranks in worlds(1..=4) {
-        threads_with(ranks, delayed, |comm| {
+        threads_with(ranks, delayed(30), |comm| {
             rounds(comm, &comm.collectives().unwrap(), ranks as u64);
         });
     }
@@ -188,11 +181,7 @@ fn parts_of_sizes_in_device_memory_come_to_their_ranks() {
 #[test]
 fn processes_exchange_parts_of_sizes_in_device_memory() {
     processes(world(3), |comm| {
-        let options = CollectiveOptions {
-            workspace_bytes: 512 << 10,
-            ..CollectiveOptions::default()
-        };
-        rounds(comm, &comm.collectives_with(&options).unwrap(), 17);
+        rounds(comm, &by(comm, None, 512 << 10), 17);
     });
 }
 

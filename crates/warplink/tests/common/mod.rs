@@ -549,6 +549,15 @@ pub fn delays(config: &mut Config, max: Duration) {
     });
 }
 
+/// A change for [`threads_with`]: random delays of at most so many microseconds where the device has them.
+pub fn delayed(micros: u64) -> impl Fn(&mut Config) + Send + Sync {
+    move |config| {
+        if kind() == DeviceKind::Host {
+            delays(config, Duration::from_micros(micros));
+        }
+    }
+}
+
 /// `count` pseudo-random values that depend on every argument.
 pub fn values(rank: usize, round: usize, count: usize) -> Vec<u8> {
     let mut x = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)

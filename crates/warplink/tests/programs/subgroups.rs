@@ -1,13 +1,13 @@
 //! Programs in communicators that are smaller than the job.
 
-use crate::common::{threads_with, world};
+use crate::common::{delayed, threads_with, world};
 use crate::matmul::{Case, Inputs, Memory};
 use warplink::device::Priority;
 use warplink::overlap::{Options, all_gather_matmul, matmul_reduce_scatter};
 
 #[test]
 fn programs_run_in_overlapping_groups_at_once() {
-    threads_with(world(4), crate::delayed, |comm| {
+    threads_with(world(4), delayed(150), |comm| {
         if comm.world() < 4 {
             return;
         }
@@ -45,7 +45,7 @@ fn programs_run_in_overlapping_groups_at_once() {
 
 #[test]
 fn each_group_has_a_collective_engine_of_its_own() {
-    threads_with(world(4), crate::delayed, |comm| {
+    threads_with(world(4), delayed(150), |comm| {
         if comm.world() < 4 {
             return;
         }
