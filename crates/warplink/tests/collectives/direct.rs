@@ -3,7 +3,7 @@
 
 use crate::common::{
     Ranks, TimedBarrier, allocate, assert_names_peer, assert_survived, kill_self, kind, processes,
-    threads, threads_that_end, world, worlds,
+    threads, threads_that_end, unchanged, world, worlds,
 };
 use crate::data::by;
 use crate::expected::{Case, Random};
@@ -442,40 +442,36 @@ fn ranks_that_disagree_touch_nothing() {
     const COUNT: usize = 4096;
     let ranks = world(3);
     let all = TimedBarrier::new(ranks);
-    threads_that_end(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = direct(&comm);
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let memory = allocate(&comm, 4 * COUNT);
-            until_direct(&comm, &collectives, &memory, &stream);
-            let values = integers(comm.rank(), 5, COUNT);
-            upload(&comm, &memory, &values);
-            comm.barrier().unwrap();
-            let count = if comm.rank() == 1 { 64 } else { COUNT };
-            let part = memory.slice(0..4 * count).unwrap();
-            let before = collectives.direct_lanes().unwrap();
-            let called = collectives.all_reduce(&part, &part, DType::I32, ReduceOp::Sum, &stream);
-            let error = called
-                .and_then(|()| comm.synchronize(&stream))
-                .expect_err("ranks called different things");
-            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-            all.wait();
-            if kind() == DeviceKind::Host {
-                let mut bytes = vec![0; 4 * COUNT];
-                let _ = comm.device().download(&memory, &mut bytes);
-                let expected: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-                assert!(
-                    bytes == expected,
-                    "rank {}: memory was touched",
-                    comm.rank()
-                );
-                assert_eq!(collectives.direct_lanes().ok(), Some(before));
-            }
-            // None leaves while another still looks.
-            all.wait();
-            comm.abort("the test is over");
-        },
-    );
+    threads_that_end(ranks, unchanged, |comm| {
+        let collectives = direct(&comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let memory = allocate(&comm, 4 * COUNT);
+        until_direct(&comm, &collectives, &memory, &stream);
+        let values = integers(comm.rank(), 5, COUNT);
+        upload(&comm, &memory, &values);
+        comm.barrier().unwrap();
+        let count = if comm.rank() == 1 { 64 } else { COUNT };
+        let part = memory.slice(0..4 * count).unwrap();
+        let before = collectives.direct_lanes().unwrap();
+        let called = collectives.all_reduce(&part, &part, DType::I32, ReduceOp::Sum, &stream);
+        let error = called
+            .and_then(|()| comm.synchronize(&stream))
+            .expect_err("ranks called different things");
+        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+        all.wait();
+        if kind() == DeviceKind::Host {
+            let mut bytes = vec![0; 4 * COUNT];
+            let _ = comm.device().download(&memory, &mut bytes);
+            let expected: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+            assert!(
+                bytes == expected,
+                "rank {}: memory was touched",
+                comm.rank()
+            );
+            assert_eq!(collectives.direct_lanes().ok(), Some(before));
+        }
+        // None leaves while another still looks.
+        all.wait();
+        comm.abort("the test is over");
+    });
 }

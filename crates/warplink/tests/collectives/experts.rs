@@ -2,7 +2,7 @@
 
 use crate::common::{
     Stopwatch, TimedBarrier, assert_error, assert_says, delayed, lose, processes, threads,
-    threads_that_end, threads_with, with_victim, world, worlds,
+    threads_that_end, threads_with, unchanged, with_victim, world, worlds,
 };
 use crate::data::library;
 use crate::layer::{Buffers, Choices, GUARD_BYTE, Input, download, inputs};
@@ -240,40 +240,36 @@ fn failing(options: impl Fn(usize) -> ExpertOptions + Sync, told: &[(usize, usiz
         return;
     }
     let all = TimedBarrier::new(ranks);
-    threads_that_end(
-        ranks,
-        |_| {},
-        |comm| {
-            let started = Stopwatch::start();
-            let is_told = told.iter().any(|(rank, ..)| *rank == comm.rank());
-            let (untouched, error) = match dispatch_to_one(&comm, &options(comm.rank())) {
-                // What was right for this rank is done; what comes next is not.
-                Ok((untouched, Ok(()))) if !is_told => (untouched, next_failure(&comm, started)),
-                Ok((untouched, done)) => (untouched, done.unwrap_err()),
-                Err(error) => (true, error),
-            };
-            let took = started.elapsed();
-            all.wait();
-            comm.abort("the test is over");
-            assert!(took < Duration::from_secs(5), "{error}");
-            if !is_told {
-                let kinds = [ErrorKind::Mismatch, ErrorKind::PeerFailed];
-                assert!(kinds.contains(&error.kind()), "{error}");
+    threads_that_end(ranks, unchanged, |comm| {
+        let started = Stopwatch::start();
+        let is_told = told.iter().any(|(rank, ..)| *rank == comm.rank());
+        let (untouched, error) = match dispatch_to_one(&comm, &options(comm.rank())) {
+            // What was right for this rank is done; what comes next is not.
+            Ok((untouched, Ok(()))) if !is_told => (untouched, next_failure(&comm, started)),
+            Ok((untouched, done)) => (untouched, done.unwrap_err()),
+            Err(error) => (true, error),
+        };
+        let took = started.elapsed();
+        all.wait();
+        comm.abort("the test is over");
+        assert!(took < Duration::from_secs(5), "{error}");
+        if !is_told {
+            let kinds = [ErrorKind::Mismatch, ErrorKind::PeerFailed];
+            assert!(kinds.contains(&error.kind()), "{error}");
+        }
+        for (rank, peer, says) in told {
+            if *rank != comm.rank() {
+                continue;
             }
-            for (rank, peer, says) in told {
-                if *rank != comm.rank() {
-                    continue;
-                }
-                assert!(untouched || *rank != 1, "rows came that do not fit");
-                assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-                assert!(
-                    *peer == usize::MAX || error.peer() == Some(*peer),
-                    "{error}"
-                );
-                assert_says(&error, &[says]);
-            }
-        },
-    );
+            assert!(untouched || *rank != 1, "rows came that do not fit");
+            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+            assert!(
+                *peer == usize::MAX || error.peer() == Some(*peer),
+                "{error}"
+            );
+            assert_says(&error, &[says]);
+        }
+    });
 }
 
 /// Error of a stream once this rank learns that the communicator has failed.

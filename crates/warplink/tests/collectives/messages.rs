@@ -2,8 +2,8 @@
 
 use crate::common::{
     Stopwatch, TimedBarrier, allocate, assert_error, assert_names_peer, assert_says, delayed,
-    kill_self, lose, processes, threads, threads_that_end, threads_with, with_victim, world,
-    worlds,
+    kill_self, lose, processes, threads, threads_that_end, threads_with, unchanged, with_timeout,
+    with_victim, world, worlds,
 };
 use crate::data::{by, is_without_library, library};
 use crate::expected::Random;
@@ -284,72 +284,64 @@ fn another_length_is_told_on_both_ranks_and_to_those_that_wait_for_them() {
     let last = ranks - 1;
     for (sent, received) in [(64, 65), (0, 64), (64, 0), (1 << 20, 64), (64, 1 << 20)] {
         let all = TimedBarrier::new(ranks);
-        threads_that_end(
-            ranks,
-            |_| {},
-            |comm| {
-                comm.collectives().unwrap();
-                let started = Stopwatch::start();
-                let (result, peer, says) = match comm.rank() {
-                    0 => (
-                        one(&comm, (true, last), sent),
-                        last,
-                        format!(
-                            "the peer receives {received} bytes; expected {sent}, as this rank sends"
-                        ),
+        threads_that_end(ranks, unchanged, |comm| {
+            comm.collectives().unwrap();
+            let started = Stopwatch::start();
+            let (result, peer, says) = match comm.rank() {
+                0 => (
+                    one(&comm, (true, last), sent),
+                    last,
+                    format!(
+                        "the peer receives {received} bytes; expected {sent}, as this rank sends"
                     ),
-                    rank if rank == last => (
-                        one(&comm, (false, 0), received),
-                        0,
-                        format!(
-                            "the peer sends {sent} bytes; expected {received}, as this rank receives"
-                        ),
+                ),
+                rank if rank == last => (
+                    one(&comm, (false, 0), received),
+                    0,
+                    format!(
+                        "the peer sends {sent} bytes; expected {received}, as this rank receives"
                     ),
-                    // Its own message is right, but rank 0 will not come to it.
-                    _ => (
-                        one(&comm, (false, 0), 64),
-                        usize::MAX,
-                        "cannot finish its work here: ".to_owned(),
-                    ),
-                };
-                let took = started.elapsed();
-                all.wait();
-                comm.abort("the test is over");
-                let error = result.unwrap_err();
-                if peer == usize::MAX {
-                    assert_error(&error, ErrorKind::PeerFailed, &["bytes; expected"]);
-                } else {
-                    assert_names_peer(&error, ErrorKind::Mismatch, peer);
-                }
-                assert_says(&error, &[&says]);
-                assert!(took < SOON, "{error}");
-            },
-        );
+                ),
+                // Its own message is right, but rank 0 will not come to it.
+                _ => (
+                    one(&comm, (false, 0), 64),
+                    usize::MAX,
+                    "cannot finish its work here: ".to_owned(),
+                ),
+            };
+            let took = started.elapsed();
+            all.wait();
+            comm.abort("the test is over");
+            let error = result.unwrap_err();
+            if peer == usize::MAX {
+                assert_error(&error, ErrorKind::PeerFailed, &["bytes; expected"]);
+            } else {
+                assert_names_peer(&error, ErrorKind::Mismatch, peer);
+            }
+            assert_says(&error, &[&says]);
+            assert!(took < SOON, "{error}");
+        });
     }
 }
 
 #[test]
 fn a_peer_that_never_comes_is_named() {
     let all = TimedBarrier::new(world(3));
-    threads_that_end(
-        world(3),
-        |config| config.timeout = Duration::from_secs(6),
-        |comm| {
-            comm.collectives().unwrap();
-            let expected = match comm.rank() {
-                0 => Some(((true, 1), "not posted the receive for this rank's send")),
-                2 => Some(((false, 1), "not posted the send for this rank's receive")),
-                _ => None,
-            };
-            if let Some((message, says)) = expected {
-                let error = one(&comm, message, 100).unwrap_err();
-                assert_names_peer(&error, ErrorKind::Timeout, 1);
-                assert_says(&error, &[says]);
-            }
-            all.wait();
-            comm.abort("the test is over");
-        },
-    );
+    threads_that_end(world(3), with_timeout(Duration::from_secs(6)), |comm| {
+        comm.collectives().unwrap();
+        let expected = match comm.rank() {
+            0 => Some(((true, 1), "not posted the receive for this rank's send")),
+            2 => Some(((false, 1), "not posted the send for this rank's receive")),
+            _ => None,
+        };
+        if let Some((message, says)) = expected {
+            let error = one(&comm, message, 100).unwrap_err();
+            assert_names_peer(&error, ErrorKind::Timeout, 1);
+            assert_says(&error, &[says]);
+        }
+        all.wait();
+        comm.abort("the test is over");
+    });
 }
 
 #[test]

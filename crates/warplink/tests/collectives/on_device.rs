@@ -2,7 +2,7 @@
 
 use crate::common::{
     Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, delayed, processes, threads,
-    threads_that_end, threads_with, world, worlds,
+    threads_that_end, threads_with, unchanged, with_timeout, world, worlds,
 };
 use crate::data::{by, library};
 use crate::expected::Random;
@@ -248,38 +248,34 @@ fn a_count_above_the_limit_is_told_on_both_ranks() {
         }
         let last = ranks - 1;
         let all = TimedBarrier::new(ranks);
-        threads_that_end(
-            ranks,
-            // The rank that is not concerned waits for the others until then.
-            |config| config.timeout = Duration::from_secs(10),
-            |comm| {
-                let collectives = comm.collectives().unwrap();
-                let stream = comm.create_stream(Priority::Normal).unwrap();
-                let mut counts = vec![vec![7; ranks]; ranks];
-                counts[0][last] = count;
-                let buffers = Buffers::new(&comm, DType::F32, 100, 0);
-                buffers.fill(&counts, 1);
-                let started = Stopwatch::start();
-                buffers.enqueue(&collectives, &stream).unwrap();
-                let result = comm.synchronize(&stream);
-                let took = started.elapsed();
-                all.wait();
-                let peer = match comm.rank() {
-                    0 => Some(last),
-                    rank if rank == last => Some(0),
-                    _ => None,
-                };
-                let part = buffers.download(&buffers.output.slice(0..400).unwrap());
-                let untouched = part.iter().all(|byte| *byte == UNTOUCHED);
-                comm.abort("the test is over");
-                let Some(peer) = peer else { return };
-                let error = result.unwrap_err();
-                assert_names_peer(&error, ErrorKind::Mismatch, peer);
-                assert_says(&error, &[says, "raise the limit on all ranks"]);
-                assert!(took < SOON, "{error}");
-                assert!(comm.rank() != last || untouched, "something came");
-            },
-        );
+        // The rank that is not concerned waits for the others until then.
+        threads_that_end(ranks, with_timeout(Duration::from_secs(10)), |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let mut counts = vec![vec![7; ranks]; ranks];
+            counts[0][last] = count;
+            let buffers = Buffers::new(&comm, DType::F32, 100, 0);
+            buffers.fill(&counts, 1);
+            let started = Stopwatch::start();
+            buffers.enqueue(&collectives, &stream).unwrap();
+            let result = comm.synchronize(&stream);
+            let took = started.elapsed();
+            all.wait();
+            let peer = match comm.rank() {
+                0 => Some(last),
+                rank if rank == last => Some(0),
+                _ => None,
+            };
+            let part = buffers.download(&buffers.output.slice(0..400).unwrap());
+            let untouched = part.iter().all(|byte| *byte == UNTOUCHED);
+            comm.abort("the test is over");
+            let Some(peer) = peer else { return };
+            let error = result.unwrap_err();
+            assert_names_peer(&error, ErrorKind::Mismatch, peer);
+            assert_says(&error, &[says, "raise the limit on all ranks"]);
+            assert!(took < SOON, "{error}");
+            assert!(comm.rank() != last || untouched, "something came");
+        });
     }
 }
 
@@ -290,24 +286,20 @@ fn another_limit_is_told_on_both_ranks() {
         return;
     }
     let all = TimedBarrier::new(ranks);
-    threads_that_end(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let max = 10 + comm.rank();
-            let buffers = Buffers::new(&comm, DType::U8, max, 0);
-            buffers.fill(&vec![vec![3; ranks]; ranks], 1);
-            buffers.enqueue(&collectives, &stream).unwrap();
-            let error = comm.synchronize(&stream).unwrap_err();
-            all.wait();
-            let peer = 1 - comm.rank();
-            comm.abort("the test is over");
-            assert_names_peer(&error, ErrorKind::Mismatch, peer);
-            assert_says(&error, &[&format!("{} bytes; expected {max}", 10 + peer)]);
-        },
-    );
+    threads_that_end(ranks, unchanged, |comm| {
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let max = 10 + comm.rank();
+        let buffers = Buffers::new(&comm, DType::U8, max, 0);
+        buffers.fill(&vec![vec![3; ranks]; ranks], 1);
+        buffers.enqueue(&collectives, &stream).unwrap();
+        let error = comm.synchronize(&stream).unwrap_err();
+        all.wait();
+        let peer = 1 - comm.rank();
+        comm.abort("the test is over");
+        assert_names_peer(&error, ErrorKind::Mismatch, peer);
+        assert_says(&error, &[&format!("{} bytes; expected {max}", 10 + peer)]);
+    });
 }
 
 #[test]

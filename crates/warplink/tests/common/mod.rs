@@ -484,7 +484,7 @@ fn are_processes(world: usize) -> bool {
 
 /// Runs `body` as each of `world` threads of this process, or as processes.
 pub fn threads(world: usize, body: impl Fn(&Communicator) + Send + Sync) {
-    threads_with(world, |_| {}, body);
+    threads_with(world, unchanged, body);
 }
 
 /// As [`threads`], with a change to each rank's configuration.
@@ -547,6 +547,14 @@ pub fn delays(config: &mut Config, max: Duration) {
         seed: config.join.rank as u64 + 1,
         max,
     });
+}
+
+/// No change, for [`threads_that_end`].
+pub fn unchanged(_: &mut Config) {}
+
+/// A change for [`threads_with`]: another timeout.
+pub fn with_timeout(timeout: Duration) -> impl Fn(&mut Config) + Send + Sync {
+    move |config| config.timeout = timeout
 }
 
 /// A change for [`threads_with`]: random delays of at most so many microseconds where the device has them.
