@@ -6,7 +6,7 @@
 #[allow(dead_code, reason = "shared with the tests of endings")]
 mod common;
 
-use common::{stderr, stdout, warplink};
+use common::{assert_contains, stderr, stdout, warplink};
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
@@ -209,26 +209,28 @@ fn a_table_and_a_drawing_come_out() {
     let output = bench(&["all-reduce", "-n", "2", "--plot", plot.to_str().unwrap()]);
     assert!(output.status.success(), "{}", stderr(&output));
     let table = stdout(&output);
-    for part in [
-        "all-reduce of bf16, sum, 2 ranks",
-        "host us",
-        "bus GB/s",
-        "substitute us",
-        "compared with a substitute for NCCL",
-        "speedup",
-        "4 KiB",
-    ] {
-        assert!(table.contains(part), "no '{part}' in {table}");
-    }
+    assert_contains(
+        &table,
+        &[
+            "all-reduce of bf16, sum, 2 ranks",
+            "host us",
+            "bus GB/s",
+            "substitute us",
+            "compared with a substitute for NCCL",
+            "speedup",
+            "4 KiB",
+        ],
+    );
     let drawing = std::fs::read_to_string(plot).unwrap();
-    for part in [
-        "captured: time in us",
-        "eager: bus bandwidth",
-        "warplink",
-        "4 KiB",
-    ] {
-        assert!(drawing.contains(part), "no '{part}' in the drawing");
-    }
+    assert_contains(
+        &drawing,
+        &[
+            "captured: time in us",
+            "eager: bus bandwidth",
+            "warplink",
+            "4 KiB",
+        ],
+    );
 }
 
 #[test]
@@ -250,14 +252,15 @@ fn figures_of_another_program_are_shown_beside() {
     let output = bench(&arguments);
     assert!(output.status.success(), "{}", stderr(&output));
     let table = stdout(&output);
-    for part in [
-        "compared with",
-        "and another",
-        "another one-shot us",
-        "0.01",
-    ] {
-        assert!(table.contains(part), "no '{part}' in {table}");
-    }
+    assert_contains(
+        &table,
+        &[
+            "compared with",
+            "and another",
+            "another one-shot us",
+            "0.01",
+        ],
+    );
     let drawing = std::fs::read_to_string(plot).unwrap();
     assert!(drawing.contains("another one-shot"));
     // Of something else.
@@ -266,10 +269,7 @@ fn figures_of_another_program_are_shown_beside() {
     let output = bench(&arguments);
     assert!(!output.status.success());
     let text = stderr(&output);
-    assert!(
-        text.contains("all-reduce of bf16 on 8 ranks; expected"),
-        "{text}"
-    );
+    assert_contains(&text, &["all-reduce of bf16 on 8 ranks; expected"]);
 }
 
 /// Errors in a file are reported before the measurement, and later ones do not lose the figures.
@@ -286,11 +286,7 @@ fn a_file_that_cannot_be_written_costs_no_figures() {
     assert!(!text.contains("rank"), "{text}");
     let output = bench(&["all-reduce", "-n", "2", "--plot", "/dev/full"]);
     assert!(!output.status.success());
-    assert!(
-        stderr(&output).contains("write /dev/full"),
-        "{}",
-        stderr(&output)
-    );
+    assert_contains(&stderr(&output), &["write /dev/full"]);
     let table = stdout(&output);
     assert!(
         table.contains("bus GB/s") && table.contains("4 KiB"),

@@ -5,7 +5,9 @@
 #[allow(dead_code, reason = "shared with the tests of output")]
 mod common;
 
-use common::{Running, SOON, Stopwatch, launch, launch_with, stderr, stdout, within};
+use common::{
+    Running, SOON, Stopwatch, assert_contains, launch, launch_with, stderr, stdout, within,
+};
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -41,9 +43,9 @@ fn the_first_rank_that_fails_ends_the_rest() {
         start.elapsed()
     );
     let text = stderr(&output);
-    assert!(
-        text.contains("rank 2 exited with code 3; ending the other ranks"),
-        "{text}"
+    assert_contains(
+        &text,
+        &["rank 2 exited with code 3; ending the other ranks"],
     );
     assert!(
         !text.contains("rank 0"),
@@ -55,11 +57,7 @@ fn the_first_rank_that_fails_ends_the_rest() {
 fn a_signal_that_ends_a_rank_is_named() {
     let output = launch(2, "[ $RANK = 0 ] || kill -s SEGV $$; sleep 600");
     assert_eq!(output.status.code(), Some(128 + 11));
-    assert!(
-        stderr(&output).contains("rank 1 was ended by SIGSEGV (11)"),
-        "{}",
-        stderr(&output)
-    );
+    assert_contains(&stderr(&output), &["rank 1 was ended by SIGSEGV (11)"]);
 }
 
 #[test]

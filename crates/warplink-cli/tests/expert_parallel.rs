@@ -6,7 +6,7 @@
 #[allow(dead_code, reason = "shared with the tests of endings")]
 mod common;
 
-use common::{stderr, stdout, warplink};
+use common::{assert_contains, stderr, stdout, warplink};
 use serde_json::Value;
 
 const QUICK: [&str; 14] = [
@@ -90,6 +90,6 @@ fn layers_that_cannot_be_measured_are_refused_at_once() {
     ] {
         let output = bench(arguments);
         assert!(!output.status.success());
-        assert!(stderr(&output).contains(says), "{}", stderr(&output));
+        assert_contains(&stderr(&output), &[says]);
     }
 }

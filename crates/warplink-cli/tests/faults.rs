@@ -10,7 +10,7 @@
 #[allow(dead_code, reason = "shared with the tests of output")]
 mod common;
 
-use common::{SOON, Stopwatch, stderr, stdout, warplink};
+use common::{SOON, Stopwatch, assert_contains, stderr, stdout, warplink};
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -140,6 +140,6 @@ fn arguments_that_make_no_sense_are_refused() {
     ] {
         let output = faults(arguments);
         assert!(!output.status.success());
-        assert!(stderr(&output).contains(says), "{}", stderr(&output));
+        assert_contains(&stderr(&output), &[says]);
     }
 }

@@ -6,7 +6,7 @@
 #[allow(dead_code, reason = "shared with the tests of endings")]
 mod common;
 
-use common::{stderr, stdout, warplink};
+use common::{assert_contains, stderr, stdout, warplink};
 use serde_json::Value;
 
 const QUICK: [&str; 13] = [
@@ -61,9 +61,7 @@ fn fused_calls_are_right_and_measured_beside_two_steps() {
     }
     let table = bench("2", &["--peers", "pair"]);
     let table = stdout(&table);
-    for text in ["rows of 300 bf16", "pair us", "speedup"] {
-        assert!(table.contains(text), "{table}");
-    }
+    assert_contains(&table, &["rows of 300 bf16", "pair us", "speedup"]);
     let refused = bench("2", &["--quantization", "other"]);
     assert!(stderr(&refused).contains("expected static"));
 }

@@ -6,7 +6,7 @@
 #[allow(dead_code, reason = "shared with the tests of endings")]
 mod common;
 
-use common::{stderr, stdout, warplink};
+use common::{assert_contains, stderr, stdout, warplink};
 use serde_json::Value;
 use warplink::overlap::{AllGatherMatmulLowering, MatmulReduceScatterLowering};
 
@@ -117,15 +117,16 @@ fn the_demo_takes_a_lowering_and_a_seed() {
     let output = warplink(&args).output().unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     let text = stdout(&output);
-    for part in [
-        "with overlap",
-        "without",
-        "The result is correct",
-        "seed 5",
-        "ring-get, as requested",
-    ] {
-        assert!(text.contains(part), "{part} is not in:\n{text}");
-    }
+    assert_contains(
+        &text,
+        &[
+            "with overlap",
+            "without",
+            "The result is correct",
+            "seed 5",
+            "ring-get, as requested",
+        ],
+    );
 }
 
 #[test]
@@ -208,7 +209,7 @@ fn options_that_a_command_ignores_are_refused() {
         let output = warplink(&args).output().unwrap();
         assert!(!output.status.success(), "{args:?}");
         let said = format!("{option} is given, which this subcommand does not use");
-        assert!(stderr(&output).contains(&said), "{}", stderr(&output));
+        assert_contains(&stderr(&output), &[&said]);
         let help = warplink(&["program", args[1], "--help"]).output().unwrap();
         let help = stdout(&help);
         assert!(!help.contains(&format!("{option} <")), "{help}");
@@ -390,9 +391,9 @@ fn a_program_is_shown() {
     .output()
     .unwrap();
     let text = stdout(&output);
-    assert!(
-        text.contains("give(A to 3 tag 0 via get), take(B from 1 tag 0 via get)"),
-        "{text}"
+    assert_contains(
+        &text,
+        &["give(A to 3 tag 0 via get), take(B from 1 tag 0 via get)"],
     );
     for (args, part) in [
         (
@@ -408,7 +409,7 @@ fn a_program_is_shown() {
         let args = [&["program", "show", &file], args].concat();
         let output = warplink(&args).output().unwrap();
         assert!(!output.status.success());
-        assert!(stderr(&output).contains(part), "{}", stderr(&output));
+        assert_contains(&stderr(&output), &[part]);
     }
 }
 
@@ -445,15 +446,16 @@ fn a_program_is_verified() {
     let output = warplink(&args).output().unwrap();
     assert_eq!(output.status.code(), Some(1));
     let text = stdout(&output);
-    for part in [
-        "deadlock: ",
-        "--> ",
-        "^^^",
-        "rank 0",
-        "did not pass verification for 3 ranks",
-    ] {
-        assert!(text.contains(part), "{part} is not in:\n{text}");
-    }
+    assert_contains(
+        &text,
+        &[
+            "deadlock: ",
+            "--> ",
+            "^^^",
+            "rank 0",
+            "did not pass verification for 3 ranks",
+        ],
+    );
     let output = warplink(&[&args[..], &["--json"]].concat())
         .output()
         .unwrap();
@@ -520,14 +522,15 @@ fn one_statement_of_a_line_is_pointed_at() {
         .output()
         .unwrap();
     let text = stdout(&output);
-    for part in [
-        "race.wlp:3:40\n",
-        "  |                                        ^^^^^^^^^^^ rank 0\n",
-        "race.wlp:3:72\n",
-        "  |                                                                        ^^^^^^^^^^^ rank 0\n",
-    ] {
-        assert!(text.contains(part), "{part} is not in:\n{text}");
-    }
+    assert_contains(
+        &text,
+        &[
+            "race.wlp:3:40\n",
+            "  |                                        ^^^^^^^^^^^ rank 0\n",
+            "race.wlp:3:72\n",
+            "  |                                                                        ^^^^^^^^^^^ rank 0\n",
+        ],
+    );
     let output = warplink(&["program", "verify", path, "-n", "1", "--json"])
         .output()
         .unwrap();
@@ -576,9 +579,5 @@ fn a_faulty_program_does_not_run() {
     ];
     let output = warplink(&args).output().unwrap();
     assert!(!output.status.success());
-    assert!(
-        stderr(&output).contains("is refused"),
-        "{}",
-        stderr(&output)
-    );
+    assert_contains(&stderr(&output), &["is refused"]);
 }

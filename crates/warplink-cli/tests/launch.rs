@@ -3,7 +3,7 @@
 #[allow(dead_code, reason = "shared with the tests of endings")]
 mod common;
 
-use common::{launch, launch_with, stderr, stdout, warplink};
+use common::{assert_contains, launch, launch_with, stderr, stdout, warplink};
 
 #[test]
 fn each_rank_learns_its_place() {
@@ -133,7 +133,7 @@ fn json_has_standard_output_to_itself() {
         (&result["ranks"][0]["code"], &result["ranks"][1]["code"]),
         (&0.into(), &7.into())
     );
-    assert!(stderr(&output).contains("[rank 0] noise"));
+    assert_contains(&stderr(&output), &["[rank 0] noise"]);
 }
 
 #[test]

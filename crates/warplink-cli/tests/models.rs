@@ -8,7 +8,7 @@
 #[allow(dead_code, reason = "shared with the tests of endings")]
 mod common;
 
-use common::{launch, stderr, stdout, warplink};
+use common::{assert_contains, launch, stderr, stdout, warplink};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -94,11 +94,7 @@ fn a_cache_that_cannot_be_written_stops_nobody() {
     fs::write(&file, "").unwrap();
     let output = bench(&file);
     assert_right(&output, "a file in the place of the directory");
-    assert!(
-        stderr(&output).contains("is not kept"),
-        "{}",
-        stderr(&output)
-    );
+    assert_contains(&stderr(&output), &["is not kept"]);
     assert_right(&bench(Path::new("/dev/full")), "a device");
 }
 

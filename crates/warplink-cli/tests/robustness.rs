@@ -6,7 +6,7 @@
 #[allow(dead_code, reason = "shared with the tests of endings")]
 mod common;
 
-use common::{Stopwatch, stderr, stdout, warplink};
+use common::{Stopwatch, assert_contains, stderr, stdout, warplink};
 use serde_json::Value;
 use std::fs::File;
 use std::os::unix::fs::PermissionsExt;
@@ -42,10 +42,7 @@ fn a_closed_pipe_is_an_error() {
         .output()
         .unwrap();
     let text = stderr(&output);
-    assert!(
-        text.contains("write the result to standard output: Broken pipe"),
-        "{text}"
-    );
+    assert_contains(&text, &["write the result to standard output: Broken pipe"]);
     assert!(!text.contains("panicked"), "{text}");
 }
 

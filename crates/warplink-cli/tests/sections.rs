@@ -7,7 +7,7 @@
 #[allow(dead_code, reason = "shared with the tests of endings")]
 mod common;
 
-use common::{stderr, stdout, warplink};
+use common::{assert_contains, stderr, stdout, warplink};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -69,14 +69,15 @@ fn kernels_are_shown_as_what_the_compiler_gets() {
     let output = show(&one_shot, &[&sizes[..], &["--kernel"]].concat());
     assert!(output.status.success(), "{}", stderr(&output));
     let text = stdout(&output);
-    for said in [
-        "#include <warplink/sections.cuh>",
-        "constexpr Index rank = 1, world = 2, lanes = 4, threads = 128;",
-        "__global__ void __launch_bounds__(threads) section(",
-        "reduce<Bf16, Add",
-    ] {
-        assert!(text.contains(said), "no '{said}' in:\n{text}");
-    }
+    assert_contains(
+        &text,
+        &[
+            "#include <warplink/sections.cuh>",
+            "constexpr Index rank = 1, world = 2, lanes = 4, threads = 128;",
+            "__global__ void __launch_bounds__(threads) section(",
+            "reduce<Bf16, Add",
+        ],
+    );
     let kernels = json(&show(
         &one_shot,
         &[&sizes[..], &["--kernel", "--json"]].concat(),
@@ -104,7 +105,7 @@ fn what_has_no_kernel_shows_none() {
     // A kernel is of a rank.
     let output = show(&example("all_reduce_one_shot.wlp"), &["--kernel"]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(stderr(&output).contains("--ranks"), "{}", stderr(&output));
+    assert_contains(&stderr(&output), &["--ranks"]);
 }
 
 #[test]
@@ -229,14 +230,11 @@ fn a_bench_refuses_what_it_cannot_time() {
     let output = bench(&one_shot, &[&sizes[..], &["--against", "sum"]].concat());
     assert!(!output.status.success());
     let said = stderr(&output);
-    assert!(
-        said.contains("invalid value 'sum' for '--against <COLLECTIVE>'"),
-        "{said}"
-    );
+    assert_contains(&said, &["invalid value 'sum' for '--against <COLLECTIVE>'"]);
     let output = bench(&one_shot, &[&sizes[..], &["--length", "count"]].concat());
     assert!(!output.status.success(), "{}", stdout(&output));
     let said = "--length is 'count', which is no parameter of 'all_reduce_one_shot'";
-    assert!(stderr(&output).contains(said), "{}", stderr(&output));
+    assert_contains(&stderr(&output), &[said]);
     for (program, more, said) in [
         (
             "ring_pass.wlp",

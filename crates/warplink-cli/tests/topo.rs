@@ -5,7 +5,7 @@
 #[allow(dead_code, reason = "shared with the tests of launch")]
 mod common;
 
-use common::{stderr, stdout, warplink};
+use common::{assert_contains, stderr, stdout, warplink};
 use serde_json::Value;
 
 fn mesh(name: &str) -> String {
@@ -54,25 +54,24 @@ fn a_recorded_mesh_is_explained_and_drawn() {
         .unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
     let text = stdout(&output);
-    for part in [
-        "groups: 0 2 5 7 and 6 4 1 3; facing ranks: 0-6 2-4 5-1 7-3",
-        "L2    2 links from device to device",
-        "0000:86:00.0     1  mlx5_2 (InfiniBand, same PCI switch)",
-    ] {
-        assert!(text.contains(part), "'{text}' does not contain '{part}'");
-    }
+    assert_contains(
+        &text,
+        &[
+            "groups: 0 2 5 7 and 6 4 1 3; facing ranks: 0-6 2-4 5-1 7-3",
+            "L2    2 links from device to device",
+            "0000:86:00.0     1  mlx5_2 (InfiniBand, same PCI switch)",
+        ],
+    );
     let drawing = std::fs::read_to_string(&path).unwrap();
-    for part in [
-        "rank 7",
-        "0000:8a:00.0",
-        "NUMA node 1",
-        "links between groups",
-    ] {
-        assert!(
-            drawing.contains(part),
-            "'{drawing}' does not contain '{part}'"
-        );
-    }
+    assert_contains(
+        &drawing,
+        &[
+            "rank 7",
+            "0000:8a:00.0",
+            "NUMA node 1",
+            "links between groups",
+        ],
+    );
 }
 
 #[test]
@@ -82,10 +81,7 @@ fn what_keeps_ranks_from_the_direct_path_is_said() {
         .unwrap();
     let text = stdout(&output);
     assert!(text.contains("direct path: not possible\n"), "{text}");
-    assert!(
-        text.contains("ranks 0, 1 on node-0, ranks 2, 3 on node-1"),
-        "{text}"
-    );
+    assert_contains(&text, &["ranks 0, 1 on node-0, ranks 2, 3 on node-1"]);
 }
 
 #[test]
@@ -111,6 +107,6 @@ fn a_file_that_is_no_mesh_is_refused() {
     for path in [path.to_str().unwrap(), "/nonexistent/mesh.json"] {
         let output = warplink(&["topo", "--mesh", path]).output().unwrap();
         assert_eq!(output.status.code(), Some(1));
-        assert!(stderr(&output).contains(path), "{}", stderr(&output));
+        assert_contains(&stderr(&output), &[path]);
     }
 }

@@ -6,7 +6,7 @@
 #[allow(dead_code, reason = "shared with the tests of endings")]
 mod common;
 
-use common::{stderr, stdout, warplink};
+use common::{assert_contains, stderr, stdout, warplink};
 use serde_json::Value;
 
 const METHODS: [&str; 9] = [
@@ -208,11 +208,7 @@ fn bench_channel_measures_every_kind() {
         assert!(row["time"]["median"].as_f64().unwrap() > 0.0, "{row}");
     }
     // Rows are printed as they are measured, also where the result is one object.
-    assert!(
-        stderr(&output).contains("triggers          proxied"),
-        "{}",
-        stderr(&output)
-    );
+    assert_contains(&stderr(&output), &["triggers          proxied"]);
     let some = [&options[..6], &["--rows", "packets"]].concat();
     let output = warplink(&[&["bench", "channel"], &some[..]].concat())
         .output()
@@ -227,10 +223,7 @@ fn bench_channel_measures_every_kind() {
         "bench", "p2p", "--device", "host", "--from", "4KiB", "--to", "1KiB",
     ];
     let swapped = stderr(&warplink(&args).output().unwrap());
-    assert!(
-        swapped.contains("expected --from to be at most --to"),
-        "{swapped}"
-    );
+    assert_contains(&swapped, &["expected --from to be at most --to"]);
     let refused = warplink(&["bench", "channel", "--device", "host", "--ranks", "1"])
         .output()
         .unwrap();

@@ -1,4 +1,4 @@
-//! `Debug` of types by some of their fields.
+//! `Debug` of types by some of their fields, or by a text.
 
 /// Implements `Debug` for a type with these fields, each computed from the value, and `..` for the others.
 macro_rules! debug_fields {
@@ -14,4 +14,16 @@ macro_rules! debug_fields {
     };
 }
 
-pub(crate) use debug_fields;
+/// Implements `Debug` for a type as text, formatted from the value.
+macro_rules! debug_text {
+    ($type:ident $(<$parameter:ident>)?, |$value:ident| $($text:tt)+) => {
+        impl $(<$parameter>)? std::fmt::Debug for $type $(<$parameter>)? {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                let $value = self;
+                write!(f, $($text)+)
+            }
+        }
+    };
+}
+
+pub(crate) use {debug_fields, debug_text};

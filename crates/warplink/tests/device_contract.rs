@@ -11,7 +11,7 @@ mod elementwise;
 #[path = "device_contract/memory.rs"]
 mod memory;
 
-use common::{assert_names_peer, open_device};
+use common::{assert_names_peer, await_word, open_device, write_word};
 use std::any::Any;
 use std::time::Duration;
 use warplink::device::{AllocationKind, DeviceSlice, MemoryOp, Opening, Priority};
@@ -70,19 +70,9 @@ fn words_order_two_streams() {
                 },
             ])
             .unwrap();
-        second
-            .memory_ops(&[MemoryOp::Wait {
-                word: &ping,
-                value: round,
-            }])
-            .unwrap();
+        await_word(&second, &ping, round);
         second.copy(&b, &a).unwrap();
-        second
-            .memory_ops(&[MemoryOp::Write {
-                word: &pong,
-                value: round,
-            }])
-            .unwrap();
+        write_word(&second, &pong, round);
     }
     first.synchronize(soon()).unwrap();
     second.synchronize(soon()).unwrap();
@@ -111,12 +101,7 @@ fn a_wait_is_for_at_least_the_value() {
         .unwrap();
     stream.synchronize(soon()).unwrap();
     // Nobody will write 11: the deadline ends the wait on the host, the fault the one in the stream.
-    stream
-        .memory_ops(&[MemoryOp::Wait {
-            word: &word,
-            value: 11,
-        }])
-        .unwrap();
+    await_word(&stream, &word, 11);
     assert!(!stream.is_idle().unwrap());
     let error = stream
         .synchronize(Deadline::after(Duration::from_millis(50)))
@@ -181,9 +166,7 @@ fn an_event_is_reached_where_it_was_recorded_last_also_after_a_capture() {
     let event = device.create_event(false).unwrap();
     let set = |word| third.memory_ops(&[MemoryOp::Write { word, value: 1 }]);
     for (stream, word) in [(&first, &a), (&second, &b)] {
-        stream
-            .memory_ops(&[MemoryOp::Wait { word, value: 1 }])
-            .unwrap();
+        await_word(&stream, word, 1);
     }
     first.record(&event).unwrap();
     third.begin_capture().unwrap();
@@ -240,18 +223,8 @@ fn a_graph_replays_what_was_captured_on_two_streams() {
         .unwrap();
     first.copy(&c, &a).unwrap();
     second.copy(&a, &b).unwrap();
-    second
-        .memory_ops(&[MemoryOp::Write {
-            word: &go,
-            value: 1,
-        }])
-        .unwrap();
-    second
-        .memory_ops(&[MemoryOp::Write {
-            word: &done,
-            value: 7,
-        }])
-        .unwrap();
+    write_word(&second, &go, 1);
+    write_word(&second, &done, 7);
     second.record(&join).unwrap();
     first.wait_event(&join).unwrap();
     let graph = first.end_capture().unwrap();

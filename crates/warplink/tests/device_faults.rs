@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::open_device;
+use common::{open_device, write_word};
 use std::sync::Arc;
 use std::time::Duration;
 use warplink::device::{AllocationKind, DeviceSlice, Fault, MemoryOp, Priority, Stream};
@@ -84,11 +84,7 @@ fn a_stream_that_follows_a_failed_one_fails_and_does_nothing_more() {
     second_follower.wait_event(&events[1]).unwrap();
     second_follower.fill(&memory, 9).unwrap();
     let word = second.word(0).unwrap();
-    let tell = MemoryOp::Write {
-        word: &word,
-        value: 1,
-    };
-    second_follower.memory_ops(&[tell]).unwrap();
+    write_word(&second_follower, &word, 1);
     fault.raise(lost());
     for stream in &streams {
         fails(stream);

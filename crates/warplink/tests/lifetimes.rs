@@ -15,13 +15,13 @@ mod pool;
 #[path = "lifetimes/rounds.rs"]
 mod rounds;
 
-use common::{Ranks, allocate, kind, processes, threads, world};
+use common::{Ranks, allocate, await_word, kind, processes, threads, world};
 use held::Held;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-use warplink::device::{MemoryOp, Priority};
+use warplink::device::Priority;
 use warplink::memory::IdleMappings;
 use warplink::p2p::{Protocol, TransferRequest};
 use warplink::{Communicator, DeviceKind, ErrorKind};
@@ -280,11 +280,7 @@ fn a_stream_that_is_dropped_while_it_waits_leaves_nothing_behind() {
             let signals = device.allocate_signals(64).unwrap();
             let stream = device.create_stream(Priority::Normal).unwrap();
             let word = signals.word(0).unwrap();
-            let wait = MemoryOp::Wait {
-                word: &word,
-                value: 1,
-            };
-            stream.memory_ops(&[wait]).unwrap();
+            await_word(&stream, &word, 1);
         };
         let threads = Footprint::now().threads;
         // So many that the allocator keeps no more for them the second time.

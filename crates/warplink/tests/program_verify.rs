@@ -9,7 +9,7 @@ mod program_support;
 use program_support::evidence::check;
 use program_support::sample::Sample;
 use std::collections::BTreeMap;
-use warplink::program::{Diagnostic, DiagnosticKind, Parameters, Program, verify};
+use warplink::program::{Diagnostic, Parameters, Program, verify};
 
 const STREAMS: usize = 2;
 
@@ -21,7 +21,7 @@ fn parameters(list: &[(&str, i64)]) -> Parameters {
 
 mod faulty {
     use super::*;
-    use crate::faulty_texts::{header, in_folder};
+    use crate::faulty_texts::{check_refusals, header, in_folder};
 
     /// The first diagnostic of `program`, which may run eagerly.
     fn first(program: &Program, world: usize) -> Option<Diagnostic> {
@@ -39,28 +39,7 @@ mod faulty {
 
     #[test]
     fn each_is_refused_for_its_violation() {
-        let (mut count, mut wrong) = (0, Vec::new());
-        for (name, text) in in_folder("faulty-programs") {
-            let program = Program::parse(&text).unwrap_or_else(|e| panic!("{name}:\n{e}"));
-            assert_eq!(Program::parse(&program.to_string()).unwrap(), program);
-            let kind: DiagnosticKind = header(&text, "violation")[0].parse().unwrap();
-            let marked = text.lines().position(|line| line.ends_with("# <- here"));
-            let marked = marked.unwrap_or_else(|| panic!("{name} marks no line")) + 1;
-            for world in header(&text, "world") {
-                let Some(first) = first(&program, world.parse().unwrap()) else {
-                    wrong.push(format!("{name} passes for {world} ranks"));
-                    continue;
-                };
-                if first.kind != kind || !first.lines().contains(&(marked as u32)) {
-                    wrong.push(format!(
-                        "{name} × {world}: expected {kind} in line {marked}: {first}"
-                    ));
-                }
-            }
-            count += 1;
-        }
-        assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-        assert!(count >= 100, "only {count} programs");
+        check_refusals("faulty-programs", 100, first);
     }
 
     /// The interpreter finds the deadlock, the order that is left open, or the rule that is broken, in
@@ -109,10 +88,9 @@ mod signals {
         check(&sample).map(|shown| shown.class)
     }
 
-    /// The diagnostic of a program that posts two transfers in each direction on a stream of the pool, does
-    /// `between` on the caller's, and posts them again there.
-    fn again(between: &str) -> Result<String, String> {
-        let text = format!(
+    /// As [`shown`], of a program with two transfers in each direction and these statements.
+    fn shown_with_two(statements: &str) -> Result<String, String> {
+        shown(&format!(
             "program p(n) {{
                 input A: f32[n]
                 output C: f32[n]
@@ -125,18 +103,26 @@ mod signals {
                     s2 = send A to next tag 2 via get
                     r2 = receive R[1] from previous tag 2 via get
                 }}
-                set_stream pool(0)
+                {statements}
+                C = sum(R[0], R[1])
+            }}"
+        ))
+    }
+
+    /// The diagnostic of a program that posts two transfers in each direction on a stream of the pool, does
+    /// `between` on the caller's, and posts them again there.
+    fn again(between: &str) -> Result<String, String> {
+        let text = format!(
+            "set_stream pool(0)
                 synchronize caller
                 post s1, s2, r1, r2
                 set_stream caller
                 {between}
                 post s1, s2, r1, r2
                 wait s1, s2, r1, r2
-                synchronize pool(0)
-                C = sum(R[0], R[1])
-            }}"
+                synchronize pool(0)"
         );
-        shown(&text)
+        shown_with_two(&text)
     }
 
     /// Data of a group is there when one of its copies is known to be done; a transfer is posted again behind
@@ -220,19 +206,7 @@ mod signals {
             ),
         ] {
             let text = format!(
-                "program p(n) {{
-                    input A: f32[n]
-                    output C: f32[n]
-                    allocate R: f32[2, n]
-                    let next = (rank + 1) % world
-                    let previous = (rank - 1) % world
-                    share {{
-                        s1 = send A to next tag 1 via get
-                        r1 = receive R[0] from previous tag 1 via get
-                        s2 = send A to next tag 2 via get
-                        r2 = receive R[1] from previous tag 2 via get
-                    }}
-                    set_stream pool(0)
+                "set_stream pool(0)
                     synchronize caller
                     post s1, r1
                     set_stream pool(1)
@@ -242,11 +216,9 @@ mod signals {
                     set_stream pool(0)
                     {wait}
                     set_stream caller
-                    wait s1, s2, r2
-                    C = sum(R[0], R[1])
-                }}"
+                    wait s1, s2, r2"
             );
-            let class = shown(&text).unwrap();
+            let class = shown_with_two(&text).unwrap();
             assert!(class.starts_with(expected), "{class}: {wait}");
         }
     }
@@ -255,19 +227,7 @@ mod signals {
     /// synchronized with the stream, as it must before it posts it again.
     #[test]
     fn a_wait_for_another_transfer_is_not_enough_to_post_again() {
-        let text = "program p(n) {
-            input A: f32[n]
-            output C: f32[n]
-            allocate R: f32[2, n]
-            let next = (rank + 1) % world
-            let previous = (rank - 1) % world
-            share {
-                s1 = send A to next tag 1 via get
-                r1 = receive R[0] from previous tag 1 via get
-                s2 = send A to next tag 2 via get
-                r2 = receive R[1] from previous tag 2 via get
-            }
-            set_stream pool(1)
+        let text = "set_stream pool(1)
             synchronize caller
             post s2, r2
             set_stream pool(0)
@@ -279,11 +239,9 @@ mod signals {
             post s1, s2, r1, r2
             set_stream caller
             synchronize pool(0)
-            wait s1, s2, r2
-            C = sum(R[0], R[1])
-        }";
+            wait s1, s2, r2";
         let expected = "refused, rule: posts again without waiting";
-        assert_eq!(shown(text), Ok(expected.to_owned()));
+        assert_eq!(shown_with_two(text), Ok(expected.to_owned()));
     }
 
     /// A run's last post on the caller's stream is over when the next begins.
@@ -312,19 +270,7 @@ mod signals {
     /// A peer's signal about one copy of a group implies that the peer has received all announcements of the group.
     #[test]
     fn a_peers_copy_says_that_its_group_was_announced() {
-        let text = "program p(n) {
-            input A: f32[n]
-            output C: f32[n]
-            allocate R: f32[2, n]
-            let next = (rank + 1) % world
-            let previous = (rank - 1) % world
-            share {
-                s1 = send A to next tag 1 via get
-                r1 = receive R[0] from previous tag 1 via get
-                s2 = send A to next tag 2 via get
-                r2 = receive R[1] from previous tag 2 via get
-            }
-            set_stream pool(0)
+        let text = "set_stream pool(0)
             synchronize caller
             post s1, s2
             set_stream caller
@@ -333,10 +279,8 @@ mod signals {
             post s2
             post r2
             wait s2
-            synchronize pool(0)
-            C = sum(R[0], R[1])
-        }";
-        let class = shown(text).unwrap();
+            synchronize pool(0)";
+        let class = shown_with_two(text).unwrap();
         assert!(class.starts_with("accepted"), "{class}");
     }
 }

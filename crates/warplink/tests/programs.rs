@@ -22,11 +22,10 @@ mod subgroups;
 mod trials;
 
 use common::{
-    assert_error, assert_says, delays, kind, pretending, threads, threads_with, world, worlds,
+    assert_error, assert_says, delayed, pretending, threads, threads_with, world, worlds,
 };
 use half::{bf16, f16};
-use matmul::{Case, Inputs, Memory};
-use std::time::Duration;
+use matmul::{Case, Inputs, Memory, Operation};
 use warplink::device::Priority;
 use warplink::overlap::{
     AllGatherMatmul, AllGatherMatmulLowering, Leading, Lowering, MatmulReduceScatter,
@@ -34,7 +33,7 @@ use warplink::overlap::{
 };
 use warplink::program::lower::{Decision, Problem};
 use warplink::program::{Bindings, PrepareOptions, Program};
-use warplink::{Communicator, DType, DeviceKind, ErrorKind};
+use warplink::{Communicator, DType, ErrorKind};
 
 /// The library's lowerings and the examples of an operation. A test that was carried to another machine has no examples.
 fn lowerings<P: Problem>(operation: &str) -> Vec<Lowering> {
@@ -79,13 +78,6 @@ fn has_engine(comm: &Communicator) -> bool {
 /// Numbers of ranks, or as many as there are GPUs.
 const RANKS: [usize; 4] = [1, 2, 3, 4];
 
-/// Random delays where the device has them.
-fn delayed(config: &mut warplink::Config) {
-    if kind() == DeviceKind::Host {
-        delays(config, Duration::from_micros(150));
-    }
-}
-
 /// Every lowering of both operations, a few times each with other inputs.
 fn every_lowering<T: warplink::dtype::Element>(comm: &Communicator, streams: usize) {
     let executor = comm.executor();
@@ -94,37 +86,23 @@ fn every_lowering<T: warplink::dtype::Element>(comm: &Communicator, streams: usi
     // The same results of right operands that lie in memory the other way.
     let transposed = Case::of::<T>(comm, true).transposed();
     for (number, case) in cases.into_iter().chain([transposed]).enumerate() {
-        let (gather, scatter) = (Memory::gather(comm, &case), Memory::scatter(comm, &case));
-        let options = |lowering: &Lowering| Options {
-            streams,
-            ..Options::only(lowering.clone())
-        };
         let seeds = (0..3).map(|seed| 10 * seed + number as u64);
-        for lowering in gathers() {
-            let buffers = gather.gather_buffers(&case);
-            let plan = case.gather().plan(&executor, &options(&lowering), &buffers);
-            let plan = plan.unwrap();
-            assert_eq!(plan.choice().name(), lowering.name());
-            for seed in seeds.clone() {
-                let inputs = Inputs::<T>::draw(&case, seed);
-                gather.fill_gather(comm, &case, &inputs);
-                plan.run(&stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                gather.check_gather(comm, &case, &inputs, lowering.name());
-            }
-        }
-        for lowering in scatters() {
-            let buffers = scatter.scatter_buffers(&case);
-            let plan = case
-                .scatter()
-                .plan(&executor, &options(&lowering), &buffers);
-            let plan = plan.unwrap();
-            for seed in seeds.clone() {
-                let inputs = Inputs::<T>::draw(&case, seed);
-                scatter.fill_scatter(comm, &case, &inputs);
-                plan.run(&stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                scatter.check_scatter(comm, &case, &inputs, lowering.name());
+        for operation in Operation::ALL {
+            let memory = Memory::new(comm, &case, operation);
+            for lowering in operation.lowerings() {
+                let options = Options {
+                    streams,
+                    ..Options::only(lowering.clone())
+                };
+                let plan = memory.plan(&executor, &case, &options).unwrap();
+                assert_eq!(plan.choice().name(), lowering.name());
+                for seed in seeds.clone() {
+                    let inputs = Inputs::<T>::draw(&case, seed);
+                    memory.fill(comm, &case, &inputs);
+                    plan.run(&stream).unwrap();
+                    comm.synchronize(&stream).unwrap();
+                    memory.check(comm, &case, &inputs, lowering.name());
+                }
             }
         }
     }
@@ -133,21 +111,21 @@ fn every_lowering<T: warplink::dtype::Element>(comm: &Communicator, streams: usi
 #[test]
 fn every_lowering_is_right_under_delays_in_f32() {
     for world in worlds(RANKS) {
-        threads_with(world, delayed, |comm| every_lowering::<f32>(comm, 2));
+        threads_with(world, delayed(150), |comm| every_lowering::<f32>(comm, 2));
     }
 }
 
 #[test]
 fn every_lowering_is_right_under_delays_in_bf16() {
     for world in worlds(RANKS) {
-        threads_with(world, delayed, |comm| every_lowering::<bf16>(comm, 1));
+        threads_with(world, delayed(150), |comm| every_lowering::<bf16>(comm, 1));
     }
 }
 
 #[test]
 fn every_lowering_is_right_under_delays_in_f16() {
     for world in worlds(RANKS) {
-        threads_with(world, delayed, |comm| every_lowering::<f16>(comm, 3));
+        threads_with(world, delayed(150), |comm| every_lowering::<f16>(comm, 3));
     }
 }
 
@@ -163,45 +141,27 @@ fn a_graph_is_right_a_thousand_times() {
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let case = Case::of::<f32>(comm, true);
-        let (gather, scatter) = (Memory::gather(comm, &case), Memory::scatter(comm, &case));
-        let rounds =
-            |launch: &dyn Fn(), check: &dyn Fn(&Inputs<f32>), fill: &dyn Fn(&Inputs<f32>)| {
+        for operation in Operation::ALL {
+            let memory = Memory::new(comm, &case, operation);
+            for lowering in operation.lowerings() {
+                let options = Options::only(lowering.clone());
+                let plan = memory.plan(&executor, &case, &options).unwrap();
+                let graph = plan.capture().unwrap();
                 for round in 0..20 {
                     let inputs = Inputs::<f32>::draw(&case, round);
-                    fill(&inputs);
-                    (0..50).for_each(|_| launch());
+                    memory.fill(comm, &case, &inputs);
+                    (0..50).for_each(|_| graph.launch(&stream).unwrap());
                     comm.synchronize(&stream).unwrap();
-                    check(&inputs);
+                    memory.check(comm, &case, &inputs, lowering.name());
                 }
-            };
-        for lowering in gathers() {
-            let options = Options::only(lowering.clone());
-            let buffers = gather.gather_buffers(&case);
-            let plan = case.gather().plan(&executor, &options, &buffers).unwrap();
-            let graph = plan.capture().unwrap();
-            rounds(
-                &|| graph.launch(&stream).unwrap(),
-                &|inputs| gather.check_gather(comm, &case, inputs, lowering.name()),
-                &|inputs| gather.fill_gather(comm, &case, inputs),
-            );
-        }
-        for lowering in scatters() {
-            let options = Options::only(lowering.clone());
-            let buffers = scatter.scatter_buffers(&case);
-            let plan = case.scatter().plan(&executor, &options, &buffers).unwrap();
-            let graph = plan.capture().unwrap();
-            rounds(
-                &|| graph.launch(&stream).unwrap(),
-                &|inputs| scatter.check_scatter(comm, &case, inputs, lowering.name()),
-                &|inputs| scatter.fill_scatter(comm, &case, inputs),
-            );
+            }
         }
     });
 }
 
 #[test]
 fn the_functions_and_several_operands() {
-    threads_with(world(2), delayed, |comm| {
+    threads_with(world(2), delayed(150), |comm| {
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let case = Case::of::<f32>(comm, true).operands(3).keeping();
@@ -209,8 +169,8 @@ fn the_functions_and_several_operands() {
             let inputs = Inputs::<f32>::draw(&case, seed);
             // Memory of this round alone: what a function ran with is kept until it is done.
             let (gather, scatter) = (Memory::gather(comm, &case), Memory::scatter(comm, &case));
-            gather.fill_gather(comm, &case, &inputs);
-            scatter.fill_scatter(comm, &case, &inputs);
+            gather.fill(comm, &case, &inputs);
+            scatter.fill(comm, &case, &inputs);
             let options = Options::default();
             let buffers = gather.gather_buffers(&case);
             let choice =
@@ -220,8 +180,8 @@ fn the_functions_and_several_operands() {
             let buffers = scatter.scatter_buffers(&case);
             matmul_reduce_scatter(&executor, &stream, &case.scatter(), &options, &buffers).unwrap();
             comm.synchronize(&stream).unwrap();
-            gather.check_gather(comm, &case, &inputs, "the function");
-            scatter.check_scatter(comm, &case, &inputs, "the function");
+            gather.check(comm, &case, &inputs, "the function");
+            scatter.check(comm, &case, &inputs, "the function");
         }
     });
 }
@@ -238,30 +198,21 @@ fn leading_dimensions_before_the_shared_one() {
         let case = base.outer(leading.outer);
         let inputs = Inputs::<f32>::draw(&case, 5);
         let (gather, scatter) = (Memory::gather(comm, &case), Memory::scatter(comm, &case));
-        gather.fill_gather(comm, &case, &inputs);
-        scatter.fill_scatter(comm, &case, &inputs);
+        gather.fill(comm, &case, &inputs);
+        scatter.fill(comm, &case, &inputs);
         let options = Options {
             outer: leading.outer,
             ..Options::default()
         };
-        let buffers = gather.gather_buffers(&case);
-        case.gather()
-            .plan(&executor, &options, &buffers)
-            .unwrap()
-            .run(&stream)
-            .and_then(|()| comm.synchronize(&stream))
-            .unwrap();
-        let buffers = scatter.scatter_buffers(&case);
-        let graph = case
-            .scatter()
-            .plan(&executor, &options, &buffers)
-            .unwrap()
-            .capture()
-            .unwrap();
+        let plan = gather.plan(&executor, &case, &options).unwrap();
+        plan.run(&stream).unwrap();
+        comm.synchronize(&stream).unwrap();
+        let plan = scatter.plan(&executor, &case, &options).unwrap();
+        let graph = plan.capture().unwrap();
         graph.launch(&stream).unwrap();
         comm.synchronize(&stream).unwrap();
-        gather.check_gather(comm, &case, &inputs, "outer");
-        scatter.check_scatter(comm, &case, &inputs, "outer");
+        gather.check(comm, &case, &inputs, "outer");
+        scatter.check(comm, &case, &inputs, "outer");
     });
 }
 
@@ -328,7 +279,7 @@ fn what_does_not_fit_is_refused() {
 
 #[test]
 fn a_buffer_replaced_on_one_rank() {
-    threads_with(world(3), delayed, |comm| {
+    threads_with(world(3), delayed(150), |comm| {
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         for lowering in gathers() {
@@ -340,13 +291,11 @@ fn a_buffer_replaced_on_one_rank() {
                     memory = Memory::gather(comm, &case);
                 }
                 let inputs = Inputs::<f32>::draw(&case, round as u64);
-                memory.fill_gather(comm, &case, &inputs);
-                let buffers = memory.gather_buffers(&case);
-                let plan = case.gather().plan(&executor, &options, &buffers);
-                let plan = plan.unwrap();
+                memory.fill(comm, &case, &inputs);
+                let plan = memory.plan(&executor, &case, &options).unwrap();
                 plan.run(&stream).unwrap();
                 comm.synchronize(&stream).unwrap();
-                memory.check_gather(comm, &case, &inputs, lowering.name());
+                memory.check(comm, &case, &inputs, lowering.name());
             }
         }
     });
@@ -360,12 +309,11 @@ fn a_trace_has_spans_of_every_rank() {
         let case = Case::of::<f32>(comm, false);
         let memory = Memory::gather(comm, &case);
         let inputs = Inputs::<f32>::draw(&case, 1);
-        memory.fill_gather(comm, &case, &inputs);
+        memory.fill(comm, &case, &inputs);
         let options = Options::only(AllGatherMatmulLowering::Push.lowering().unwrap());
-        let buffers = memory.gather_buffers(&case);
-        let plan = case.gather().plan(&executor, &options, &buffers).unwrap();
+        let plan = memory.plan(&executor, &case, &options).unwrap();
         let trace = plan.plans()[0].trace(&stream).unwrap();
-        memory.check_gather(comm, &case, &inputs, "traced");
+        memory.check(comm, &case, &inputs, "traced");
         let Some(trace) = trace else {
             assert_ne!(comm.rank(), 0);
             return;
@@ -396,20 +344,15 @@ fn stored<T: warplink::dtype::Element>(comm: &Communicator) {
     let stream = comm.create_stream(Priority::Normal).unwrap();
     let case = Case::of::<T>(comm, true);
     let memory = [(); 2].map(|()| Memory::scatter(comm, &case));
-    let [eager, captured] = memory.each_ref().map(|memory| {
-        case.scatter()
-            .plan(
-                &executor,
-                &Options::only(MatmulReduceScatterLowering::Store.lowering().unwrap()),
-                &memory.scatter_buffers(&case),
-            )
-            .unwrap()
-    });
+    let lowering = MatmulReduceScatterLowering::Store.lowering().unwrap();
+    let options = Options::only(lowering);
+    let plan = |memory: &Memory| memory.plan(&executor, &case, &options).unwrap();
+    let [eager, captured] = memory.each_ref().map(plan);
     let captured = captured.capture().unwrap();
     for seed in 0..6 {
         let inputs = Inputs::<T>::draw(&case, seed);
         for memory in &memory {
-            memory.fill_scatter(comm, &case, &inputs);
+            memory.fill(comm, &case, &inputs);
         }
         // Several in a row: one that ran ahead would spoil what its peers still add up.
         for _ in 0..3 {
@@ -418,14 +361,14 @@ fn stored<T: warplink::dtype::Element>(comm: &Communicator) {
         }
         comm.synchronize(&stream).unwrap();
         for (memory, how) in memory.iter().zip(["eager", "captured"]) {
-            memory.check_scatter(comm, &case, &inputs, how);
+            memory.check(comm, &case, &inputs, how);
         }
     }
 }
 
 #[test]
 fn products_are_stored_at_their_owners() {
-    threads_with(world(3), delayed, |comm| {
+    threads_with(world(3), delayed(150), |comm| {
         stored::<bf16>(comm);
         stored::<f16>(comm);
     });
@@ -439,7 +382,7 @@ fn every_alternative_is_right() {
         3 => 2,
         ranks => ranks,
     };
-    threads_with(ranks, delayed, |comm| {
+    threads_with(ranks, delayed(150), |comm| {
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let (n, dtype, bias, keep) = (32, DType::BF16, false, false);
@@ -490,7 +433,7 @@ fn every_alternative_is_right() {
 
 #[test]
 fn the_smallest_example_runs() {
-    threads_with(world(4), delayed, |comm| {
+    threads_with(world(4), delayed(150), |comm| {
         let executor = comm.executor();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let text = include_str!("../../../examples/programs/ring_pass.wlp");

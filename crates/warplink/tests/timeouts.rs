@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{assert_names_peer, assert_says, threads, world};
+use common::{assert_names_peer, assert_says, threads, with_timeout, world};
 use std::time::Duration;
 use warplink::bootstrap::Wait;
 use warplink::channel::ConnectionRequest;
@@ -162,64 +162,60 @@ fn a_stream_names_the_transfer_whose_packets_have_not_come() {
 /// Each wait that times out says that the communicator can be used, and it can: rank 1 meets each call late.
 #[test]
 fn a_timeout_says_that_the_communicator_can_be_used_and_it_can() {
-    common::threads_with(
-        world(2),
-        // A call that both make at the same time has to end within it, on a busy machine too.
-        |config| config.timeout = Duration::from_secs(4),
-        |comm| {
-            let peer = 1 - comm.rank();
-            let region = comm.alloc(64).unwrap();
-            let text = "program p() {\n input A: f32[4]\n output C: f32[4]\n C = copy(A)\n}";
-            let program = Program::parse(text).unwrap();
-            let options = PrepareOptions {
-                streams: 1,
-                verify: true,
-                ..PrepareOptions::default()
-            };
-            let executor = comm.executor();
-            let prepared = executor.prepare(&program, &Parameters::new(), options);
-            let prepared = prepared.unwrap();
-            let bindings: Bindings = ["A", "C"]
-                .map(|name| {
-                    let memory = comm.device().allocate(16, AllocationKind::Plain);
-                    (name.to_owned(), memory.unwrap())
-                })
-                .into();
-            let connection = || ConnectionRequest::new(peer, 3, &region);
-            type Call<'a> = (&'a str, &'a dyn Fn() -> Result<()>);
-            let calls: [Call<'_>; 5] = [
-                ("barrier", &|| comm.barrier()),
-                ("all-gather", &|| comm.all_gather_bytes(b"x").map(drop)),
-                ("stream barrier", &|| comm.stream_barrier().map(drop)),
-                ("connect", &|| comm.connect(&[connection()]).map(drop)),
-                ("bind", &|| prepared.bind(&bindings).map(drop)),
-            ];
-            // Waits for the other without a call that is counted.
-            let meet = |name: &str| {
-                let store = comm.bootstrap().store();
-                let wait = Wait::on([peer], late());
-                store.set(format!("{name} {}", comm.rank()), b"").unwrap();
-                store.get(&format!("{name} {peer}"), &wait).unwrap();
-            };
-            for (name, call) in calls {
-                if comm.rank() == 0 {
-                    let error = call().unwrap_err();
-                    assert_eq!(error.kind(), ErrorKind::Timeout, "{name}: {error}");
-                    assert_says(&error, &[USABLE]);
-                }
-                meet(&format!("after {name}"));
-                // A barrier and an all-gather count as called, also where nobody waits any more; a binding that
-                // the other gave up is over for this rank too.
-                if comm.rank() == 1 {
-                    match name {
-                        "barrier" | "all-gather" => call().unwrap(),
-                        "bind" => assert_eq!(call().unwrap_err().kind(), ErrorKind::PeerFailed),
-                        _ => {}
-                    }
-                }
-                meet(&format!("again {name}"));
-                call().unwrap_or_else(|error| panic!("{name}: {error}"));
+    // A call that both make at the same time has to end within it, on a busy machine too.
+    common::threads_with(world(2), with_timeout(Duration::from_secs(4)), |comm| {
+        let peer = 1 - comm.rank();
+        let region = comm.alloc(64).unwrap();
+        let text = "program p() {\n input A: f32[4]\n output C: f32[4]\n C = copy(A)\n}";
+        let program = Program::parse(text).unwrap();
+        let options = PrepareOptions {
+            streams: 1,
+            verify: true,
+            ..PrepareOptions::default()
+        };
+        let executor = comm.executor();
+        let prepared = executor.prepare(&program, &Parameters::new(), options);
+        let prepared = prepared.unwrap();
+        let bindings: Bindings = ["A", "C"]
+            .map(|name| {
+                let memory = comm.device().allocate(16, AllocationKind::Plain);
+                (name.to_owned(), memory.unwrap())
+            })
+            .into();
+        let connection = || ConnectionRequest::new(peer, 3, &region);
+        type Call<'a> = (&'a str, &'a dyn Fn() -> Result<()>);
+        let calls: [Call<'_>; 5] = [
+            ("barrier", &|| comm.barrier()),
+            ("all-gather", &|| comm.all_gather_bytes(b"x").map(drop)),
+            ("stream barrier", &|| comm.stream_barrier().map(drop)),
+            ("connect", &|| comm.connect(&[connection()]).map(drop)),
+            ("bind", &|| prepared.bind(&bindings).map(drop)),
+        ];
+        // Waits for the other without a call that is counted.
+        let meet = |name: &str| {
+            let store = comm.bootstrap().store();
+            let wait = Wait::on([peer], late());
+            store.set(format!("{name} {}", comm.rank()), b"").unwrap();
+            store.get(&format!("{name} {peer}"), &wait).unwrap();
+        };
+        for (name, call) in calls {
+            if comm.rank() == 0 {
+                let error = call().unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::Timeout, "{name}: {error}");
+                assert_says(&error, &[USABLE]);
             }
-        },
-    );
+            meet(&format!("after {name}"));
+            // A barrier and an all-gather count as called, also where nobody waits any more; a binding that
+            // the other gave up is over for this rank too.
+            if comm.rank() == 1 {
+                match name {
+                    "barrier" | "all-gather" => call().unwrap(),
+                    "bind" => assert_eq!(call().unwrap_err().kind(), ErrorKind::PeerFailed),
+                    _ => {}
+                }
+            }
+            meet(&format!("again {name}"));
+            call().unwrap_or_else(|error| panic!("{name}: {error}"));
+        }
+    });
 }

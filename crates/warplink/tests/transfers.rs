@@ -14,7 +14,7 @@ mod paths;
 #[path = "transfers/persistent.rs"]
 mod persistent;
 
-use common::{Ranks, allocate, delays, processes, threads, threads_with, values, world};
+use common::{Ranks, allocate, delayed, delays, processes, threads, threads_with, values, world};
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority};
 use warplink::memory::Region;
@@ -387,89 +387,81 @@ fn batches_need_not_be_cut_alike() {
 
 #[test]
 fn a_sender_that_runs_ahead_loses_no_signal() {
-    threads_with(
-        world(2),
-        |config| delays(config, Duration::from_micros(50)),
-        |comm| {
-            let peer = 1 - comm.rank();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            for protocol in PROTOCOLS {
-                let region = comm.alloc(256).unwrap();
-                region.upload(&[7; 256]).unwrap();
-                let request = match comm.rank() {
-                    0 => TransferRequest::send(&region, peer, 1),
-                    _ => TransferRequest::receive(&region, peer, 1),
-                };
-                let transfer = comm
-                    .exchange(&[request.with_protocol(protocol)])
-                    .unwrap()
-                    .remove(0);
-                // One rank posts a hundred before the other posts any, then the other way round.
-                if comm.rank() == 0 {
-                    (0..100).for_each(|_| transfer.post(&stream).unwrap());
-                    comm.barrier().unwrap();
-                } else {
-                    comm.barrier().unwrap();
-                    (0..100).for_each(|_| transfer.post(&stream).unwrap());
-                }
-                transfer.wait(&stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                if comm.rank() == 1 {
-                    (0..100).for_each(|_| transfer.post(&stream).unwrap());
-                    comm.barrier().unwrap();
-                } else {
-                    comm.barrier().unwrap();
-                    (0..100).for_each(|_| transfer.post(&stream).unwrap());
-                }
-                transfer.wait(&stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                assert_eq!(region.download().unwrap(), [7; 256]);
+    threads_with(world(2), delayed(50), |comm| {
+        let peer = 1 - comm.rank();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        for protocol in PROTOCOLS {
+            let region = comm.alloc(256).unwrap();
+            region.upload(&[7; 256]).unwrap();
+            let request = match comm.rank() {
+                0 => TransferRequest::send(&region, peer, 1),
+                _ => TransferRequest::receive(&region, peer, 1),
+            };
+            let transfer = comm
+                .exchange(&[request.with_protocol(protocol)])
+                .unwrap()
+                .remove(0);
+            // One rank posts a hundred before the other posts any, then the other way round.
+            if comm.rank() == 0 {
+                (0..100).for_each(|_| transfer.post(&stream).unwrap());
+                comm.barrier().unwrap();
+            } else {
+                comm.barrier().unwrap();
+                (0..100).for_each(|_| transfer.post(&stream).unwrap());
             }
-        },
-    );
+            transfer.wait(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            if comm.rank() == 1 {
+                (0..100).for_each(|_| transfer.post(&stream).unwrap());
+                comm.barrier().unwrap();
+            } else {
+                comm.barrier().unwrap();
+                (0..100).for_each(|_| transfer.post(&stream).unwrap());
+            }
+            transfer.wait(&stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            assert_eq!(region.download().unwrap(), [7; 256]);
+        }
+    });
 }
 
 #[test]
 fn a_wait_on_another_stream_waits() {
-    threads_with(
-        world(2),
-        |config| delays(config, Duration::from_millis(1)),
-        |comm| {
-            let peer = 1 - comm.rank();
-            let (posts, waits) = (
-                comm.create_stream(Priority::High).unwrap(),
-                comm.create_stream(Priority::Normal).unwrap(),
+    threads_with(world(2), delayed(1_000), |comm| {
+        let peer = 1 - comm.rank();
+        let (posts, waits) = (
+            comm.create_stream(Priority::High).unwrap(),
+            comm.create_stream(Priority::Normal).unwrap(),
+        );
+        for protocol in PROTOCOLS {
+            let (send, receive, seen) = (
+                comm.alloc(1 << 16).unwrap(),
+                comm.alloc(1 << 16).unwrap(),
+                comm.alloc(1 << 16).unwrap(),
             );
-            for protocol in PROTOCOLS {
-                let (send, receive, seen) = (
-                    comm.alloc(1 << 16).unwrap(),
-                    comm.alloc(1 << 16).unwrap(),
-                    comm.alloc(1 << 16).unwrap(),
+            let transfers = comm
+                .exchange(&[
+                    TransferRequest::send(&send, peer, 1).with_protocol(protocol),
+                    TransferRequest::receive(&receive, peer, 1).with_protocol(protocol),
+                ])
+                .unwrap();
+            let group: Vec<&Transfer> = transfers.iter().collect();
+            for round in 0..20 {
+                send.upload(&values(comm.rank(), round, 1 << 16)).unwrap();
+                post_all(&group, &posts).unwrap();
+                wait_all(&group, &waits).unwrap();
+                waits.copy(&seen, &receive).unwrap();
+                comm.synchronize(&waits).unwrap();
+                assert_eq!(
+                    seen.download().unwrap(),
+                    values(peer, round, 1 << 16),
+                    "{protocol}, round {round}"
                 );
-                let transfers = comm
-                    .exchange(&[
-                        TransferRequest::send(&send, peer, 1).with_protocol(protocol),
-                        TransferRequest::receive(&receive, peer, 1).with_protocol(protocol),
-                    ])
-                    .unwrap();
-                let group: Vec<&Transfer> = transfers.iter().collect();
-                for round in 0..20 {
-                    send.upload(&values(comm.rank(), round, 1 << 16)).unwrap();
-                    post_all(&group, &posts).unwrap();
-                    wait_all(&group, &waits).unwrap();
-                    waits.copy(&seen, &receive).unwrap();
-                    comm.synchronize(&waits).unwrap();
-                    assert_eq!(
-                        seen.download().unwrap(),
-                        values(peer, round, 1 << 16),
-                        "{protocol}, round {round}"
-                    );
-                    comm.barrier().unwrap();
-                }
-                comm.synchronize(&posts).unwrap();
+                comm.barrier().unwrap();
             }
-        },
-    );
+            comm.synchronize(&posts).unwrap();
+        }
+    });
 }
 
 /// Each rank stores into its right neighbour's buffer by itself, eagerly and in a graph.

@@ -5,9 +5,7 @@
 
 mod bootstrap_support;
 
-use bootstrap_support::{config, new_id, soon, within};
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use bootstrap_support::{Process, config, new_id, soon, within};
 use std::time::Duration;
 use warplink::Rank;
 use warplink::bootstrap::{Bootstrap, UniqueId, Wait};
@@ -60,57 +58,11 @@ fn child() {
     println!("\nclosed");
 }
 
-struct Process {
-    child: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
-}
-
-impl Process {
-    fn start(rank: Rank, maker: Rank) -> Self {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "child", "--nocapture"])
-            .env(RANK, format!("{rank} {maker}"))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let input = child.stdin.take().unwrap();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        Self {
-            child,
-            input,
-            output,
-        }
-    }
-
-    fn tell(&mut self, line: &str) {
-        writeln!(self.input, "{line}").unwrap();
-    }
-
-    /// Remainder of the next line that starts with `word`.
-    fn line(&mut self, word: &str) -> String {
-        loop {
-            let mut line = String::new();
-            let count = self.output.read_line(&mut line).unwrap();
-            assert_ne!(count, 0, "ended before '{word}'");
-            if let Some(rest) = line.strip_prefix(word) {
-                return rest.trim().to_owned();
-            }
-        }
-    }
-}
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 fn job(maker: Rank, maker_is_lost: bool) {
     within(60, move || {
-        let mut all: Vec<_> = (0..WORLD).map(|rank| Process::start(rank, maker)).collect();
+        let mut all: Vec<_> = (0..WORLD)
+            .map(|rank| Process::start(RANK, format!("{rank} {maker}")))
+            .collect();
         let id = all[maker].line("id ");
         for (rank, process) in all.iter_mut().enumerate() {
             // The maker last: the others meet a port that nobody serves yet.

@@ -177,3 +177,10 @@ fn unique() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     NEXT.fetch_add(1, Ordering::Relaxed)
 }
+
+/// Fails with the whole text where it lacks a part.
+pub(crate) fn assert_contains(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "no '{part}' in {text}");
+    }
+}

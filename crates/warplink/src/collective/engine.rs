@@ -4,6 +4,7 @@ use super::MAX_DIRECT_RANKS;
 use super::call::{Call, CollectiveKind};
 use super::comparison::CallComparison;
 use super::launches::Overlap;
+use crate::debug::debug_text;
 use crate::device::{
     AllocationKind, Collective, CollectiveEngine, CollectiveRequest, Device, DeviceSlice, Priority,
     ReduceOp, Stream, VendorCommunicator,
@@ -222,13 +223,7 @@ fn with_reason(error: Error, world: usize) -> Error {
     error.with_operation("join the collectives of ranks that cannot map one another's memory")
 }
 
-impl std::fmt::Debug for EngineCollectives {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_tuple("EngineCollectives")
-            .field(&self.engine)
-            .finish()
-    }
-}
+debug_text!(EngineCollectives, |it| "EngineCollectives({:?})", it.engine);
 
 #[cfg(test)]
 mod tests {

@@ -4,11 +4,11 @@ use crate::bootstrap::Bootstrap;
 use crate::channel::proxy::{Proxy, ProxyKey};
 use crate::channel::{ProxyConfig, ProxySource};
 use crate::deadline::Deadline;
+use crate::debug::debug_text;
 use crate::device::Device;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::{Arc, Mutex, Weak};
 
 /// Starts each proxy on first use, stops them, and launches them again.
@@ -88,8 +88,4 @@ fn end_the_job(
     }
 }
 
-impl fmt::Debug for Proxies {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Proxies").field(&self.started).finish()
-    }
-}
+debug_text!(Proxies, |it| "Proxies({:?})", it.started);

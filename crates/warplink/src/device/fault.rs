@@ -1,9 +1,9 @@
 //! One-shot latch that turns a lost peer into errors instead of hangs.
 
+use crate::debug::debug_text;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::{AtomicBool, Mutex, OnceLock, Ordering, guard};
 use std::any::Any;
-use std::fmt;
 use std::sync::{Arc, Weak};
 
 /// Callback run when waits are aborted, if its owner still exists.
@@ -155,11 +155,7 @@ impl Fault {
     }
 }
 
-impl fmt::Debug for Fault {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Fault").field(&self.error.get()).finish()
-    }
-}
+debug_text!(Fault, |it| "Fault({:?})", it.error.get());
 
 #[cfg(test)]
 mod tests {

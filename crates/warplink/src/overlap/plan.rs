@@ -2,14 +2,13 @@
 
 use super::operands::{BoundOperands, bindings};
 use super::{Choice, Lowering, Options, trial};
-use crate::debug::debug_fields;
+use crate::debug::{debug_fields, debug_text};
 use crate::device::{DeviceSlice, Graph, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::program::cost::HardwareModel;
 use crate::program::execute::Digest;
 use crate::program::lower::{Decision, Problem, choose};
 use crate::program::{Bindings, Executor, Plan, PrepareOptions};
-use std::fmt;
 
 /// An operation bound to memory, which can run any number of times.
 ///
@@ -281,11 +280,7 @@ pub struct CapturedOverlap {
     plan: OverlapPlan,
 }
 
-impl fmt::Debug for CapturedOverlap {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("CapturedOverlap").field(&self.plan).finish()
-    }
-}
+debug_text!(CapturedOverlap, |it| "CapturedOverlap({:?})", it.plan);
 
 impl CapturedOverlap {
     /// Enqueues the graph on `stream`. Does not block.

@@ -2,11 +2,11 @@
 
 use super::{Carrier, NetworkLink};
 use crate::deadline::Deadline;
+use crate::debug::debug_text;
 use crate::device::channel::trigger::Movement;
 use crate::device::channel::{Side, Windows};
 use crate::device::{At, Device, DeviceSlice, Fault, MemoryOp, Priority, Stream, Word};
 use crate::error::Result;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -134,8 +134,4 @@ impl Carrier for NetworkCarrier {
     }
 }
 
-impl fmt::Debug for NetworkCarrier {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("NetworkCarrier").field(&self.link).finish()
-    }
-}
+debug_text!(NetworkCarrier, |it| "NetworkCarrier({:?})", it.link);

@@ -4,7 +4,9 @@
 #[path = "../common/stopwatch.rs"]
 mod stopwatch;
 
+use std::io::{BufRead, BufReader, Write};
 use std::net::SocketAddr;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::thread;
@@ -102,5 +104,54 @@ pub(crate) fn close_all(members: Vec<Arc<Bootstrap>>) {
         .collect();
     for closed in closing {
         closed.join().unwrap().unwrap();
+    }
+}
+
+/// A rank that is a process: a copy of this binary, which runs its test `child` with this variable.
+pub(crate) struct Process {
+    pub(crate) child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Process {
+    pub(crate) fn start(variable: &str, value: String) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "child", "--nocapture"])
+            .env(variable, value)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let input = child.stdin.take().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Self {
+            child,
+            input,
+            output,
+        }
+    }
+
+    pub(crate) fn tell(&mut self, line: &str) {
+        writeln!(self.input, "{line}").unwrap();
+    }
+
+    /// Remainder of the next line that starts with `word`.
+    pub(crate) fn line(&mut self, word: &str) -> String {
+        loop {
+            let mut line = String::new();
+            let count = self.output.read_line(&mut line).unwrap();
+            assert_ne!(count, 0, "ended before '{word}'");
+            if let Some(rest) = line.strip_prefix(word) {
+                return rest.trim().to_owned();
+            }
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }

@@ -98,7 +98,7 @@ fn check(
 }
 
 /// Adds to the number of what is wrong.
-fn note(block: &Block<'_>, result: &DeviceSlice, wrong: usize) -> Result<()> {
+pub(crate) fn note(block: &Block<'_>, result: &DeviceSlice, wrong: usize) -> Result<()> {
     if wrong == 0 {
         return Ok(());
     }

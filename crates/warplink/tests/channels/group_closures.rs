@@ -1,5 +1,6 @@
 //! The kernels of groups.cu for the host device: a block of the launch is a group, or a part of the grid.
 
+use super::closures::note;
 use super::groups::{Piece, READ_BY_PEER, SPOILT, data};
 use warplink::device::{Block, BlockChannel, DeviceSlice, ModuleSource};
 use warplink::{ErrorKind, Result};
@@ -27,15 +28,6 @@ pub(crate) fn add(source: ModuleSource) -> ModuleSource {
         .with_host_kernel("packets_by_grid", packets_by_grid)
         .with_host_kernel("barriers_by_warps", barriers)
         .with_host_kernel("unsupported_calls", unsupported)
-}
-
-/// Adds to the number of what is wrong.
-fn note(block: &Block<'_>, result: &DeviceSlice, wrong: usize) -> Result<()> {
-    if wrong == 0 {
-        return Ok(());
-    }
-    // Blocks may do this at the same time: that something is wrong is enough.
-    block.write(&result.slice(0..4)?, &(wrong as u32).to_ne_bytes())
 }
 
 /// Arguments of all kernels except those of barriers.

@@ -2,7 +2,8 @@
 //! missing.
 
 use super::common::{
-    assert_names_peer, assert_says, has_network, kind, processes, waiting_streams, world,
+    assert_names_peer, assert_says, await_word, has_network, kind, processes, waiting_streams,
+    world, write_word,
 };
 use super::kernels::{Fixture, contents};
 use super::proxied::await_proxies;
@@ -221,11 +222,7 @@ pub(super) fn many_streams(comm: &Communicator) {
         assert!(arrived[4096 * number..4096 * (number + 1)] == expected);
     }
     comm.barrier().unwrap();
-    let write = MemoryOp::Write {
-        word: &word,
-        value: 1,
-    };
-    fixture.stream.memory_ops(&[write]).unwrap();
+    write_word(&fixture.stream, &word, 1);
     comm.synchronize(&streams[0]).unwrap();
     comm.barrier().unwrap();
     let arrived = region.slice(0..4096).unwrap().download().unwrap();
@@ -367,11 +364,7 @@ pub(super) fn stopped_proxy(comm: &Communicator) {
         let source = comm.alloc(64).unwrap();
         let signals = comm.signals(1).unwrap();
         let word = signals.word(0).unwrap();
-        let wait = MemoryOp::Wait {
-            word: &word,
-            value: 1,
-        };
-        fixture.stream.memory_ops(&[wait]).unwrap();
+        await_word(&fixture.stream, &word, 1);
         connection.write(&fixture.stream, 0, &source).unwrap();
         let deadline = Deadline::after(Duration::from_millis(50));
         let error = comm.stop_proxy(deadline).unwrap_err();

@@ -1,7 +1,7 @@
 //! Places in regions: added while kernels run, never added, misaligned, and further apart than a trigger reaches.
 
 use super::common::{
-    assert_names_peer, assert_says, kind, processes, threads, threads_with, world,
+    assert_names_peer, assert_says, kind, processes, threads, threads_with, with_timeout, world,
 };
 use super::kernels::{Fixture, TRANSPORTS, contents};
 use std::time::Duration;
@@ -36,23 +36,19 @@ fn a_kernel_that_runs_already_finds_a_region_that_is_added() {
 /// Rank 1 adds its region when rank 0 has given up, and both add one then.
 #[test]
 fn a_peer_that_adds_no_region_is_a_timeout_that_names_it() {
-    threads_with(
-        world(2),
-        |config| config.timeout = Duration::from_secs(5),
-        |comm| {
-            let fixture = Fixture::new(comm);
-            let connection = fixture.pair(Transport::Direct, 64);
-            let region = comm.alloc(64).unwrap();
-            if comm.rank() == 0 {
-                let error = comm.add_regions(&[(&connection, &region)]).unwrap_err();
-                assert_names_peer(&error, ErrorKind::Timeout, 1);
-                assert_says(&error, &["add regions", "rank 1 to add a region", "tag 0"]);
-            }
-            let until = Deadline::after(Duration::from_secs(20));
-            comm.bootstrap().barrier(until).unwrap();
-            assert_eq!(comm.add_regions(&[(&connection, &region)]).unwrap(), [1]);
-        },
-    );
+    threads_with(world(2), with_timeout(Duration::from_secs(5)), |comm| {
+        let fixture = Fixture::new(comm);
+        let connection = fixture.pair(Transport::Direct, 64);
+        let region = comm.alloc(64).unwrap();
+        if comm.rank() == 0 {
+            let error = comm.add_regions(&[(&connection, &region)]).unwrap_err();
+            assert_names_peer(&error, ErrorKind::Timeout, 1);
+            assert_says(&error, &["add regions", "rank 1 to add a region", "tag 0"]);
+        }
+        let until = Deadline::after(Duration::from_secs(20));
+        comm.bootstrap().barrier(until).unwrap();
+        assert_eq!(comm.add_regions(&[(&connection, &region)]).unwrap(), [1]);
+    });
 }
 
 #[test]

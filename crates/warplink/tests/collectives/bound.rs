@@ -2,8 +2,8 @@
 
 use crate::common::{
     Ranks, Stopwatch, TimedBarrier, allocate, assert_all_ended_well, assert_names_peer,
-    assert_says, delays, kind, lose, share_gpus, threads, threads_that_end, threads_with,
-    with_victim, world, worlds,
+    assert_says, delayed, kind, lose, share_gpus, threads, threads_that_end, threads_with,
+    with_timeout, with_victim, world, worlds,
 };
 use crate::expected::{Case, Made, Random};
 use std::sync::Arc;
@@ -12,16 +12,10 @@ use warplink::collective::{
     Algorithm, BoundCall, Call, CollectiveKind, CollectiveOptions, CollectivePath, Message,
 };
 use warplink::device::{AllocationKind, Priority, Stream};
-use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind};
+use warplink::{Collectives, Communicator, DType, DeviceKind, Error, ErrorKind};
 
 /// How soon a rank must have its error.
 const SOON: Duration = Duration::from_secs(5);
-
-fn delayed(config: &mut Config) {
-    if kind() == DeviceKind::Host {
-        delays(config, Duration::from_micros(40));
-    }
-}
 
 /// Collectives that allow the copy engine alone.
 fn copying(comm: &Communicator) -> Collectives {
@@ -80,7 +74,7 @@ fn cases(counts: &[usize]) -> Vec<Case> {
 #[test]
 fn copies_are_right_for_few_and_many_ranks() {
     for ranks in worlds([2, 3, 5, 8]) {
-        threads_with(ranks, delayed, |comm| {
+        threads_with(ranks, delayed(40), |comm| {
             let collectives = copying(comm);
             let streams = [Priority::Normal, Priority::High]
                 .map(|priority| comm.create_stream(priority).unwrap());
@@ -386,43 +380,35 @@ fn ranks_that_bind_different_calls_are_told() {
 fn a_rank_that_does_not_bind_or_call_is_named() {
     let (timeout, ranks) = (Duration::from_secs(5), world(3));
     let all = TimedBarrier::new(ranks);
-    threads_that_end(
-        ranks,
-        |config| config.timeout = timeout,
-        |comm| {
-            let collectives = copying(&comm);
-            let bound = bind(&comm, &collectives, 1000).unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
+    threads_that_end(ranks, with_timeout(timeout), |comm| {
+        let collectives = copying(&comm);
+        let bound = bind(&comm, &collectives, 1000).unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        bound.enqueue(&stream).unwrap();
+        comm.synchronize(&stream).unwrap();
+        comm.barrier().unwrap();
+        if comm.rank() != 1 {
+            let started = Stopwatch::start();
             bound.enqueue(&stream).unwrap();
-            comm.synchronize(&stream).unwrap();
-            comm.barrier().unwrap();
-            if comm.rank() != 1 {
-                let started = Stopwatch::start();
-                bound.enqueue(&stream).unwrap();
-                let error = comm.synchronize(&stream).unwrap_err();
-                assert_names_peer(&error, ErrorKind::Timeout, 1);
-                assert!(started.elapsed() < timeout + SOON, "{error}");
-            } else {
-                std::thread::sleep(timeout + Duration::from_secs(1));
-            }
-            all.wait();
-            comm.abort("the test is over");
-        },
-    );
+            let error = comm.synchronize(&stream).unwrap_err();
+            assert_names_peer(&error, ErrorKind::Timeout, 1);
+            assert!(started.elapsed() < timeout + SOON, "{error}");
+        } else {
+            std::thread::sleep(timeout + Duration::from_secs(1));
+        }
+        all.wait();
+        comm.abort("the test is over");
+    });
     let all = TimedBarrier::new(ranks);
-    threads_that_end(
-        ranks,
-        |config| config.timeout = timeout,
-        |comm| {
-            let collectives = copying(&comm);
-            if comm.rank() != 1 {
-                let error = bind(&comm, &collectives, 1000).unwrap_err();
-                assert_names_peer(&error, ErrorKind::Timeout, 1);
-            }
-            all.wait();
-            comm.abort("the test is over");
-        },
-    );
+    threads_that_end(ranks, with_timeout(timeout), |comm| {
+        let collectives = copying(&comm);
+        if comm.rank() != 1 {
+            let error = bind(&comm, &collectives, 1000).unwrap_err();
+            assert_names_peer(&error, ErrorKind::Timeout, 1);
+        }
+        all.wait();
+        comm.abort("the test is over");
+    });
 }
 
 #[test]
@@ -500,37 +486,33 @@ fn a_communicator_that_fails_ends_the_wait_for_those_that_bind() {
         return;
     }
     let all = TimedBarrier::new(ranks);
-    threads_that_end(
-        ranks,
-        |config| config.timeout = Duration::from_secs(60),
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            let copied = copying(&comm);
-            let started = Stopwatch::start();
-            let failed = match comm.rank() {
-                0 => bind(&comm, &copied, 1000).map(drop),
-                rank => {
-                    let stream = comm.create_stream(Priority::Normal).unwrap();
-                    let memory = allocate(&comm, 64);
-                    let part = memory.slice(0..8 * rank).unwrap();
-                    let message = match rank {
-                        1 => Message::send(2, &part),
-                        _ => Message::receive(1, &part),
-                    };
-                    collectives.send_receive(&[message], &stream).unwrap();
-                    comm.synchronize(&stream)
-                }
-            };
-            let error = failed.unwrap_err();
-            let expected = if comm.rank() == 0 {
-                ErrorKind::PeerFailed
-            } else {
-                ErrorKind::Mismatch
-            };
-            assert_eq!(error.kind(), expected, "{error}");
-            assert!(started.elapsed() < SOON, "{error}");
-            all.wait();
-            comm.abort("the test is over");
-        },
-    );
+    threads_that_end(ranks, with_timeout(Duration::from_secs(60)), |comm| {
+        let collectives = comm.collectives().unwrap();
+        let copied = copying(&comm);
+        let started = Stopwatch::start();
+        let failed = match comm.rank() {
+            0 => bind(&comm, &copied, 1000).map(drop),
+            rank => {
+                let stream = comm.create_stream(Priority::Normal).unwrap();
+                let memory = allocate(&comm, 64);
+                let part = memory.slice(0..8 * rank).unwrap();
+                let message = match rank {
+                    1 => Message::send(2, &part),
+                    _ => Message::receive(1, &part),
+                };
+                collectives.send_receive(&[message], &stream).unwrap();
+                comm.synchronize(&stream)
+            }
+        };
+        let error = failed.unwrap_err();
+        let expected = if comm.rank() == 0 {
+            ErrorKind::PeerFailed
+        } else {
+            ErrorKind::Mismatch
+        };
+        assert_eq!(error.kind(), expected, "{error}");
+        assert!(started.elapsed() < SOON, "{error}");
+        all.wait();
+        comm.abort("the test is over");
+    });
 }

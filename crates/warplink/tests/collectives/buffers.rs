@@ -1,19 +1,12 @@
 //! Memory that users share with peers, and barriers of some ranks' streams around accesses of it.
 
-use crate::common::{allocate, delays, kind, processes, threads, threads_with, world};
+use crate::common::{allocate, delayed, processes, threads, threads_with, world};
 use crate::launches::integers;
-use std::time::Duration;
+use warplink::Communicator;
 use warplink::device::{AllocationKind, Priority, Stream};
 use warplink::memory::RemoteRegion;
-use warplink::{Communicator, Config, DeviceKind};
 
 const COUNT: usize = 3000;
-
-fn delayed(config: &mut Config) {
-    if kind() == DeviceKind::Host {
-        delays(config, Duration::from_micros(100));
-    }
-}
 
 fn bytes(rank: usize, round: usize) -> Vec<u8> {
     let numbers = integers(rank, round, COUNT);
@@ -64,7 +57,7 @@ fn some_ranks_read_one_anothers_memory_between_barriers_of_their_streams() {
     if ranks < 3 {
         return;
     }
-    threads_with(ranks, delayed, |comm| {
+    threads_with(ranks, delayed(100), |comm| {
         let set: Vec<usize> = (0..ranks).rev().filter(|rank| *rank != 1).collect();
         if !set.contains(&comm.rank()) {
             return;

@@ -3,7 +3,7 @@
 use crate::common::{
     TimedBarrier, assert_says, delays, kind, threads_that_end, threads_with, world,
 };
-use crate::data::calls_of_the_library;
+use crate::data::{by, calls_of_the_library};
 use crate::expected::{Case, Random};
 use crate::launches::{download, integers, memory, sum, sums, upload};
 use std::time::Duration;
@@ -109,14 +109,10 @@ fn in_a_hybrid_cube_mesh_every_type_and_operator_is_reduced() {
 #[test]
 fn in_a_hybrid_cube_mesh_the_whole_workspace_is_for_packets() {
     in_a_cube(|comm| {
-        let options = CollectiveOptions {
-            workspace_bytes: 1 << 20,
-            ..CollectiveOptions::default()
-        };
-        let collectives = comm.collectives_with(&options).unwrap();
+        let collectives = by(comm, None, 1 << 20);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         // A quarter of the workspace, as packets are half data and epochs use it in turns, for eight ranks.
-        let room = options.workspace_bytes / 4 / CUBE_RANKS / 4;
+        let room = (1 << 20) / 4 / CUBE_RANKS / 4;
         let path = |count| collectives.path_of(&all_reduce(DType::I32, ReduceOp::Sum, count));
         assert_eq!(path(room), CollectivePath::Direct);
         assert_eq!(path(room + 1), CollectivePath::Engine);

@@ -1,27 +1,20 @@
 //! Right results: every collective, type, operator, number of ranks and algorithm.
 
 use crate::common::{
-    assert_says, delays, kind, processes, share_gpus, threads, threads_with, world, worlds,
+    assert_says, delayed, processes, share_gpus, threads, threads_with, world, worlds,
 };
 use crate::expected::{Case, Random};
 use crate::scaled::unhurried;
-use std::time::Duration;
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath};
 use warplink::device::{AllocationKind, Priority, ReduceOp, VendorCommunicator};
-use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind};
-
-fn delayed(config: &mut Config) {
-    if kind() == DeviceKind::Host {
-        delays(config, Duration::from_micros(40));
-    }
-}
+use warplink::{Collectives, Communicator, DType, Error, ErrorKind};
 
 /// Calls that differ in everything, enqueued several at a time. Each rank compiles the kernels of its calls for itself,
 /// so ranks that share a processor make fewer.
 #[test]
 fn random_calls_are_right_for_every_number_of_ranks() {
     for ranks in worlds(1..=8) {
-        threads_with(ranks, delayed, |comm| {
+        threads_with(ranks, delayed(40), |comm| {
             let collectives = comm.collectives().unwrap();
             let stream = comm.create_stream(Priority::Normal).unwrap();
             let mut random = Random::new(7 + ranks as u64);
@@ -78,12 +71,7 @@ fn processes_make_each_collective_by_each_algorithm() {
         let mut random = Random::new(29);
         let mut made = 0;
         for algorithm in Algorithm::ALL {
-            let options = CollectiveOptions {
-                workspace_bytes: 1 << 20,
-                algorithm: Some(algorithm),
-                ..CollectiveOptions::default()
-            };
-            let collectives = comm.collectives_with(&options).unwrap();
+            let collectives = by(comm, Some(algorithm), 1 << 20);
             for kind in CollectiveKind::ALL {
                 let dtype = if kind.reduces() {
                     DType::BF16
@@ -113,17 +101,9 @@ fn processes_make_each_collective_by_each_algorithm() {
 #[test]
 fn long_data_goes_through_a_small_workspace() {
     let ranks = world(4);
-    threads_with(ranks, delayed, |comm| {
-        let options = CollectiveOptions {
-            workspace_bytes: 256 << 10,
-            ..CollectiveOptions::default()
-        };
-        let by_chunks = CollectiveOptions {
-            algorithm: Some(Algorithm::Chunks),
-            ..options.clone()
-        };
-        let by_chunks = comm.collectives_with(&by_chunks).unwrap();
-        let collectives = comm.collectives_with(&options).unwrap();
+    threads_with(ranks, delayed(40), |comm| {
+        let [by_chunks, collectives] =
+            [Some(Algorithm::Chunks), None].map(|algorithm| by(comm, algorithm, 256 << 10));
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let mut random = Random::new(5);
         let mut kinds: Vec<CollectiveKind> = CollectiveKind::ALL.to_vec();
@@ -214,6 +194,20 @@ fn all_to_all_in_place_by_the_vendors_library_is_right() {
             recorded.check(comm);
         }
     });
+}
+
+/// Collectives by an algorithm, with so much of a workspace.
+pub(crate) fn by(
+    comm: &Communicator,
+    algorithm: Option<Algorithm>,
+    workspace_bytes: usize,
+) -> Collectives {
+    let options = CollectiveOptions {
+        workspace_bytes,
+        algorithm,
+        ..CollectiveOptions::default()
+    };
+    comm.collectives_with(&options).unwrap()
 }
 
 /// How the library is asked for.

@@ -2,13 +2,15 @@
 //! when it is freed or a rank is lost.
 
 use crate::common::{
-    Ranks, TimedBarrier, allocate, assert_names_peer, assert_survived, downloaded, kill_self, kind,
-    processes, threads, threads_that_end, world, worlds,
+    Ranks, TimedBarrier, allocate, assert_names_peer, assert_survived, kill_self, kind, processes,
+    threads, threads_that_end, unchanged, world, worlds,
 };
+use crate::data::by;
 use crate::expected::{Case, Random};
+use crate::launches::{self, download, integers, upload};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions};
+use warplink::collective::{Algorithm, Call, CollectiveKind};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, DeviceKind, ErrorKind};
 
@@ -19,12 +21,7 @@ pub(crate) const SOON: Duration = Duration::from_secs(20);
 const LET_GO: Duration = Duration::from_secs(20);
 
 pub(crate) fn direct(comm: &Communicator) -> Collectives {
-    let options = CollectiveOptions {
-        workspace_bytes: 1 << 20,
-        algorithm: Some(Algorithm::Direct),
-        ..CollectiveOptions::default()
-    };
-    comm.collectives_with(&options).unwrap()
+    by(comm, Some(Algorithm::Direct), 1 << 20)
 }
 
 fn sum_of(count: usize) -> Call {
@@ -35,24 +32,6 @@ fn sum_of(count: usize) -> Call {
         count,
         0,
     )
-}
-
-fn upload(comm: &Communicator, memory: &DeviceSlice, values: &[i32]) {
-    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-    comm.device().upload(memory, &bytes).unwrap();
-}
-
-fn download(comm: &Communicator, memory: &DeviceSlice) -> Vec<i32> {
-    let bytes = downloaded(comm, memory);
-    let words = bytes.chunks_exact(4);
-    words
-        .map(|word| i32::from_le_bytes(word.try_into().unwrap()))
-        .collect()
-}
-
-fn integers(rank: usize, round: usize, count: usize) -> Vec<i32> {
-    let mut random = Random::new((rank * 7919 + round) as u64 + 1);
-    (0..count).map(|_| random.next() as i32).collect()
 }
 
 /// Sums fresh numbers of all ranks in place, compares, and gives how many lanes went directly.
@@ -71,15 +50,8 @@ fn sum(
         .all_reduce(memory, memory, DType::I32, ReduceOp::Sum, stream)
         .unwrap();
     comm.synchronize(stream).unwrap();
-    let expected = (0..comm.world())
-        .map(|rank| integers(rank, round, count))
-        .reduce(|all, one| {
-            all.iter()
-                .zip(one)
-                .map(|(a, b)| a.wrapping_add(b))
-                .collect()
-        });
-    assert_eq!(Some(download(comm, memory)), expected, "round {round}");
+    let expected = launches::sum(comm.world(), round, count);
+    assert_eq!(download(comm, memory), expected, "round {round}");
     collectives.direct_lanes().unwrap() - before
 }
 
@@ -352,16 +324,8 @@ fn a_graph_recorded_before_memory_is_known_goes_directly_later() {
             let before = collectives.direct_lanes().unwrap();
             graph.launch(&stream).unwrap();
             comm.synchronize(&stream).unwrap();
-            let expected =
-                (0..ranks)
-                    .map(|rank| integers(rank, round, COUNT))
-                    .reduce(|all, one| {
-                        all.iter()
-                            .zip(one)
-                            .map(|(a, b)| a.wrapping_add(b))
-                            .collect()
-                    });
-            assert_eq!(Some(download(comm, &memory)), expected, "round {round}");
+            let expected = launches::sum(ranks, round, COUNT);
+            assert_eq!(download(comm, &memory), expected, "round {round}");
             collectives.direct_lanes().unwrap() - before
         };
         let started = Instant::now();
@@ -478,40 +442,36 @@ fn ranks_that_disagree_touch_nothing() {
     const COUNT: usize = 4096;
     let ranks = world(3);
     let all = TimedBarrier::new(ranks);
-    threads_that_end(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = direct(&comm);
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let memory = allocate(&comm, 4 * COUNT);
-            until_direct(&comm, &collectives, &memory, &stream);
-            let values = integers(comm.rank(), 5, COUNT);
-            upload(&comm, &memory, &values);
-            comm.barrier().unwrap();
-            let count = if comm.rank() == 1 { 64 } else { COUNT };
-            let part = memory.slice(0..4 * count).unwrap();
-            let before = collectives.direct_lanes().unwrap();
-            let called = collectives.all_reduce(&part, &part, DType::I32, ReduceOp::Sum, &stream);
-            let error = called
-                .and_then(|()| comm.synchronize(&stream))
-                .expect_err("ranks called different things");
-            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-            all.wait();
-            if kind() == DeviceKind::Host {
-                let mut bytes = vec![0; 4 * COUNT];
-                let _ = comm.device().download(&memory, &mut bytes);
-                let expected: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-                assert!(
-                    bytes == expected,
-                    "rank {}: memory was touched",
-                    comm.rank()
-                );
-                assert_eq!(collectives.direct_lanes().ok(), Some(before));
-            }
-            // None leaves while another still looks.
-            all.wait();
-            comm.abort("the test is over");
-        },
-    );
+    threads_that_end(ranks, unchanged, |comm| {
+        let collectives = direct(&comm);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let memory = allocate(&comm, 4 * COUNT);
+        until_direct(&comm, &collectives, &memory, &stream);
+        let values = integers(comm.rank(), 5, COUNT);
+        upload(&comm, &memory, &values);
+        comm.barrier().unwrap();
+        let count = if comm.rank() == 1 { 64 } else { COUNT };
+        let part = memory.slice(0..4 * count).unwrap();
+        let before = collectives.direct_lanes().unwrap();
+        let called = collectives.all_reduce(&part, &part, DType::I32, ReduceOp::Sum, &stream);
+        let error = called
+            .and_then(|()| comm.synchronize(&stream))
+            .expect_err("ranks called different things");
+        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+        all.wait();
+        if kind() == DeviceKind::Host {
+            let mut bytes = vec![0; 4 * COUNT];
+            let _ = comm.device().download(&memory, &mut bytes);
+            let expected: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+            assert!(
+                bytes == expected,
+                "rank {}: memory was touched",
+                comm.rank()
+            );
+            assert_eq!(collectives.direct_lanes().ok(), Some(before));
+        }
+        // None leaves while another still looks.
+        all.wait();
+        comm.abort("the test is over");
+    });
 }

@@ -3,7 +3,8 @@
 
 use crate::common::{
     Ranks, Stopwatch, TimedBarrier, assert_all_ended_well, assert_names_peer, assert_says,
-    processes_of, resume, stop_self, threads, threads_that_end, wait_until_stopped, world,
+    processes_of, resume, stop_self, threads, threads_that_end, wait_until_stopped, with_timeout,
+    world,
 };
 use crate::data::library;
 use crate::launches::{download, memory, sum, sums};
@@ -103,54 +104,50 @@ fn differ(usual: Made, other: Made, says: [&str; 2]) {
         return;
     }
     let all = TimedBarrier::new(ranks);
-    threads_that_end(
-        ranks,
-        |config| config.timeout = Duration::from_secs(60),
-        |comm| {
-            let caller = Caller::join(&comm);
-            if let Some(caller) = &caller {
-                caller.call_and_wait(USUAL).unwrap();
-                let watch = Stopwatch::start();
-                let own = if comm.rank() == OTHER { other } else { usual };
-                let mut ended = caller.call_and_wait(own);
-                // The library may be done with it.
-                while ended.is_ok() && watch.elapsed() < SOON {
-                    std::thread::sleep(Duration::from_millis(1));
-                    ended = caller.call_and_wait(USUAL);
-                }
-                let (error, took) = (ended.unwrap_err(), watch.elapsed());
-                println!("rank {}: {error} ({took:?})", comm.rank());
-                // A rank may hear of it from one that has found it.
-                let kinds = [ErrorKind::Mismatch, ErrorKind::PeerFailed];
-                assert!(kinds.contains(&error.kind()), "{error}");
-                assert_says(
-                    &error,
-                    &["the peer calls", "this rank calls (call 2 of both)"],
-                );
-                assert_says(&error, &says);
-                assert!(took < SOON, "{error} came after {took:?}");
-                let again = caller.call_and_wait(USUAL).unwrap_err();
-                assert!(kinds.contains(&again.kind()), "{again}");
-                let watch = Stopwatch::start();
-                let bound = caller.bind(10).unwrap_err();
-                assert!(kinds.contains(&bound.kind()), "{bound}");
-                assert!(watch.elapsed() < SOON, "{bound}");
+    threads_that_end(ranks, with_timeout(Duration::from_secs(60)), |comm| {
+        let caller = Caller::join(&comm);
+        if let Some(caller) = &caller {
+            caller.call_and_wait(USUAL).unwrap();
+            let watch = Stopwatch::start();
+            let own = if comm.rank() == OTHER { other } else { usual };
+            let mut ended = caller.call_and_wait(own);
+            // The library may be done with it.
+            while ended.is_ok() && watch.elapsed() < SOON {
+                std::thread::sleep(Duration::from_millis(1));
+                ended = caller.call_and_wait(USUAL);
             }
-            // None goes on while another still waits.
-            all.wait();
-            if caller.is_none() {
-                return comm.close().unwrap();
-            }
-            let left = comm.survivors().unwrap();
-            drop(caller);
-            drop(comm);
-            let anew = Caller::join(&left).unwrap();
-            assert_eq!(left.world(), ranks);
-            anew.call_and_wait(USUAL).unwrap();
-            drop(anew);
-            left.close().unwrap();
-        },
-    );
+            let (error, took) = (ended.unwrap_err(), watch.elapsed());
+            println!("rank {}: {error} ({took:?})", comm.rank());
+            // A rank may hear of it from one that has found it.
+            let kinds = [ErrorKind::Mismatch, ErrorKind::PeerFailed];
+            assert!(kinds.contains(&error.kind()), "{error}");
+            assert_says(
+                &error,
+                &["the peer calls", "this rank calls (call 2 of both)"],
+            );
+            assert_says(&error, &says);
+            assert!(took < SOON, "{error} came after {took:?}");
+            let again = caller.call_and_wait(USUAL).unwrap_err();
+            assert!(kinds.contains(&again.kind()), "{again}");
+            let watch = Stopwatch::start();
+            let bound = caller.bind(10).unwrap_err();
+            assert!(kinds.contains(&bound.kind()), "{bound}");
+            assert!(watch.elapsed() < SOON, "{bound}");
+        }
+        // None goes on while another still waits.
+        all.wait();
+        if caller.is_none() {
+            return comm.close().unwrap();
+        }
+        let left = comm.survivors().unwrap();
+        drop(caller);
+        drop(comm);
+        let anew = Caller::join(&left).unwrap();
+        assert_eq!(left.world(), ranks);
+        anew.call_and_wait(USUAL).unwrap();
+        drop(anew);
+        left.close().unwrap();
+    });
 }
 
 #[test]

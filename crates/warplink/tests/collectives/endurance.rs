@@ -2,10 +2,10 @@
 //!
 //! A batch is what is enqueued before the host waits. Its number and the seed say everything about it.
 
-use crate::common::{decode, encode, kind};
+use crate::common::{allocate, decode, encode, kind};
 use crate::expected::{Case, Made, Random};
 use std::ops::Range;
-use warplink::device::{AllocationKind, DeviceSlice, MatmulSpec, Priority, ReduceOp, Stream};
+use warplink::device::{DeviceSlice, MatmulSpec, Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, DeviceKind};
 
 /// The most elements of a call.
@@ -339,10 +339,4 @@ impl Products {
             assert_eq!(got, expected, "a product beside calls ({manner:?})");
         }
     }
-}
-
-fn allocate(comm: &Communicator, bytes: usize) -> DeviceSlice {
-    comm.device()
-        .allocate(bytes, AllocationKind::Plain)
-        .unwrap()
 }

@@ -1,15 +1,15 @@
 //! Dispatch and combine of a layer of experts, compared with a reference.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, assert_error, assert_says, delays, kind, lose, processes, threads,
-    threads_that_end, threads_with, with_victim, world, worlds,
+    Stopwatch, TimedBarrier, assert_error, assert_says, delayed, lose, processes, threads,
+    threads_that_end, threads_with, unchanged, with_victim, world, worlds,
 };
-use crate::data::is_without_library;
+use crate::data::library;
 use crate::layer::{Buffers, Choices, GUARD_BYTE, Input, download, inputs};
 use std::time::Duration;
-use warplink::collective::{CollectiveOptions, CollectivePath, Dispatched, ExpertOptions, Experts};
+use warplink::collective::{Dispatched, ExpertOptions, Experts};
 use warplink::device::{Priority, Stream};
-use warplink::{Communicator, DType, DeviceKind, Error, ErrorKind};
+use warplink::{Communicator, DType, Error, ErrorKind};
 
 fn round(
     comm: &Communicator,
@@ -98,12 +98,7 @@ fn processes_dispatch_and_combine() {
 #[test]
 fn the_top_8_of_64_experts_are_reached() {
     let ranks = world(4);
-    let delayed = |config: &mut warplink::Config| {
-        if kind() == DeviceKind::Host {
-            delays(config, Duration::from_micros(20));
-        }
-    };
-    threads_with(ranks, delayed, |comm| {
+    threads_with(ranks, delayed(20), |comm| {
         let collectives = comm.collectives().unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let options = ExpertOptions {
@@ -245,40 +240,36 @@ fn failing(options: impl Fn(usize) -> ExpertOptions + Sync, told: &[(usize, usiz
         return;
     }
     let all = TimedBarrier::new(ranks);
-    threads_that_end(
-        ranks,
-        |_| {},
-        |comm| {
-            let started = Stopwatch::start();
-            let is_told = told.iter().any(|(rank, ..)| *rank == comm.rank());
-            let (untouched, error) = match dispatch_to_one(&comm, &options(comm.rank())) {
-                // What was right for this rank is done; what comes next is not.
-                Ok((untouched, Ok(()))) if !is_told => (untouched, next_failure(&comm, started)),
-                Ok((untouched, done)) => (untouched, done.unwrap_err()),
-                Err(error) => (true, error),
-            };
-            let took = started.elapsed();
-            all.wait();
-            comm.abort("the test is over");
-            assert!(took < Duration::from_secs(5), "{error}");
-            if !is_told {
-                let kinds = [ErrorKind::Mismatch, ErrorKind::PeerFailed];
-                assert!(kinds.contains(&error.kind()), "{error}");
+    threads_that_end(ranks, unchanged, |comm| {
+        let started = Stopwatch::start();
+        let is_told = told.iter().any(|(rank, ..)| *rank == comm.rank());
+        let (untouched, error) = match dispatch_to_one(&comm, &options(comm.rank())) {
+            // What was right for this rank is done; what comes next is not.
+            Ok((untouched, Ok(()))) if !is_told => (untouched, next_failure(&comm, started)),
+            Ok((untouched, done)) => (untouched, done.unwrap_err()),
+            Err(error) => (true, error),
+        };
+        let took = started.elapsed();
+        all.wait();
+        comm.abort("the test is over");
+        assert!(took < Duration::from_secs(5), "{error}");
+        if !is_told {
+            let kinds = [ErrorKind::Mismatch, ErrorKind::PeerFailed];
+            assert!(kinds.contains(&error.kind()), "{error}");
+        }
+        for (rank, peer, says) in told {
+            if *rank != comm.rank() {
+                continue;
             }
-            for (rank, peer, says) in told {
-                if *rank != comm.rank() {
-                    continue;
-                }
-                assert!(untouched || *rank != 1, "rows came that do not fit");
-                assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-                assert!(
-                    *peer == usize::MAX || error.peer() == Some(*peer),
-                    "{error}"
-                );
-                assert_says(&error, &[says]);
-            }
-        },
-    );
+            assert!(untouched || *rank != 1, "rows came that do not fit");
+            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+            assert!(
+                *peer == usize::MAX || error.peer() == Some(*peer),
+                "{error}"
+            );
+            assert_says(&error, &[says]);
+        }
+    });
 }
 
 /// Error of a stream once this rank learns that the communicator has failed.
@@ -391,16 +382,9 @@ fn layers_that_cannot_be_are_refused() {
             &error,
             &["dispatch", "the counts of rows have 4 bytes; expected 8"],
         );
-        let by_engine = CollectiveOptions {
-            path: Some(CollectivePath::Engine),
-            ..CollectiveOptions::default()
-        };
-        match comm.collectives_with(&by_engine) {
-            Ok(collectives) => {
-                let error = collectives.experts(&good).unwrap_err();
-                assert_says(&error, &["takes no counts from device memory"]);
-            }
-            Err(error) => assert!(is_without_library(&error), "{error}"),
+        if let Some(collectives) = library(comm) {
+            let error = collectives.experts(&good).unwrap_err();
+            assert_says(&error, &["takes no counts from device memory"]);
         }
     });
 }

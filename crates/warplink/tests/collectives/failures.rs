@@ -2,7 +2,7 @@
 
 use crate::common::{
     Stopwatch, TimedBarrier, allocate, assert_error, assert_says, lose, threads_that_end,
-    with_victim, world,
+    with_timeout, with_victim, world,
 };
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority, ReduceOp};
@@ -36,27 +36,23 @@ fn fail(
 ) {
     let ranks = world(3);
     let all = TimedBarrier::new(ranks);
-    threads_that_end(
-        ranks,
-        |config| config.timeout = timeout,
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            reduce(&comm, &collectives, 10, ReduceOp::Sum).unwrap();
-            let started = Stopwatch::start();
-            if let Some(error) = body(&comm, &collectives) {
-                let took = started.elapsed();
-                println!("rank {}: {error} ({took:?})", comm.rank());
-                // A peer that found the mismatch first may have told this rank before it looked itself.
-                let by_peer = kind == ErrorKind::Mismatch && error.kind() == ErrorKind::PeerFailed;
-                assert!(error.kind() == kind || by_peer, "{error}");
-                assert_says(&error, says);
-                assert!(took < timeout + SOON, "{error} came after {took:?}");
-            }
-            // None leaves while another still waits.
-            all.wait();
-            comm.abort("the test is over");
-        },
-    );
+    threads_that_end(ranks, with_timeout(timeout), |comm| {
+        let collectives = comm.collectives().unwrap();
+        reduce(&comm, &collectives, 10, ReduceOp::Sum).unwrap();
+        let started = Stopwatch::start();
+        if let Some(error) = body(&comm, &collectives) {
+            let took = started.elapsed();
+            println!("rank {}: {error} ({took:?})", comm.rank());
+            // A peer that found the mismatch first may have told this rank before it looked itself.
+            let by_peer = kind == ErrorKind::Mismatch && error.kind() == ErrorKind::PeerFailed;
+            assert!(error.kind() == kind || by_peer, "{error}");
+            assert_says(&error, says);
+            assert!(took < timeout + SOON, "{error} came after {took:?}");
+        }
+        // None leaves while another still waits.
+        all.wait();
+        comm.abort("the test is over");
+    });
 }
 
 #[test]

@@ -3,22 +3,12 @@
 use crate::common::{
     assert_error, assert_says, runs_case, threads_that_end, threads_with, world, worlds,
 };
+use crate::data::by;
 use crate::fused_rows::{Made, USUAL, all_wanted, fused};
 use crate::scaled::unhurried;
-use warplink::collective::{
-    Algorithm, CollectiveOptions, Epilogue, Fused, FusedKind, FusedMemory, Quantization,
-};
+use warplink::collective::{Algorithm, Epilogue, Fused, FusedKind, FusedMemory, Quantization};
 use warplink::device::Priority;
 use warplink::{Collectives, Communicator, DType, ErrorKind};
-
-pub(crate) fn by(comm: &Communicator, algorithm: Option<Algorithm>) -> Collectives {
-    let options = CollectiveOptions {
-        workspace_bytes: 2 << 20,
-        algorithm,
-        ..CollectiveOptions::default()
-    };
-    comm.collectives_with(&options).unwrap()
-}
 
 /// Calls eagerly, and in a graph that is replayed so often, with other inputs each time, and checks all; what all ranks have of
 /// it, they have alike.
@@ -63,7 +53,7 @@ fn fused_calls_are_right_and_the_same_on_all_ranks() {
                 Some(Algorithm::Direct),
                 Some(Algorithm::TwoShot),
             ];
-            let all = algorithms.map(|algorithm| (algorithm, by(comm, algorithm)));
+            let all = algorithms.map(|algorithm| (algorithm, by(comm, algorithm, 2 << 20)));
             let shapes = [(5, 137), (2, 4100), (70, 257)];
             for (of, wanted) in all_wanted().into_iter().enumerate() {
                 // Many ranks keep a small machine busy.
@@ -99,7 +89,7 @@ fn fused_calls_are_right_and_the_same_on_all_ranks() {
 fn fused_calls_of_owned_rows_are_right() {
     for ranks in worlds([1, 2, 3, 8]) {
         threads_with(ranks, unhurried, |comm| {
-            let collectives = by(comm, None);
+            let collectives = by(comm, None, 2 << 20);
             for kind in FusedKind::ALL.into_iter().skip(1) {
                 for (of, wanted) in all_wanted().into_iter().enumerate() {
                     if !runs_case(of + kind as usize, 3) {
@@ -119,7 +109,7 @@ fn fused_calls_of_owned_rows_are_right() {
 fn fused_calls_that_do_not_fit_are_refused() {
     threads_with(world(2), unhurried, |comm| {
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let collectives = by(comm, None);
+        let collectives = by(comm, None, 2 << 20);
         let call = fused(FusedKind::AllReduce, 3, 40, USUAL);
         let made = Made::new(comm, (call, USUAL), false);
         let memory = made.memory();
@@ -232,7 +222,7 @@ fn fused_calls_that_do_not_fit_are_refused() {
 fn fused_calls_that_differ_are_named() {
     threads_that_end(world(2), unhurried, |comm| {
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let collectives = by(&comm, None);
+        let collectives = by(&comm, None, 2 << 20);
         let call = fused(FusedKind::AllReduce, 3 + comm.rank() % 2, 40, USUAL);
         let made = Made::new(&comm, (call, USUAL), false);
         made.fill(&comm, 0);

@@ -2,9 +2,10 @@
 //! among all values that there are.
 
 use crate::common::{downloaded, threads_with, world, worlds};
+use crate::data::by;
 use crate::fused_rows::{AWKWARD, USUAL, Wanted, fused, quantized};
 use crate::scaled::unhurried;
-use warplink::collective::{CollectiveOptions, Fused, FusedKind, FusedMemory, Quantization, Wire};
+use warplink::collective::{Fused, FusedKind, FusedMemory, Quantization, Wire};
 use warplink::device::{AllocationKind, Priority};
 use warplink::{Collectives, Communicator, DType};
 
@@ -240,11 +241,7 @@ fn exact_rows(comm: &Communicator, collectives: &Collectives, (call, of): (&Fuse
 fn codes_and_scales_are_exact() {
     for ranks in worlds([1, 2, 3, 8]) {
         threads_with(ranks, unhurried, |comm| {
-            let options = CollectiveOptions {
-                workspace_bytes: 2 << 20,
-                ..CollectiveOptions::default()
-            };
-            let collectives = comm.collectives_with(&options).unwrap();
+            let collectives = by(comm, None, 2 << 20);
             let plain = Wanted {
                 norm: None,
                 residual: false,

@@ -1,12 +1,12 @@
 //! The memory of fused calls, and what it is to hold, against `f64`.
 
-use crate::common::{encode, values};
+use crate::common::{allocate, encode, values};
 use crate::fused_nvfp4;
 use std::ops::Range;
 use warplink::collective::{
     Epilogue, Fused, FusedKind, FusedMemory, Norm, QUANTIZED_BLOCK, Quantization, Wire,
 };
-use warplink::device::{AllocationKind, DeviceSlice};
+use warplink::device::DeviceSlice;
 use warplink::{Communicator, DType};
 
 /// Awkward values of a row.
@@ -179,11 +179,7 @@ impl Made {
             scale,
             4,
         ];
-        let allocate = |bytes: usize| {
-            comm.device()
-                .allocate(bytes, AllocationKind::Plain)
-                .unwrap()
-        };
+        let allocate = |bytes| allocate(comm, bytes);
         Self {
             call,
             wanted,

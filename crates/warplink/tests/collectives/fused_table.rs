@@ -3,7 +3,8 @@
 //! inputs each time.
 
 use crate::common::{runs_case, threads_with, worlds};
-use crate::fused::{by, play};
+use crate::data::by;
+use crate::fused::play;
 use crate::fused_rows::{Made, Wanted, fused};
 use crate::scaled::unhurried;
 use warplink::DType;
@@ -54,7 +55,7 @@ fn table(ranks: usize) -> Vec<(Fused, Wanted)> {
 fn every_fused_call_is_right_however_often_it_is_replayed() {
     for ranks in worlds([1, 2, 3, 8]) {
         threads_with(ranks, unhurried, |comm| {
-            let collectives = by(comm, None);
+            let collectives = by(comm, None, 2 << 20);
             for (number, of) in table(ranks).into_iter().enumerate() {
                 // Many ranks keep a small machine busy.
                 if ranks != 2 && number % 5 != ranks % 5 {

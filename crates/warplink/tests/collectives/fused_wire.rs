@@ -1,12 +1,11 @@
 //! Fused calls whose rows travel as fp8: within the documented error of `f64`, and bit for bit the same on all ranks.
 
-use crate::common::{encode, runs_case, threads_with, values, worlds};
+use crate::common::{allocate, downloaded, encode, runs_case, threads_with, values, worlds};
+use crate::data::by;
 use crate::fused_rows::{AWKWARD, Made, USUAL, Wanted, fused, quantized};
 use crate::scaled::unhurried;
-use warplink::collective::{
-    CollectiveOptions, Fused, FusedKind, FusedMemory, QUANTIZED_BLOCK, Quantization, Wire,
-};
-use warplink::device::{AllocationKind, DeviceSlice, Priority};
+use warplink::collective::{Fused, FusedKind, FusedMemory, QUANTIZED_BLOCK, Quantization, Wire};
+use warplink::device::Priority;
 use warplink::{Collectives, Communicator, DType};
 
 const PLAIN: Wanted = Wanted {
@@ -130,17 +129,7 @@ impl Sums {
 }
 
 fn small(comm: &Communicator) -> Collectives {
-    let options = CollectiveOptions {
-        workspace_bytes: (64 << 10) * comm.world().max(4),
-        ..CollectiveOptions::default()
-    };
-    comm.collectives_with(&options).unwrap()
-}
-
-fn downloaded(comm: &Communicator, slice: &DeviceSlice) -> Vec<u8> {
-    let mut bytes = vec![0; slice.bytes()];
-    comm.device().download(slice, &mut bytes).unwrap();
-    bytes
+    by(comm, None, (64 << 10) * comm.world().max(4))
 }
 
 /// Sums of inputs, in all kinds, twice eagerly and twice in a graph.
@@ -165,11 +154,7 @@ fn sums(comm: &Communicator, collectives: &Collectives, call: &Fused, numbers_of
     };
     let mine = rank * own..rank * own + own;
     let gathers = kind == FusedKind::AllGather;
-    let allocate = |bytes| {
-        comm.device()
-            .allocate(bytes, AllocationKind::Plain)
-            .unwrap()
-    };
+    let allocate = |bytes| allocate(comm, bytes);
     let [input, sum, output] = [bytes.input, bytes.residual, bytes.output].map(allocate);
     let sent = if gathers {
         &given[rank].0[mine.start * dtype.size()..mine.end * dtype.size()]

@@ -3,7 +3,8 @@
 
 use crate::common::{
     Ranks, Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, kill_self,
-    processes_of, resume, stop_self, threads_that_end, threads_with, world,
+    processes_of, resume, stop_self, threads_that_end, threads_with, unchanged, with_timeout,
+    world,
 };
 use crate::data::{by_the_library, exact, is_without_library};
 use crate::expected::{Case, Random};
@@ -304,27 +305,23 @@ fn ranks_that_called_different_things_go_on_in_another_communicator() {
         with(CollectiveKind::Broadcast, None, DType::I32, Some(0)),
     ];
     for other in others {
-        threads_that_end(
-            world(3),
-            |_| {},
-            |comm| {
-                let collectives = comm.collectives().unwrap();
-                let stream = comm.create_stream(Priority::Normal).unwrap();
-                let call = if comm.rank() == 1 { other } else { usual };
-                let memory = allocate(&comm, 64);
-                let slice = memory.slice(0..call.bytes()).unwrap();
-                collectives.enqueue(&call, &slice, &slice, &stream).unwrap();
-                let error = comm.synchronize(&stream).unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::Mismatch, "{other}: {error}");
-                let told = told(&other);
-                assert_says(&error, &["reduce of 6 i32, sum, root 0", &told, "(peer"]);
-                let again = call_until(&comm, &collectives, &stream, 1).unwrap_err();
-                assert_eq!(again.kind(), ErrorKind::Mismatch, "{other}: {again}");
-                let left = go_on(comm, collectives, None);
-                assert_eq!(left.world(), world(3));
-                left.close().unwrap();
-            },
-        );
+        threads_that_end(world(3), unchanged, |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let call = if comm.rank() == 1 { other } else { usual };
+            let memory = allocate(&comm, 64);
+            let slice = memory.slice(0..call.bytes()).unwrap();
+            collectives.enqueue(&call, &slice, &slice, &stream).unwrap();
+            let error = comm.synchronize(&stream).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Mismatch, "{other}: {error}");
+            let told = told(&other);
+            assert_says(&error, &["reduce of 6 i32, sum, root 0", &told, "(peer"]);
+            let again = call_until(&comm, &collectives, &stream, 1).unwrap_err();
+            assert_eq!(again.kind(), ErrorKind::Mismatch, "{other}: {again}");
+            let left = go_on(comm, collectives, None);
+            assert_eq!(left.world(), world(3));
+            left.close().unwrap();
+        });
     }
 }
 
@@ -345,47 +342,43 @@ fn call_late(path: Option<CollectivePath>) {
         return;
     }
     let all = TimedBarrier::new(ranks);
-    threads_with(
-        ranks,
-        |config| config.timeout = Duration::from_secs(5),
-        |comm| {
-            let Some(collectives) = join(comm, path) else {
-                return;
-            };
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let mut random = Random::new(3);
-            let mut case = Case::random(&mut random, ranks, 500);
-            exact(&mut case, &mut random);
-            let by_library = path == Some(CollectivePath::Engine);
+    threads_with(ranks, with_timeout(Duration::from_secs(5)), |comm| {
+        let Some(collectives) = join(comm, path) else {
+            return;
+        };
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let mut random = Random::new(3);
+        let mut case = Case::random(&mut random, ranks, 500);
+        exact(&mut case, &mut random);
+        let by_library = path == Some(CollectivePath::Engine);
+        if by_library {
+            // NCCL connects the ranks in their first call, on the host, where it waits for all of them.
+            case.run(comm, &collectives, &stream);
+        }
+        let made = if comm.rank() == 1 {
+            // The others' calls have timed out.
+            all.wait();
+            case.make(comm, &collectives, &stream).unwrap()
+        } else {
+            let made = case.make(comm, &collectives, &stream).unwrap();
+            let synchronized = comm.synchronize(&stream);
+            all.wait();
+            let error = synchronized.unwrap_err();
+            assert_names_peer(&error, ErrorKind::Timeout, 1);
+            assert_says(&error, &["the communicator can still be used"]);
             if by_library {
-                // NCCL connects the ranks in their first call, on the host, where it waits for all of them.
-                case.run(comm, &collectives, &stream);
+                let says = "synchronize: a call of the vendor's library is not done: call 2, ";
+                let call = told(&case.call);
+                let other = format!(", is missing on rank 1 (whose last is {call})");
+                let last = format!("; the last that this rank called is {call}");
+                assert_says(&error, &[says, &other, &last]);
             }
-            let made = if comm.rank() == 1 {
-                // The others' calls have timed out.
-                all.wait();
-                case.make(comm, &collectives, &stream).unwrap()
-            } else {
-                let made = case.make(comm, &collectives, &stream).unwrap();
-                let synchronized = comm.synchronize(&stream);
-                all.wait();
-                let error = synchronized.unwrap_err();
-                assert_names_peer(&error, ErrorKind::Timeout, 1);
-                assert_says(&error, &["the communicator can still be used"]);
-                if by_library {
-                    let says = "synchronize: a call of the vendor's library is not done: call 2, ";
-                    let call = told(&case.call);
-                    let other = format!(", is missing on rank 1 (whose last is {call})");
-                    let last = format!("; the last that this rank called is {call}");
-                    assert_says(&error, &[says, &other, &last]);
-                }
-                made
-            };
-            comm.synchronize(&stream).unwrap();
-            made.check(comm);
-            call_until(comm, &collectives, &stream, 3).unwrap();
-        },
-    );
+            made
+        };
+        comm.synchronize(&stream).unwrap();
+        made.check(comm);
+        call_until(comm, &collectives, &stream, 3).unwrap();
+    });
 }
 
 /// Joining has a deadline too. A rank that joins later finds the other gone, and both join again.
@@ -396,27 +389,23 @@ fn a_rank_that_does_not_join_is_named() {
         return;
     }
     let all = TimedBarrier::new(ranks);
-    threads_with(
-        ranks,
-        |config| config.timeout = Duration::from_secs(5),
-        |comm| {
-            let early = (comm.rank() == 0).then(|| comm.collectives());
-            all.wait();
-            let late = (comm.rank() == 1).then(|| comm.collectives());
-            all.wait();
-            if let Some(early) = early {
-                let error = early.unwrap_err();
-                assert_names_peer(&error, ErrorKind::Timeout, 1);
-                assert_says(&error, &["the communicator can still be used"]);
-            }
-            if let Some(late) = late {
-                let error = late.unwrap_err();
-                assert_names_peer(&error, ErrorKind::PeerFailed, 0);
-            }
-            comm.barrier().unwrap();
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            call_until(comm, &collectives, &stream, 2).unwrap();
-        },
-    );
+    threads_with(ranks, with_timeout(Duration::from_secs(5)), |comm| {
+        let early = (comm.rank() == 0).then(|| comm.collectives());
+        all.wait();
+        let late = (comm.rank() == 1).then(|| comm.collectives());
+        all.wait();
+        if let Some(early) = early {
+            let error = early.unwrap_err();
+            assert_names_peer(&error, ErrorKind::Timeout, 1);
+            assert_says(&error, &["the communicator can still be used"]);
+        }
+        if let Some(late) = late {
+            let error = late.unwrap_err();
+            assert_names_peer(&error, ErrorKind::PeerFailed, 0);
+        }
+        comm.barrier().unwrap();
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        call_until(comm, &collectives, &stream, 2).unwrap();
+    });
 }

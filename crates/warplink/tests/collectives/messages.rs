@@ -1,18 +1,18 @@
 //! Groups of sends and receives.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, allocate, assert_error, assert_names_peer, assert_says, delays,
-    kill_self, kind, lose, processes, threads, threads_that_end, threads_with, with_victim, world,
-    worlds,
+    Stopwatch, TimedBarrier, allocate, assert_error, assert_names_peer, assert_says, delayed,
+    kill_self, lose, processes, threads, threads_that_end, threads_with, unchanged, with_timeout,
+    with_victim, world, worlds,
 };
-use crate::data::is_without_library;
+use crate::data::{by, is_without_library, library};
 use crate::expected::Random;
 use crate::parts;
 use crate::planned::{Held, Planned, enqueue, held, plan};
 use std::time::{Duration, Instant};
 use warplink::collective::{CollectiveOptions, CollectivePath, Message};
 use warplink::device::{AllocationKind, Priority, ReduceOp};
-use warplink::{Communicator, Config, DType, DeviceKind, Error, ErrorKind};
+use warplink::{Communicator, DType, Error, ErrorKind};
 
 /// How soon every rank that is concerned must have its error.
 const SOON: Duration = Duration::from_secs(5);
@@ -20,25 +20,12 @@ const SOON: Duration = Duration::from_secs(5);
 /// How long it may take until memory is published.
 const PUBLISHED: Duration = Duration::from_secs(20);
 
-fn delayed(config: &mut Config) {
-    if kind() == DeviceKind::Host {
-        delays(config, Duration::from_micros(30));
-    }
-}
-
-fn small() -> CollectiveOptions {
-    CollectiveOptions {
-        workspace_bytes: 512 << 10,
-        ..CollectiveOptions::default()
-    }
-}
-
 /// Groups of random messages, several in flight, on every number of ranks. The longest go through a chunk many times.
 #[test]
 fn random_groups_are_right_for_every_number_of_ranks() {
     for ranks in worlds(1..=8) {
-        threads_with(ranks, delayed, |comm| {
-            let collectives = comm.collectives_with(&small()).unwrap();
+        threads_with(ranks, delayed(30), |comm| {
+            let collectives = by(comm, None, 512 << 10);
             let stream = comm.create_stream(Priority::Normal).unwrap();
             let mut random = Random::new(21 + ranks as u64);
             for round in 0..6 {
@@ -59,8 +46,8 @@ fn random_groups_are_right_for_every_number_of_ranks() {
 /// More messages of a rank to itself than a launch has room for beside the others, and longer ones than go along with them.
 #[test]
 fn messages_of_a_rank_to_itself_are_right_beside_others() {
-    threads_with(world(2), delayed, |comm| {
-        let collectives = comm.collectives_with(&small()).unwrap();
+    threads_with(world(2), delayed(30), |comm| {
+        let collectives = by(comm, None, 512 << 10);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let mut random = Random::new(5);
         for (others, own) in [(1, 3), (58, 2), (60, 40), (64, 2), (0, 3)] {
@@ -92,7 +79,7 @@ fn messages_of_a_rank_to_itself_are_right_beside_others() {
 #[test]
 fn processes_exchange_messages_and_parts() {
     processes(world(3), |comm| {
-        let collectives = comm.collectives_with(&small()).unwrap();
+        let collectives = by(comm, None, 512 << 10);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let mut random = Random::new(43);
         let mut group = |most| {
@@ -124,14 +111,8 @@ fn processes_exchange_messages_and_parts() {
 fn groups_by_the_vendors_library_are_the_same() {
     let ranks = world(3);
     threads(ranks, |comm| {
-        let options = CollectiveOptions {
-            path: Some(CollectivePath::Engine),
-            ..CollectiveOptions::default()
-        };
-        let collectives = match comm.collectives_with(&options) {
-            Ok(collectives) => collectives,
-            Err(error) if is_without_library(&error) => return,
-            Err(error) => panic!("{error}"),
+        let Some(collectives) = library(comm) else {
+            return;
         };
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let mut random = Random::new(5);
@@ -230,8 +211,8 @@ fn groups_in_graphs_are_replayed() {
 #[test]
 fn long_messages_are_stored_where_they_belong_once_that_is_published() {
     let ranks = world(3);
-    threads_with(ranks, delayed, |comm| {
-        let collectives = comm.collectives_with(&small()).unwrap();
+    threads_with(ranks, delayed(30), |comm| {
+        let collectives = by(comm, None, 512 << 10);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         // Seeds for which what is received is aligned as kernels want it.
         let around = |bytes| {
@@ -303,72 +284,64 @@ fn another_length_is_told_on_both_ranks_and_to_those_that_wait_for_them() {
     let last = ranks - 1;
     for (sent, received) in [(64, 65), (0, 64), (64, 0), (1 << 20, 64), (64, 1 << 20)] {
         let all = TimedBarrier::new(ranks);
-        threads_that_end(
-            ranks,
-            |_| {},
-            |comm| {
-                comm.collectives().unwrap();
-                let started = Stopwatch::start();
-                let (result, peer, says) = match comm.rank() {
-                    0 => (
-                        one(&comm, (true, last), sent),
-                        last,
-                        format!(
-                            "the peer receives {received} bytes; expected {sent}, as this rank sends"
-                        ),
+        threads_that_end(ranks, unchanged, |comm| {
+            comm.collectives().unwrap();
+            let started = Stopwatch::start();
+            let (result, peer, says) = match comm.rank() {
+                0 => (
+                    one(&comm, (true, last), sent),
+                    last,
+                    format!(
+                        "the peer receives {received} bytes; expected {sent}, as this rank sends"
                     ),
-                    rank if rank == last => (
-                        one(&comm, (false, 0), received),
-                        0,
-                        format!(
-                            "the peer sends {sent} bytes; expected {received}, as this rank receives"
-                        ),
+                ),
+                rank if rank == last => (
+                    one(&comm, (false, 0), received),
+                    0,
+                    format!(
+                        "the peer sends {sent} bytes; expected {received}, as this rank receives"
                     ),
-                    // Its own message is right, but rank 0 will not come to it.
-                    _ => (
-                        one(&comm, (false, 0), 64),
-                        usize::MAX,
-                        "cannot finish its work here: ".to_owned(),
-                    ),
-                };
-                let took = started.elapsed();
-                all.wait();
-                comm.abort("the test is over");
-                let error = result.unwrap_err();
-                if peer == usize::MAX {
-                    assert_error(&error, ErrorKind::PeerFailed, &["bytes; expected"]);
-                } else {
-                    assert_names_peer(&error, ErrorKind::Mismatch, peer);
-                }
-                assert_says(&error, &[&says]);
-                assert!(took < SOON, "{error}");
-            },
-        );
+                ),
+                // Its own message is right, but rank 0 will not come to it.
+                _ => (
+                    one(&comm, (false, 0), 64),
+                    usize::MAX,
+                    "cannot finish its work here: ".to_owned(),
+                ),
+            };
+            let took = started.elapsed();
+            all.wait();
+            comm.abort("the test is over");
+            let error = result.unwrap_err();
+            if peer == usize::MAX {
+                assert_error(&error, ErrorKind::PeerFailed, &["bytes; expected"]);
+            } else {
+                assert_names_peer(&error, ErrorKind::Mismatch, peer);
+            }
+            assert_says(&error, &[&says]);
+            assert!(took < SOON, "{error}");
+        });
     }
 }
 
 #[test]
 fn a_peer_that_never_comes_is_named() {
     let all = TimedBarrier::new(world(3));
-    threads_that_end(
-        world(3),
-        |config| config.timeout = Duration::from_secs(6),
-        |comm| {
-            comm.collectives().unwrap();
-            let expected = match comm.rank() {
-                0 => Some(((true, 1), "not posted the receive for this rank's send")),
-                2 => Some(((false, 1), "not posted the send for this rank's receive")),
-                _ => None,
-            };
-            if let Some((message, says)) = expected {
-                let error = one(&comm, message, 100).unwrap_err();
-                assert_names_peer(&error, ErrorKind::Timeout, 1);
-                assert_says(&error, &[says]);
-            }
-            all.wait();
-            comm.abort("the test is over");
-        },
-    );
+    threads_that_end(world(3), with_timeout(Duration::from_secs(6)), |comm| {
+        comm.collectives().unwrap();
+        let expected = match comm.rank() {
+            0 => Some(((true, 1), "not posted the receive for this rank's send")),
+            2 => Some(((false, 1), "not posted the send for this rank's receive")),
+            _ => None,
+        };
+        if let Some((message, says)) = expected {
+            let error = one(&comm, message, 100).unwrap_err();
+            assert_names_peer(&error, ErrorKind::Timeout, 1);
+            assert_says(&error, &[says]);
+        }
+        all.wait();
+        comm.abort("the test is over");
+    });
 }
 
 #[test]

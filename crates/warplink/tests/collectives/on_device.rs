@@ -1,15 +1,14 @@
 //! All-to-all with a size for each pair of ranks that only device memory has.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, delays, kind, processes,
-    threads, threads_that_end, threads_with, world, worlds,
+    Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, delayed, processes, threads,
+    threads_that_end, threads_with, unchanged, with_timeout, world, worlds,
 };
-use crate::data::library;
+use crate::data::{by, library};
 use crate::expected::Random;
 use std::time::Duration;
-use warplink::collective::CollectiveOptions;
 use warplink::device::{DeviceSlice, Priority, Stream};
-use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, ErrorKind};
+use warplink::{Collectives, Communicator, DType, Error, ErrorKind};
 
 /// How soon every rank that is concerned must have its error.
 const SOON: Duration = Duration::from_secs(5);
@@ -169,16 +168,10 @@ fn rounds(comm: &Communicator, collectives: &Collectives, seed: u64) {
     }
 }
 
-fn delayed(config: &mut Config) {
-    if kind() == DeviceKind::Host {
-        delays(config, Duration::from_micros(30));
-    }
-}
-
 #[test]
 fn parts_of_sizes_in_device_memory_come_to_their_ranks() {
     for ranks in worlds(1..=4) {
-        threads_with(ranks, delayed, |comm| {
+        threads_with(ranks, delayed(30), |comm| {
             rounds(comm, &comm.collectives().unwrap(), ranks as u64);
         });
     }
@@ -188,11 +181,7 @@ fn parts_of_sizes_in_device_memory_come_to_their_ranks() {
 #[test]
 fn processes_exchange_parts_of_sizes_in_device_memory() {
     processes(world(3), |comm| {
-        let options = CollectiveOptions {
-            workspace_bytes: 512 << 10,
-            ..CollectiveOptions::default()
-        };
-        rounds(comm, &comm.collectives_with(&options).unwrap(), 17);
+        rounds(comm, &by(comm, None, 512 << 10), 17);
     });
 }
 
@@ -259,38 +248,34 @@ fn a_count_above_the_limit_is_told_on_both_ranks() {
         }
         let last = ranks - 1;
         let all = TimedBarrier::new(ranks);
-        threads_that_end(
-            ranks,
-            // The rank that is not concerned waits for the others until then.
-            |config| config.timeout = Duration::from_secs(10),
-            |comm| {
-                let collectives = comm.collectives().unwrap();
-                let stream = comm.create_stream(Priority::Normal).unwrap();
-                let mut counts = vec![vec![7; ranks]; ranks];
-                counts[0][last] = count;
-                let buffers = Buffers::new(&comm, DType::F32, 100, 0);
-                buffers.fill(&counts, 1);
-                let started = Stopwatch::start();
-                buffers.enqueue(&collectives, &stream).unwrap();
-                let result = comm.synchronize(&stream);
-                let took = started.elapsed();
-                all.wait();
-                let peer = match comm.rank() {
-                    0 => Some(last),
-                    rank if rank == last => Some(0),
-                    _ => None,
-                };
-                let part = buffers.download(&buffers.output.slice(0..400).unwrap());
-                let untouched = part.iter().all(|byte| *byte == UNTOUCHED);
-                comm.abort("the test is over");
-                let Some(peer) = peer else { return };
-                let error = result.unwrap_err();
-                assert_names_peer(&error, ErrorKind::Mismatch, peer);
-                assert_says(&error, &[says, "raise the limit on all ranks"]);
-                assert!(took < SOON, "{error}");
-                assert!(comm.rank() != last || untouched, "something came");
-            },
-        );
+        // The rank that is not concerned waits for the others until then.
+        threads_that_end(ranks, with_timeout(Duration::from_secs(10)), |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let mut counts = vec![vec![7; ranks]; ranks];
+            counts[0][last] = count;
+            let buffers = Buffers::new(&comm, DType::F32, 100, 0);
+            buffers.fill(&counts, 1);
+            let started = Stopwatch::start();
+            buffers.enqueue(&collectives, &stream).unwrap();
+            let result = comm.synchronize(&stream);
+            let took = started.elapsed();
+            all.wait();
+            let peer = match comm.rank() {
+                0 => Some(last),
+                rank if rank == last => Some(0),
+                _ => None,
+            };
+            let part = buffers.download(&buffers.output.slice(0..400).unwrap());
+            let untouched = part.iter().all(|byte| *byte == UNTOUCHED);
+            comm.abort("the test is over");
+            let Some(peer) = peer else { return };
+            let error = result.unwrap_err();
+            assert_names_peer(&error, ErrorKind::Mismatch, peer);
+            assert_says(&error, &[says, "raise the limit on all ranks"]);
+            assert!(took < SOON, "{error}");
+            assert!(comm.rank() != last || untouched, "something came");
+        });
     }
 }
 
@@ -301,24 +286,20 @@ fn another_limit_is_told_on_both_ranks() {
         return;
     }
     let all = TimedBarrier::new(ranks);
-    threads_that_end(
-        ranks,
-        |_| {},
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let max = 10 + comm.rank();
-            let buffers = Buffers::new(&comm, DType::U8, max, 0);
-            buffers.fill(&vec![vec![3; ranks]; ranks], 1);
-            buffers.enqueue(&collectives, &stream).unwrap();
-            let error = comm.synchronize(&stream).unwrap_err();
-            all.wait();
-            let peer = 1 - comm.rank();
-            comm.abort("the test is over");
-            assert_names_peer(&error, ErrorKind::Mismatch, peer);
-            assert_says(&error, &[&format!("{} bytes; expected {max}", 10 + peer)]);
-        },
-    );
+    threads_that_end(ranks, unchanged, |comm| {
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let max = 10 + comm.rank();
+        let buffers = Buffers::new(&comm, DType::U8, max, 0);
+        buffers.fill(&vec![vec![3; ranks]; ranks], 1);
+        buffers.enqueue(&collectives, &stream).unwrap();
+        let error = comm.synchronize(&stream).unwrap_err();
+        all.wait();
+        let peer = 1 - comm.rank();
+        comm.abort("the test is over");
+        assert_names_peer(&error, ErrorKind::Mismatch, peer);
+        assert_says(&error, &[&format!("{} bytes; expected {max}", 10 + peer)]);
+    });
 }
 
 #[test]

@@ -2,12 +2,12 @@
 
 use crate::common::{
     TimedBarrier, allocate, assert_error, assert_names_peer, assert_says, downloaded, threads,
-    threads_that_end, world, worlds,
+    threads_that_end, with_timeout, world, worlds,
 };
-use crate::data::is_without_library;
+use crate::data::library;
 use crate::expected::Random;
 use std::time::Duration;
-use warplink::collective::{CollectiveOptions, CollectivePath, Parts};
+use warplink::collective::Parts;
 use warplink::device::{AllocationKind, DeviceSlice, Priority, Stream};
 use warplink::{Collectives, Communicator, DType, ErrorKind};
 
@@ -160,13 +160,8 @@ fn parts_of_any_sizes_come_to_their_ranks() {
 #[test]
 fn parts_by_the_vendors_library_are_the_same() {
     threads(world(3), |comm| {
-        let options = CollectiveOptions {
-            path: Some(CollectivePath::Engine),
-            ..CollectiveOptions::default()
-        };
-        match comm.collectives_with(&options) {
-            Ok(collectives) => rounds(comm, &collectives, 15),
-            Err(error) => assert!(is_without_library(&error), "{error}"),
+        if let Some(collectives) = library(comm) {
+            rounds(comm, &collectives, 15);
         }
     });
 }
@@ -181,48 +176,44 @@ fn a_rank_that_states_another_size_is_named() {
     // Who expects less than its peer sends.
     let (receiver, sender) = (ranks - 1, ranks - 2);
     let all = TimedBarrier::new(ranks);
-    threads_that_end(
-        ranks,
-        // The rank that is not concerned waits for the others until then.
-        |config| config.timeout = Duration::from_secs(10),
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let memory = allocate(&comm, ranks * 64);
-            let output = allocate(&comm, ranks * 64);
-            let counts = vec![16; ranks];
-            let mut expected = counts.clone();
-            if comm.rank() == receiver {
-                expected[sender] = 15;
-            }
-            let displacements: Vec<usize> = (0..ranks).map(|rank| 16 * rank).collect();
-            let parts = |counts| Parts {
-                counts,
-                displacements: &displacements,
-            };
-            collectives
-                .all_to_all_v(
-                    (&output, parts(&expected[..])),
-                    (&memory, parts(&counts[..])),
-                    DType::F32,
-                    &stream,
-                )
-                .unwrap();
-            let result = comm.synchronize(&stream);
-            all.wait();
-            let concerned = match comm.rank() {
-                rank if rank == receiver => Some((sender, "the peer sends 64 bytes; expected 60")),
-                rank if rank == sender => Some((receiver, "the peer receives 60")),
-                _ => None,
-            };
-            comm.abort("the test is over");
-            if let Some((peer, says)) = concerned {
-                let error = result.unwrap_err();
-                assert_names_peer(&error, ErrorKind::Mismatch, peer);
-                assert_says(&error, &[says]);
-            }
-        },
-    );
+    // The rank that is not concerned waits for the others until then.
+    threads_that_end(ranks, with_timeout(Duration::from_secs(10)), |comm| {
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let memory = allocate(&comm, ranks * 64);
+        let output = allocate(&comm, ranks * 64);
+        let counts = vec![16; ranks];
+        let mut expected = counts.clone();
+        if comm.rank() == receiver {
+            expected[sender] = 15;
+        }
+        let displacements: Vec<usize> = (0..ranks).map(|rank| 16 * rank).collect();
+        let parts = |counts| Parts {
+            counts,
+            displacements: &displacements,
+        };
+        collectives
+            .all_to_all_v(
+                (&output, parts(&expected[..])),
+                (&memory, parts(&counts[..])),
+                DType::F32,
+                &stream,
+            )
+            .unwrap();
+        let result = comm.synchronize(&stream);
+        all.wait();
+        let concerned = match comm.rank() {
+            rank if rank == receiver => Some((sender, "the peer sends 64 bytes; expected 60")),
+            rank if rank == sender => Some((receiver, "the peer receives 60")),
+            _ => None,
+        };
+        comm.abort("the test is over");
+        if let Some((peer, says)) = concerned {
+            let error = result.unwrap_err();
+            assert_names_peer(&error, ErrorKind::Mismatch, peer);
+            assert_says(&error, &[says]);
+        }
+    });
 }
 
 #[test]

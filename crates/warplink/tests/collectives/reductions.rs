@@ -1,10 +1,11 @@
 //! Every type and operator of what reduces, by each algorithm.
 
 use crate::common::{share_gpus, threads, world, worlds};
+use crate::data::by;
 use crate::direct::{SOON, direct};
 use crate::expected::{Case, Made, Random};
 use std::time::Instant;
-use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions};
+use warplink::collective::{Algorithm, Call, CollectiveKind};
 use warplink::device::{AllocationKind, Priority, ReduceOp};
 use warplink::{Collectives, Communicator, DType};
 
@@ -47,14 +48,7 @@ fn every_type_and_operator_is_reduced_on_every_number_of_ranks() {
         threads(ranks, |comm| {
             let stream = comm.create_stream(Priority::Normal).unwrap();
             let algorithms = [Algorithm::OneShot, Algorithm::Chunks, Algorithm::TwoShot];
-            let by = algorithms.map(|algorithm| {
-                let options = CollectiveOptions {
-                    workspace_bytes: 4 << 20,
-                    algorithm: Some(algorithm),
-                    ..CollectiveOptions::default()
-                };
-                comm.collectives_with(&options).unwrap()
-            });
+            let by = algorithms.map(|algorithm| by(comm, Some(algorithm), 4 << 20));
             let mut random = Random::new(3 + ranks as u64);
             let mut made = Vec::new();
             for (dtype, op, number) in types_and_operators(ranks) {

@@ -1,10 +1,11 @@
 //! The same inputs give the same bits: on all ranks, from call to call, and by every algorithm.
 
 use crate::common::{share_gpus, threads_with, world, worlds};
+use crate::data::by;
 use crate::expected::{Case, Random};
 use crate::scaled::unhurried;
 use std::time::{Duration, Instant};
-use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions};
+use warplink::collective::{Algorithm, Call, CollectiveKind};
 use warplink::device::{Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType};
 
@@ -28,15 +29,6 @@ const KINDS: [CollectiveKind; 3] = [
     CollectiveKind::ReduceScatter,
     CollectiveKind::Reduce,
 ];
-
-fn by(comm: &Communicator, algorithm: Option<Algorithm>) -> Collectives {
-    let options = CollectiveOptions {
-        workspace_bytes: 1 << 20,
-        algorithm,
-        ..CollectiveOptions::default()
-    };
-    comm.collectives_with(&options).unwrap()
-}
 
 /// A reduction on memory that kernels of the peers reach.
 fn case(random: &mut Random, (number, kind): (usize, CollectiveKind), dtype: DType) -> Case {
@@ -105,14 +97,14 @@ fn floats_are_reduced_to_the_same_bits_however_often_and_by_every_algorithm() {
     for ranks in worlds([2, 3, 8]) {
         threads_with(ranks, unhurried, |comm| {
             let stream = comm.create_stream(Priority::Normal).unwrap();
-            let direct = by(comm, Some(Algorithm::Direct));
+            let direct = by(comm, Some(Algorithm::Direct), 1 << 20);
             let others = [
                 Some(Algorithm::Chunks),
                 Some(Algorithm::OneShot),
                 Some(Algorithm::TwoShot),
                 None,
             ];
-            let others = others.map(|algorithm| by(comm, algorithm));
+            let others = others.map(|algorithm| by(comm, algorithm, 1 << 20));
             let mut random = Random::new(41 + ranks as u64);
             let mut number = 0;
             for dtype in FLOATS {
@@ -157,7 +149,10 @@ fn floats_are_reduced_to_the_same_bits_from_run_to_run() {
     for _ in 0..2 {
         threads_with(ranks, unhurried, |comm| {
             let stream = comm.create_stream(Priority::Normal).unwrap();
-            let (chosen, direct) = (by(comm, None), by(comm, Some(Algorithm::Direct)));
+            let (chosen, direct) = (
+                by(comm, None, 1 << 20),
+                by(comm, Some(Algorithm::Direct), 1 << 20),
+            );
             let mut random = Random::new(43);
             let mut own = Vec::new();
             for (number, dtype) in FLOATS.into_iter().enumerate() {

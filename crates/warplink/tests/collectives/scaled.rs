@@ -3,12 +3,12 @@
 use crate::common::{
     TimedBarrier, assert_says, kind, threads_that_end, threads_with, world, worlds,
 };
-use crate::data::is_without_library;
+use crate::data::{by, library};
 use crate::expected::{Case, Random};
 use std::time::Duration;
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath};
 use warplink::device::{AllocationKind, Priority, ReduceOp};
-use warplink::{Collectives, Communicator, Config, DType, DeviceKind, ErrorKind};
+use warplink::{Config, DType, DeviceKind, ErrorKind};
 
 const KINDS: [CollectiveKind; 3] = [
     CollectiveKind::AllReduce,
@@ -29,15 +29,6 @@ fn scaled(kind: CollectiveKind, dtype: DType, factor: f64, count: usize) -> Call
     Call::new(kind, ReduceOp::scaled_sum(factor), dtype, count, 0)
 }
 
-fn by(comm: &Communicator, algorithm: Option<Algorithm>) -> Collectives {
-    let options = CollectiveOptions {
-        workspace_bytes: 1 << 20,
-        algorithm,
-        ..CollectiveOptions::default()
-    };
-    comm.collectives_with(&options).unwrap()
-}
-
 /// Of all three collectives in every type of floats, with other factors in a row, by each algorithm that there is.
 #[test]
 fn scaled_sums_of_floats_are_right_by_every_algorithm() {
@@ -50,7 +41,7 @@ fn scaled_sums_of_floats_are_right_by_every_algorithm() {
                 Some(Algorithm::TwoShot),
                 Some(Algorithm::Chunks),
             ];
-            let all = algorithms.map(|algorithm| (algorithm, by(comm, algorithm)));
+            let all = algorithms.map(|algorithm| (algorithm, by(comm, algorithm, 1 << 20)));
             let mut random = Random::new(31 + ranks as u64);
             let mut made = Vec::new();
             for dtype in floats() {
@@ -83,7 +74,7 @@ fn scaled_sums_of_floats_are_right_by_every_algorithm() {
 fn large_scaled_sums_and_those_of_graphs_are_right() {
     let ranks = world(2);
     threads_with(ranks, unhurried, |comm| {
-        let collectives = by(comm, None);
+        let collectives = by(comm, None, 1 << 20);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         for kind in KINDS {
             for factor in [0.25, -3.5] {
@@ -125,14 +116,8 @@ fn large_scaled_sums_and_those_of_graphs_are_right() {
 fn the_vendors_library_sums_scaled_values() {
     let ranks = world(3);
     threads_with(ranks, unhurried, |comm| {
-        let options = CollectiveOptions {
-            path: Some(CollectivePath::Engine),
-            ..CollectiveOptions::default()
-        };
-        let collectives = match comm.collectives_with(&options) {
-            Ok(collectives) => collectives,
-            Err(error) if is_without_library(&error) => return,
-            Err(error) => panic!("{error}"),
+        let Some(collectives) = library(comm) else {
+            return;
         };
         let stream = comm.create_stream(Priority::Normal).unwrap();
         for kind in KINDS {

@@ -1,6 +1,6 @@
 //! Calls on several streams of one communicator.
 
-use crate::common::{delays, threads, threads_with, world};
+use crate::common::{delayed, threads, threads_with, world};
 use crate::data::is_without_library;
 use crate::launches::{download, integers, memory, sum, sums, upload};
 use std::time::Duration;
@@ -242,41 +242,37 @@ fn calls_that_are_recorded_leave_the_order_of_others_alone() {
 #[test]
 fn calls_on_branches_of_a_graph_take_turns() {
     let ranks = world(2);
-    threads_with(
-        ranks,
-        |config| delays(config, Duration::from_micros(300)),
-        |comm| {
-            let collectives = comm.collectives().unwrap();
-            let [trunk, branch] = [(); 2].map(|()| comm.create_stream(Priority::Normal).unwrap());
-            let [forked, joined] = [(); 2].map(|()| comm.device().create_event(false).unwrap());
-            trunk.begin_capture().unwrap();
-            trunk.record(&forked).unwrap();
-            branch.wait_event(&forked).unwrap();
-            let made: Vec<_> = (0..6)
-                .map(|round| {
-                    let stream = [&trunk, &branch][round % 2];
-                    let count = 300 + 100 * round;
-                    let [output, input] = [(); 2].map(|()| memory(comm, count));
-                    collectives
-                        .all_reduce(&output, &input, DType::I32, ReduceOp::Sum, stream)
-                        .unwrap();
-                    (output, input, count)
-                })
-                .collect();
-            branch.record(&joined).unwrap();
-            trunk.wait_event(&joined).unwrap();
-            let graph = trunk.end_capture().unwrap();
-            for start in 0..20 {
-                for (place, (output, input, count)) in made.iter().enumerate() {
-                    upload(comm, input, &integers(comm.rank(), start + place, *count));
-                    upload(comm, output, &vec![-1; *count]);
-                }
-                graph.launch(&trunk).unwrap();
-                comm.synchronize(&trunk).unwrap();
-                for (place, (output, _, count)) in made.iter().enumerate() {
-                    assert_eq!(download(comm, output), sum(ranks, start + place, *count));
-                }
+    threads_with(ranks, delayed(300), |comm| {
+        let collectives = comm.collectives().unwrap();
+        let [trunk, branch] = [(); 2].map(|()| comm.create_stream(Priority::Normal).unwrap());
+        let [forked, joined] = [(); 2].map(|()| comm.device().create_event(false).unwrap());
+        trunk.begin_capture().unwrap();
+        trunk.record(&forked).unwrap();
+        branch.wait_event(&forked).unwrap();
+        let made: Vec<_> = (0..6)
+            .map(|round| {
+                let stream = [&trunk, &branch][round % 2];
+                let count = 300 + 100 * round;
+                let [output, input] = [(); 2].map(|()| memory(comm, count));
+                collectives
+                    .all_reduce(&output, &input, DType::I32, ReduceOp::Sum, stream)
+                    .unwrap();
+                (output, input, count)
+            })
+            .collect();
+        branch.record(&joined).unwrap();
+        trunk.wait_event(&joined).unwrap();
+        let graph = trunk.end_capture().unwrap();
+        for start in 0..20 {
+            for (place, (output, input, count)) in made.iter().enumerate() {
+                upload(comm, input, &integers(comm.rank(), start + place, *count));
+                upload(comm, output, &vec![-1; *count]);
             }
-        },
-    );
+            graph.launch(&trunk).unwrap();
+            comm.synchronize(&trunk).unwrap();
+            for (place, (output, _, count)) in made.iter().enumerate() {
+                assert_eq!(download(comm, output), sum(ranks, start + place, *count));
+            }
+        }
+    });
 }

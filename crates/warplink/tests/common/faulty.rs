@@ -1,5 +1,7 @@
 //! The texts of faulty programs, each in a file whose comments say what is wrong with it.
 
+use warplink::program::{Diagnostic, DiagnosticKind, Program};
+
 /// The names and texts of the programs in `folder`, which lies beside the tests, by name.
 pub(crate) fn in_folder(folder: &str) -> Vec<(String, String)> {
     let folder = format!("{}/tests/{folder}", env!("CARGO_MANIFEST_DIR"));
@@ -20,4 +22,34 @@ pub(crate) fn header<'a>(text: &'a str, key: &str) -> Vec<&'a str> {
     line.unwrap_or_else(|| panic!("no line '{lead}'"))
         .split_whitespace()
         .collect()
+}
+
+/// Checks that every program in `folder`, of which there are at least `least`, is refused for its violation and in its
+/// marked line. `first` gives the first diagnostic of a program for a number of ranks.
+pub(crate) fn check_refusals(
+    folder: &str,
+    least: usize,
+    first: impl Fn(&Program, usize) -> Option<Diagnostic>,
+) {
+    let (texts, mut wrong) = (in_folder(folder), Vec::new());
+    for (name, text) in &texts {
+        let program = Program::parse(text).unwrap_or_else(|e| panic!("{name}:\n{e}"));
+        assert_eq!(Program::parse(&program.to_string()).unwrap(), program);
+        let kind: DiagnosticKind = header(text, "violation")[0].parse().unwrap();
+        let marked = text.lines().position(|line| line.ends_with("# <- here"));
+        let marked = marked.unwrap_or_else(|| panic!("{name} marks no line")) + 1;
+        for world in header(text, "world") {
+            let Some(first) = first(&program, world.parse().unwrap()) else {
+                wrong.push(format!("{name} passes for {world} ranks"));
+                continue;
+            };
+            if first.kind != kind || !first.lines().contains(&(marked as u32)) {
+                wrong.push(format!(
+                    "{name} × {world}: expected {kind} in line {marked}: {first}"
+                ));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    assert!(texts.len() >= least, "only {} programs", texts.len());
 }

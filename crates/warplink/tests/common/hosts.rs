@@ -113,6 +113,20 @@ pub fn role() -> Option<(PathBuf, usize)> {
     Some((directory.into(), role))
 }
 
+/// Runs both roles of `test` on two hosts, and `meanwhile` with the directory that they share; they must end well. Does
+/// nothing where there can be no hosts.
+pub fn run_roles(test: &str, meanwhile: impl FnOnce(&Hosts, &Path)) {
+    let Some(hosts) = Hosts::create() else {
+        return;
+    };
+    let directory = tempfile::tempdir().unwrap();
+    let roles = [0, 1].map(|host| hosts.run(host, test, directory.path()));
+    meanwhile(&hosts, directory.path());
+    for (host, role) in roles.into_iter().enumerate() {
+        assert!(ended_well(role), "host {host} failed");
+    }
+}
+
 /// Leaves a file for the other role, whole at once.
 pub fn leave(directory: &Path, name: &str, bytes: &[u8]) {
     let written = directory.join(format!("{name}.part"));

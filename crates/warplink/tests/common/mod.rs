@@ -33,7 +33,10 @@ pub use stopwatch::{Stopwatch, time_on_processor};
 pub use timed_barrier::TimedBarrier;
 pub use waiting_kernel::WaitingKernel;
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
-use warplink::device::{self, AllocationKind, Delays, Device, DeviceConfig, DeviceSlice, Priority};
+use warplink::device::{
+    self, AllocationKind, Delays, Device, DeviceConfig, DeviceSlice, MemoryOp, Priority, Stream,
+    Word,
+};
 use warplink::p2p::{self, Protocol, Transfer, TransferRequest, post_all};
 use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind, Rank};
 
@@ -481,7 +484,7 @@ fn are_processes(world: usize) -> bool {
 
 /// Runs `body` as each of `world` threads of this process, or as processes.
 pub fn threads(world: usize, body: impl Fn(&Communicator) + Send + Sync) {
-    threads_with(world, |_| {}, body);
+    threads_with(world, unchanged, body);
 }
 
 /// As [`threads`], with a change to each rank's configuration.
@@ -546,6 +549,23 @@ pub fn delays(config: &mut Config, max: Duration) {
     });
 }
 
+/// No change, for [`threads_that_end`].
+pub fn unchanged(_: &mut Config) {}
+
+/// A change for [`threads_with`]: another timeout.
+pub fn with_timeout(timeout: Duration) -> impl Fn(&mut Config) + Send + Sync {
+    move |config| config.timeout = timeout
+}
+
+/// A change for [`threads_with`]: random delays of at most so many microseconds where the device has them.
+pub fn delayed(micros: u64) -> impl Fn(&mut Config) + Send + Sync {
+    move |config| {
+        if kind() == DeviceKind::Host {
+            delays(config, Duration::from_micros(micros));
+        }
+    }
+}
+
 /// `count` pseudo-random values that depend on every argument.
 pub fn values(rank: usize, round: usize, count: usize) -> Vec<u8> {
     let mut x = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
@@ -591,4 +611,18 @@ pub fn downloaded(comm: &Communicator, slice: &DeviceSlice) -> Vec<u8> {
     let mut bytes = vec![0; slice.bytes()];
     comm.device().download(slice, &mut bytes).unwrap();
     bytes
+}
+
+/// Enqueues a wait until a word is at least `value`.
+pub fn await_word(stream: &Stream, word: &Word, value: u64) {
+    stream
+        .memory_ops(&[MemoryOp::Wait { word, value }])
+        .unwrap();
+}
+
+/// Enqueues a write of a word.
+pub fn write_word(stream: &Stream, word: &Word, value: u64) {
+    stream
+        .memory_ops(&[MemoryOp::Write { word, value }])
+        .unwrap();
 }

@@ -1,9 +1,9 @@
 //! Freeing while streams wait, and using freed memory again.
 
-use super::common::{Stopwatch, open_device};
+use super::common::{Stopwatch, await_word, open_device, write_word};
 use super::soon;
 use std::time::Duration;
-use warplink::device::{AllocationKind, DeviceSlice, MemoryOp, Priority};
+use warplink::device::{AllocationKind, DeviceSlice, Priority};
 
 /// A driver may hold a call that frees until the device is idle, and everything else with it.
 #[test]
@@ -16,11 +16,7 @@ fn what_is_freed_while_a_stream_waits_holds_nobody_up() {
     let (a, b) = (allocate(), allocate());
     for round in 1..=5 {
         let freed = [(); 4].map(|()| allocate());
-        let wait = MemoryOp::Wait {
-            word: &word,
-            value: round,
-        };
-        waiting.memory_ops(&[wait]).unwrap();
+        await_word(&waiting, &word, round);
         drop(freed);
         // Were it freed by another thread, that would be at it now.
         std::thread::sleep(Duration::from_millis(20));
@@ -29,11 +25,7 @@ fn what_is_freed_while_a_stream_waits_holds_nobody_up() {
         }
         other.synchronize(soon()).unwrap();
         assert!(!waiting.is_idle().unwrap());
-        let write = MemoryOp::Write {
-            word: &word,
-            value: round,
-        };
-        other.memory_ops(&[write]).unwrap();
+        write_word(&other, &word, round);
         waiting.synchronize(soon()).unwrap();
     }
 }
@@ -46,11 +38,7 @@ fn memory_is_freed_and_allocated_while_a_stream_waits() {
     let [waiting, other] = [(); 2].map(|()| device.create_stream(Priority::Normal).unwrap());
     let words = device.allocate_signals(64).unwrap();
     let word = words.word(0).unwrap();
-    let wait = MemoryOp::Wait {
-        word: &word,
-        value: 1,
-    };
-    waiting.memory_ops(&[wait]).unwrap();
+    await_word(&waiting, &word, 1);
     let allocate = || device.allocate(BYTES, AllocationKind::Plain).unwrap();
     drop((allocate(), allocate()));
     let before = device.available_memory().unwrap();
@@ -72,11 +60,7 @@ fn memory_is_freed_and_allocated_while_a_stream_waits() {
         assert!(now + slack >= before, "{before} bytes were free, now {now}");
     }
     assert!(!waiting.is_idle().unwrap());
-    let write = MemoryOp::Write {
-        word: &word,
-        value: 1,
-    };
-    other.memory_ops(&[write]).unwrap();
+    write_word(&other, &word, 1);
     waiting.synchronize(soon()).unwrap();
     device.trim(soon()).unwrap();
 }
@@ -91,11 +75,7 @@ fn memory_that_a_stream_still_uses_is_not_used_again() {
     let allocate = || device.allocate(BYTES, AllocationKind::Plain).unwrap();
     let (target, source) = (allocate(), allocate());
     device.upload(&source, &[7; BYTES]).unwrap();
-    let wait = MemoryOp::Wait {
-        word: &word,
-        value: 1,
-    };
-    waiting.memory_ops(&[wait]).unwrap();
+    await_word(&waiting, &word, 1);
     waiting.copy(&target, &source).unwrap();
     drop(source);
     // Were the memory used again, the copy would find this.
@@ -103,11 +83,7 @@ fn memory_that_a_stream_still_uses_is_not_used_again() {
     for slice in &others {
         device.upload(slice, &[9; BYTES]).unwrap();
     }
-    let write = MemoryOp::Write {
-        word: &word,
-        value: 1,
-    };
-    other.memory_ops(&[write]).unwrap();
+    write_word(&other, &word, 1);
     waiting.synchronize(soon()).unwrap();
     let mut seen = [0; BYTES];
     device.download(&target, &mut seen).unwrap();

@@ -1,16 +1,16 @@
 //! Binding a program on all ranks or on none: different programs, and ranks that fail before and after
 //! the exchange.
 
+use crate::common::delayed;
 use crate::common::{
-    Stopwatch, assert_error, assert_names_peer, assert_says, kind, processes, threads,
+    Stopwatch, allocate, assert_error, assert_names_peer, assert_says, kind, processes, threads,
     threads_with, values, world,
 };
-use crate::delayed;
 use crate::matmul::{Case, Memory};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::time::Duration;
 use warplink::bootstrap::Wait;
-use warplink::device::{AllocationKind, DeviceSlice, Priority};
+use warplink::device::Priority;
 use warplink::overlap::{AllGatherMatmulLowering, Options};
 use warplink::program::{Executor, Parameters, Plan, PrepareOptions, Prepared, Program};
 use warplink::{Communicator, DeviceKind, ErrorKind, Result};
@@ -43,11 +43,6 @@ fn prepare(
         ..PrepareOptions::default()
     };
     executor.prepare(&program, &parameters, options).unwrap()
-}
-
-fn allocate(comm: &Communicator, bytes: usize) -> DeviceSlice {
-    let device = comm.device();
-    device.allocate(bytes, AllocationKind::Plain).unwrap()
 }
 
 fn bind(comm: &Communicator, prepared: &Prepared, bytes: usize) -> Result<Plan> {
@@ -157,7 +152,7 @@ fn another_collective_in_the_place_of_a_bind_is_told_at_once() {
 /// all fail.
 #[test]
 fn a_rank_that_cannot_bind_tells_all() {
-    threads_with(world(4), delayed, |comm| {
+    threads_with(world(4), delayed(150), |comm| {
         let (rank, world) = (comm.rank(), comm.world());
         if world < 2 {
             return;

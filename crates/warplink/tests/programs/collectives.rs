@@ -126,7 +126,7 @@ fn launch(plan: &Plan, stream: &Stream, memory: &Memory) {
 #[test]
 fn collectives_of_programs_are_right_in_any_way_they_run() {
     for world in worlds(RANKS) {
-        threads_with(world, delayed, |comm| {
+        threads_with(world, delayed(150), |comm| {
             let executor = comm.executor();
             let streams = [(); 2].map(|()| comm.create_stream(Priority::Normal).unwrap());
             for n in COUNTS {
@@ -169,7 +169,7 @@ fn collectives_of_programs_are_right_in_any_way_they_run() {
 /// Nothing but the collectives orders the streams.
 #[test]
 fn collectives_of_plans_on_several_streams_follow_one_another() {
-    threads_with(world(2), delayed, |comm| {
+    threads_with(world(2), delayed(150), |comm| {
         let executor = comm.executor();
         let streams = [(); 2].map(|()| comm.create_stream(Priority::Normal).unwrap());
         let n = COUNTS[1];

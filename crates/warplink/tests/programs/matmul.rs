@@ -1,14 +1,17 @@
 //! Products over all ranks, with inputs that every rank draws in whole, and their reference.
 
+use super::common::{allocate, downloaded};
+use super::{gathers, scatters};
 use std::collections::BTreeMap;
-use warplink::device::{AllocationKind, DeviceSlice, Stream};
+use warplink::device::{DeviceSlice, Stream};
 use warplink::dtype::Element;
 use warplink::overlap::{
-    AllGatherMatmul, AllGatherMatmulBuffers, MatmulReduceScatter, MatmulReduceScatterBuffers,
+    AllGatherMatmul, AllGatherMatmulBuffers, Lowering, MatmulReduceScatter,
+    MatmulReduceScatterBuffers, Options, OverlapPlan,
 };
 use warplink::program::ir::Role;
-use warplink::program::{Bindings, Prepared};
-use warplink::{Communicator, DType};
+use warplink::program::{Bindings, Executor, Prepared};
+use warplink::{Communicator, DType, Result};
 use zerocopy::IntoBytes;
 
 /// A computation to test.
@@ -170,8 +173,28 @@ fn reference<T: Element>(a: &[T], b: &[T], bias: Option<&[T]>, k: usize, n: usiz
     c
 }
 
-/// This rank's buffers.
+/// An operation with lowerings.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Operation {
+    Gather,
+    Scatter,
+}
+
+impl Operation {
+    pub(crate) const ALL: [Self; 2] = [Self::Gather, Self::Scatter];
+
+    /// Its lowerings and examples.
+    pub(crate) fn lowerings(self) -> Vec<Lowering> {
+        match self {
+            Self::Gather => gathers(),
+            Self::Scatter => scatters(),
+        }
+    }
+}
+
+/// This rank's buffers for an operation.
 pub(crate) struct Memory {
+    operation: Operation,
     a: DeviceSlice,
     b: Vec<DeviceSlice>,
     bias: Vec<DeviceSlice>,
@@ -180,26 +203,21 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    fn new(
-        comm: &Communicator,
-        case: &Case,
-        a: usize,
-        b: usize,
-        operands: usize,
-        rows: usize,
-    ) -> Self {
-        let size = case.dtype.size();
-        let allocate = |elements: usize| {
-            comm.device()
-                .allocate(elements * size, AllocationKind::Plain)
-                .unwrap()
+    pub(crate) fn new(comm: &Communicator, case: &Case, operation: Operation) -> Self {
+        let (part, depth) = (case.m / case.world, case.k / case.world);
+        let (a, b, operands, rows) = match operation {
+            Operation::Gather => (part * case.k, case.k, case.operands, case.m),
+            Operation::Scatter => (case.m * depth, depth, 1, part),
         };
+        let size = case.dtype.size();
+        let allocate = |elements: usize| allocate(comm, elements * size);
         let each = |elements: &dyn Fn(usize) -> usize| -> Vec<DeviceSlice> {
             (0..operands)
                 .map(|index| allocate(elements(index)))
                 .collect()
         };
         Self {
+            operation,
             a: allocate(case.outer * a),
             b: each(&|index| b * case.columns(index)),
             bias: each(&|index| case.columns(index)),
@@ -209,13 +227,29 @@ impl Memory {
     }
 
     pub(crate) fn gather(comm: &Communicator, case: &Case) -> Self {
-        let part = case.m / case.world * case.k;
-        Self::new(comm, case, part, case.k, case.operands, case.m)
+        Self::new(comm, case, Operation::Gather)
     }
 
     pub(crate) fn scatter(comm: &Communicator, case: &Case) -> Self {
-        let depth = case.k / case.world;
-        Self::new(comm, case, case.m * depth, depth, 1, case.m / case.world)
+        Self::new(comm, case, Operation::Scatter)
+    }
+
+    /// The plan of the operation on this memory.
+    pub(crate) fn plan(
+        &self,
+        executor: &Executor,
+        case: &Case,
+        options: &Options,
+    ) -> Result<OverlapPlan> {
+        match self.operation {
+            Operation::Gather => case
+                .gather()
+                .plan(executor, options, &self.gather_buffers(case)),
+            Operation::Scatter => {
+                case.scatter()
+                    .plan(executor, options, &self.scatter_buffers(case))
+            }
+        }
     }
 
     pub(crate) fn gather_buffers(&self, case: &Case) -> AllGatherMatmulBuffers {
@@ -261,6 +295,7 @@ impl Memory {
         };
         let one = std::slice::from_ref;
         let memory = Self {
+            operation: self.operation,
             a: family("A", one(&self.a), one(&other.a)).remove(0),
             b: family("B", &self.b, &other.b),
             bias: family("bias", &self.bias, &other.bias),
@@ -271,58 +306,42 @@ impl Memory {
     }
 
     /// Uploads this rank's part of the inputs, and poisons the results.
-    pub(crate) fn fill_gather<T: Element>(
-        &self,
-        comm: &Communicator,
-        case: &Case,
-        inputs: &Inputs<T>,
-    ) {
-        let rows = case.m / case.world;
-        let mut a = Vec::new();
-        for outer in 0..case.outer {
-            let first = (outer * case.m + comm.rank() * rows) * case.k;
-            a.extend_from_slice(&inputs.a[first..first + rows * case.k]);
+    pub(crate) fn fill<T: Element>(&self, comm: &Communicator, case: &Case, inputs: &Inputs<T>) {
+        match self.operation {
+            Operation::Gather => {
+                let rows = case.m / case.world;
+                let mut a = Vec::new();
+                for outer in 0..case.outer {
+                    let first = (outer * case.m + comm.rank() * rows) * case.k;
+                    a.extend_from_slice(&inputs.a[first..first + rows * case.k]);
+                }
+                upload(comm, &self.a, &a);
+                for (operand, (slice, values)) in self.b.iter().zip(&inputs.b).enumerate() {
+                    upload(comm, slice, &case.in_memory(values, case.columns(operand)));
+                }
+            }
+            Operation::Scatter => {
+                let depth = case.k / case.world;
+                let first = comm.rank() * depth;
+                let rows = inputs.a.chunks_exact(case.k);
+                let a = rows.flat_map(|row| row[first..first + depth].to_vec());
+                upload(comm, &self.a, &a.collect::<Vec<T>>());
+                let n = case.n;
+                let b = &inputs.b[0][first * n..(first + depth) * n];
+                upload(comm, &self.b[0], &case.in_memory(b, n));
+            }
         }
-        upload(comm, &self.a, &a);
-        for (operand, (slice, values)) in self.b.iter().zip(&inputs.b).enumerate() {
-            upload(comm, slice, &case.in_memory(values, case.columns(operand)));
-        }
-        self.fill_rest(comm, inputs);
-    }
-
-    pub(crate) fn fill_scatter<T: Element>(
-        &self,
-        comm: &Communicator,
-        case: &Case,
-        inputs: &Inputs<T>,
-    ) {
-        let depth = case.k / case.world;
-        let first = comm.rank() * depth;
-        let a: Vec<T> = inputs
-            .a
-            .chunks_exact(case.k)
-            .flat_map(|row| row[first..first + depth].to_vec())
-            .collect();
-        upload(comm, &self.a, &a);
-        let n = case.n;
-        let b = &inputs.b[0][first * n..(first + depth) * n];
-        upload(comm, &self.b[0], &case.in_memory(b, n));
-        self.fill_rest(comm, inputs);
-    }
-
-    fn fill_rest<T: Element>(&self, comm: &Communicator, inputs: &Inputs<T>) {
         for (slice, values) in self.bias.iter().zip(&inputs.bias) {
             upload(comm, slice, values);
         }
         for slice in self.c.iter().chain(&self.gathered) {
             // NaN in every type.
-            comm.device()
-                .upload(slice, &vec![0xff; slice.bytes()])
-                .unwrap();
+            let poison = vec![0xff; slice.bytes()];
+            comm.device().upload(slice, &poison).unwrap();
         }
     }
 
-    pub(crate) fn check_gather<T: Element>(
+    pub(crate) fn check<T: Element>(
         &self,
         comm: &Communicator,
         case: &Case,
@@ -330,38 +349,27 @@ impl Memory {
         what: &str,
     ) {
         for (operand, slice) in self.c.iter().enumerate() {
-            let expected: Vec<f64> = (0..case.outer)
-                .flat_map(|outer| inputs.reference(case, outer, operand))
-                .collect();
-            close::<T>(comm, slice, &expected, &format!("{what}, C{operand}"));
+            let whole = (0..case.outer).map(|outer| inputs.reference(case, outer, operand));
+            let expected: Vec<f64> = match self.operation {
+                Operation::Gather => whole.flatten().collect(),
+                Operation::Scatter => {
+                    let part = case.m / case.world * case.n;
+                    let own = comm.rank() * part..(comm.rank() + 1) * part;
+                    whole
+                        .flat_map(|whole| whole[own.clone()].to_vec())
+                        .collect()
+                }
+            };
+            let what = format!("{what}, {:?}, C{operand}", self.operation);
+            close::<T>(comm, slice, &expected, &what);
         }
-        if let Some(gathered) = &self.gathered {
+        let gathered = self.gathered.as_ref();
+        if let (Operation::Gather, Some(gathered)) = (self.operation, gathered) {
             let expected: Vec<f64> = inputs.a.iter().map(|value| value.to_f64()).collect();
             let got: Vec<f64> = download::<T>(comm, gathered);
-            assert_eq!(
-                got,
-                expected,
-                "rank {}, {what}: the gathered A",
-                comm.rank()
-            );
+            let rank = comm.rank();
+            assert_eq!(got, expected, "rank {rank}, {what}: the gathered A");
         }
-    }
-
-    pub(crate) fn check_scatter<T: Element>(
-        &self,
-        comm: &Communicator,
-        case: &Case,
-        inputs: &Inputs<T>,
-        what: &str,
-    ) {
-        let part = case.m / case.world * case.n;
-        let expected: Vec<f64> = (0..case.outer)
-            .flat_map(|outer| {
-                let whole = inputs.reference(case, outer, 0);
-                whole[comm.rank() * part..(comm.rank() + 1) * part].to_vec()
-            })
-            .collect();
-        close::<T>(comm, &self.c[0], &expected, &format!("{what}, scattered"));
     }
 }
 
@@ -370,9 +378,7 @@ fn upload<T: Element>(comm: &Communicator, slice: &DeviceSlice, values: &[T]) {
 }
 
 fn download<T: Element>(comm: &Communicator, slice: &DeviceSlice) -> Vec<f64> {
-    let mut bytes = vec![0; slice.bytes()];
-    comm.device().download(slice, &mut bytes).unwrap();
-    bytes
+    downloaded(comm, slice)
         .chunks_exact(size_of::<T>())
         .map(|bytes| T::read_from_bytes(bytes).unwrap().to_f64())
         .collect()
@@ -406,11 +412,7 @@ pub(crate) fn run_example(comm: &Communicator, stream: &Stream, name: &str, prep
     let (inputs, outputs) = (outer(Role::Input), outer(Role::Output));
     let mut bindings = Bindings::new();
     for (name, tensor) in inputs.iter().chain(&outputs) {
-        let slice = comm
-            .device()
-            .allocate(tensor.bytes, AllocationKind::Plain)
-            .unwrap();
-        bindings.insert(name.clone(), slice);
+        bindings.insert(name.clone(), allocate(comm, tensor.bytes));
     }
     let plan = prepared.bind(&bindings).unwrap();
     let gather = name.starts_with("all_gather_matmul");
@@ -431,6 +433,11 @@ pub(crate) fn run_example(comm: &Communicator, stream: &Stream, name: &str, prep
             };
             let (b, c) = if gather { ("B[0]", "C[0]") } else { ("B", "C") };
             let memory = Memory {
+                operation: if gather {
+                    Operation::Gather
+                } else {
+                    Operation::Scatter
+                },
                 a: bindings["A"].clone(),
                 b: vec![bindings[b].clone()],
                 bias: Vec::new(),
@@ -438,18 +445,10 @@ pub(crate) fn run_example(comm: &Communicator, stream: &Stream, name: &str, prep
                 gathered: None,
             };
             let inputs = Inputs::<half::bf16>::draw(&case, round);
-            if gather {
-                memory.fill_gather(comm, &case, &inputs);
-            } else {
-                memory.fill_scatter(comm, &case, &inputs);
-            }
+            memory.fill(comm, &case, &inputs);
             plan.run(stream).unwrap();
             comm.synchronize(stream).unwrap();
-            if gather {
-                memory.check_gather(comm, &case, &inputs, name);
-            } else {
-                memory.check_scatter(comm, &case, &inputs, name);
-            }
+            memory.check(comm, &case, &inputs, name);
         } else {
             assert_eq!(name, "ring_pass", "an example without a check");
             let of = |rank: usize| draw::<f32>(rank as u64 + 10 * round, 32);

@@ -1,6 +1,7 @@
 //! Runs on other memory than a plan was bound to.
 
-use super::{Case, Inputs, Memory, gathers, pretending, scatters, threads, world};
+use super::matmul::Operation;
+use super::{Case, Inputs, Memory, gathers, pretending, threads, world};
 use half::bf16;
 use warplink::device::{AllocationKind, DeviceSlice, Priority};
 use warplink::overlap::{Options, OverlapPlan};
@@ -12,55 +13,33 @@ use warplink::{Communicator, ErrorKind};
 fn every_lowering(comm: &Communicator, case: &Case) {
     let executor = comm.executor();
     let stream = comm.create_stream(Priority::Normal).unwrap();
-    let own = Memory::gather(comm, case);
-    for lowering in gathers() {
-        let options = Options {
-            outer: case.repeats(),
-            ..Options::only(lowering.clone())
-        };
-        let plan = case
-            .gather()
-            .plan(&executor, &options, &own.gather_buffers(case));
-        let plan = plan.unwrap();
-        let names = plan.replaceable();
-        assert!(
-            names.contains(&"B[0]") && names.contains(&"C[1]"),
-            "{names:?}"
-        );
-        for seed in 0..4 {
-            let inputs = Inputs::<bf16>::draw(case, seed);
-            let other = Memory::gather(comm, case);
-            let replaced = if seed < 3 { &names[..] } else { &[] };
-            let (memory, bindings) = own.replaced(&other, replaced);
-            // What lies in the plan's own memory is not what is multiplied.
-            own.fill_gather(comm, case, &Inputs::<bf16>::draw(case, 90));
-            memory.fill_gather(comm, case, &inputs);
-            plan.run_on(&stream, &bindings).unwrap();
-            comm.synchronize(&stream).unwrap();
-            memory.check_gather(comm, case, &inputs, lowering.name());
-        }
-    }
-    let own = Memory::scatter(comm, case);
-    for lowering in scatters() {
-        let options = Options {
-            outer: case.repeats(),
-            ..Options::only(lowering.clone())
-        };
-        let plan = case
-            .scatter()
-            .plan(&executor, &options, &own.scatter_buffers(case));
-        let plan = plan.unwrap();
-        let names = plan.replaceable();
-        for seed in 0..4 {
-            let inputs = Inputs::<bf16>::draw(case, seed);
-            let other = Memory::scatter(comm, case);
-            let replaced = if seed < 3 { &names[..] } else { &[] };
-            let (memory, bindings) = own.replaced(&other, replaced);
-            own.fill_scatter(comm, case, &Inputs::<bf16>::draw(case, 90));
-            memory.fill_scatter(comm, case, &inputs);
-            plan.run_on(&stream, &bindings).unwrap();
-            comm.synchronize(&stream).unwrap();
-            memory.check_scatter(comm, case, &inputs, lowering.name());
+    for operation in Operation::ALL {
+        let own = Memory::new(comm, case, operation);
+        for lowering in operation.lowerings() {
+            let options = Options {
+                outer: case.repeats(),
+                ..Options::only(lowering.clone())
+            };
+            let plan = own.plan(&executor, case, &options).unwrap();
+            let names = plan.replaceable();
+            if let Operation::Gather = operation {
+                assert!(
+                    names.contains(&"B[0]") && names.contains(&"C[1]"),
+                    "{names:?}"
+                );
+            }
+            for seed in 0..4 {
+                let inputs = Inputs::<bf16>::draw(case, seed);
+                let other = Memory::new(comm, case, operation);
+                let replaced = if seed < 3 { &names[..] } else { &[] };
+                let (memory, bindings) = own.replaced(&other, replaced);
+                // What lies in the plan's own memory is not what is multiplied.
+                own.fill(comm, case, &Inputs::<bf16>::draw(case, 90));
+                memory.fill(comm, case, &inputs);
+                plan.run_on(&stream, &bindings).unwrap();
+                comm.synchronize(&stream).unwrap();
+                memory.check(comm, case, &inputs, lowering.name());
+            }
         }
     }
 }
@@ -86,40 +65,21 @@ fn launches(comm: &Communicator, case: &Case) {
         comm.synchronize(&stream).unwrap();
     };
     let sets = if comm.rank() == 0 { 1 } else { 2 };
-    let own = Memory::gather(comm, case);
-    let others = [(); 2].map(|()| Memory::gather(comm, case));
-    for lowering in gathers() {
-        let options = Options::only(lowering.clone());
-        let plan = case
-            .gather()
-            .plan(&executor, &options, &own.gather_buffers(case));
-        let plan = plan.unwrap();
-        for seed in 0..7 {
-            let inputs = Inputs::<bf16>::draw(case, seed);
-            let other = &others[seed as usize % sets];
-            let (memory, bindings) = own.replaced(other, &plan.replaceable());
-            own.fill_gather(comm, case, &Inputs::<bf16>::draw(case, 90));
-            memory.fill_gather(comm, case, &inputs);
-            launch(&plan, &bindings);
-            memory.check_gather(comm, case, &inputs, lowering.name());
-        }
-    }
-    let own = Memory::scatter(comm, case);
-    let others = [(); 2].map(|()| Memory::scatter(comm, case));
-    for lowering in scatters() {
-        let options = Options::only(lowering.clone());
-        let plan = case
-            .scatter()
-            .plan(&executor, &options, &own.scatter_buffers(case));
-        let plan = plan.unwrap();
-        for seed in 0..7 {
-            let inputs = Inputs::<bf16>::draw(case, seed);
-            let other = &others[seed as usize % sets];
-            let (memory, bindings) = own.replaced(other, &plan.replaceable());
-            own.fill_scatter(comm, case, &Inputs::<bf16>::draw(case, 90));
-            memory.fill_scatter(comm, case, &inputs);
-            launch(&plan, &bindings);
-            memory.check_scatter(comm, case, &inputs, lowering.name());
+    for operation in Operation::ALL {
+        let own = Memory::new(comm, case, operation);
+        let others = [(); 2].map(|()| Memory::new(comm, case, operation));
+        for lowering in operation.lowerings() {
+            let options = Options::only(lowering.clone());
+            let plan = own.plan(&executor, case, &options).unwrap();
+            for seed in 0..7 {
+                let inputs = Inputs::<bf16>::draw(case, seed);
+                let other = &others[seed as usize % sets];
+                let (memory, bindings) = own.replaced(other, &plan.replaceable());
+                own.fill(comm, case, &Inputs::<bf16>::draw(case, 90));
+                memory.fill(comm, case, &inputs);
+                launch(&plan, &bindings);
+                memory.check(comm, case, &inputs, lowering.name());
+            }
         }
     }
 }

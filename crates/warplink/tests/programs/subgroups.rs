@@ -1,13 +1,13 @@
 //! Programs in communicators that are smaller than the job.
 
-use crate::common::{threads_with, world};
+use crate::common::{delayed, threads_with, world};
 use crate::matmul::{Case, Inputs, Memory};
 use warplink::device::Priority;
 use warplink::overlap::{Options, all_gather_matmul, matmul_reduce_scatter};
 
 #[test]
 fn programs_run_in_overlapping_groups_at_once() {
-    threads_with(world(4), crate::delayed, |comm| {
+    threads_with(world(4), delayed(150), |comm| {
         if comm.world() < 4 {
             return;
         }
@@ -25,8 +25,8 @@ fn programs_run_in_overlapping_groups_at_once() {
                 let case = Case::of::<f32>(group, true);
                 let inputs = Inputs::<f32>::draw(&case, group.world() as u64);
                 let memory = (Memory::gather(group, &case), Memory::scatter(group, &case));
-                memory.0.fill_gather(group, &case, &inputs);
-                memory.1.fill_scatter(group, &case, &inputs);
+                memory.0.fill(group, &case, &inputs);
+                memory.1.fill(group, &case, &inputs);
                 let buffers = memory.0.gather_buffers(&case);
                 all_gather_matmul(&executor, &stream, &case.gather(), &options, &buffers).unwrap();
                 let buffers = memory.1.scatter_buffers(&case);
@@ -37,15 +37,15 @@ fn programs_run_in_overlapping_groups_at_once() {
             .collect();
         for (group, stream, case, inputs, (gather, scatter)) in &running {
             group.synchronize(stream).unwrap();
-            gather.check_gather(group, case, inputs, "in a group");
-            scatter.check_scatter(group, case, inputs, "in a group");
+            gather.check(group, case, inputs, "in a group");
+            scatter.check(group, case, inputs, "in a group");
         }
     });
 }
 
 #[test]
 fn each_group_has_a_collective_engine_of_its_own() {
-    threads_with(world(4), crate::delayed, |comm| {
+    threads_with(world(4), delayed(150), |comm| {
         if comm.world() < 4 {
             return;
         }

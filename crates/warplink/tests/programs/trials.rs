@@ -16,7 +16,7 @@ fn plans_are_decided_by_trials() {
         let case = Case::of::<f32>(comm, true).operands(2).keeping();
         let inputs = Inputs::<f32>::draw(&case, 7);
         let memory = Memory::gather(comm, &case);
-        memory.fill_gather(comm, &case, &inputs);
+        memory.fill(comm, &case, &inputs);
         let buffers = memory.gather_buffers(&case);
         let written = || -> Vec<Vec<u8>> {
             let all = buffers.c.iter().chain(&buffers.gathered);
@@ -64,7 +64,7 @@ fn plans_are_decided_by_trials() {
 
         plan.run(&stream).unwrap();
         comm.synchronize(&stream).unwrap();
-        memory.check_gather(comm, &case, &inputs, choice.name());
+        memory.check(comm, &case, &inputs, choice.name());
         comm.barrier().unwrap();
     });
 }

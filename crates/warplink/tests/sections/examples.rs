@@ -1,11 +1,11 @@
 //! The example programs with kernels, and two of the library's own.
 
-use crate::common::{delays, kind, threads_with, time_on_processor, worlds};
+use crate::common::{delayed, threads_with, time_on_processor, worlds};
 use crate::play::{Launches, play};
 use std::time::Duration;
+use warplink::DType;
 use warplink::device::ReduceOp;
 use warplink::program::{Parameters, Program, Value, verify};
-use warplink::{Config, DType, DeviceKind};
 
 /// The examples, with the number of ranks that each is for, if it is for one only.
 const EXAMPLES: [(&str, Option<usize>); 12] = [
@@ -114,12 +114,6 @@ fn lanes(program: &Program) -> Value {
     most.max().unwrap().clone()
 }
 
-fn delayed(config: &mut Config) {
-    if kind() == DeviceKind::Host {
-        delays(config, Duration::from_micros(60));
-    }
-}
-
 #[test]
 fn examples_are_verified_for_every_world_and_length() {
     for (program, only) in all() {
@@ -150,7 +144,7 @@ fn examples_are_verified_for_every_world_and_length() {
 #[test]
 fn examples_give_what_they_mean() {
     for ranks in worlds([2, 3, 4]) {
-        threads_with(ranks, delayed, |comm| {
+        threads_with(ranks, delayed(60), |comm| {
             for (program, only) in all() {
                 if only.is_some_and(|only| only != comm.world()) {
                     continue;

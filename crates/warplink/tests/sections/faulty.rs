@@ -1,6 +1,6 @@
 //! Faulty kernels: each is refused for what is wrong with it, and seen to fail where it runs unverified.
 
-use crate::faulty_texts::{header, in_folder};
+use crate::faulty_texts::{check_refusals, header, in_folder};
 use crate::play::{Launches, play};
 use std::net::{IpAddr, Ipv4Addr};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,33 +25,13 @@ fn parameters() -> Parameters {
 
 #[test]
 fn each_is_refused_for_its_violation() {
-    let (mut count, mut wrong) = (0, Vec::new());
-    for (name, text) in in_folder("faulty-sections") {
-        let program = Program::parse(&text).unwrap_or_else(|e| panic!("{name}:\n{e}"));
-        assert_eq!(Program::parse(&program.to_string()).unwrap(), program);
-        let kind: DiagnosticKind = header(&text, "violation")[0].parse().unwrap();
-        let marked = text.lines().position(|line| line.ends_with("# <- here"));
-        let marked = marked.unwrap_or_else(|| panic!("{name} marks no line")) + 1;
-        for world in header(&text, "world") {
-            let world: usize = world.parse().unwrap();
-            let Err(diagnostics) = verify(&program, world, 2, &parameters()) else {
-                wrong.push(format!("{name} passes for {world} ranks"));
-                continue;
-            };
-            for diagnostic in &diagnostics {
-                println!("{name} × {world}: {diagnostic}");
-            }
-            let first = &diagnostics[0];
-            if first.kind != kind || !first.lines().contains(&(marked as u32)) {
-                wrong.push(format!(
-                    "{name} × {world}: expected {kind} in line {marked}: {first}"
-                ));
-            }
+    check_refusals("faulty-sections", 25, |program, world| {
+        let diagnostics = verify(program, world, 2, &parameters()).err()?;
+        for diagnostic in &diagnostics {
+            println!("{} × {world}: {diagnostic}", program.name);
         }
-        count += 1;
-    }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
-    assert!(count >= 25, "only {count} programs");
+        diagnostics.into_iter().next()
+    });
 }
 
 /// The announced tensors that a text says are out of reach, where it does.

@@ -1,12 +1,11 @@
 //! Kernels whose lanes read counts and rows from memory: what they give, and what ends a launch.
 
-use crate::common::{decode, delays, encode, kind, threads, threads_with, worlds};
+use crate::common::{decode, delayed, encode, kind, threads, threads_with, worlds};
 use crate::play::{Launches, play_with};
-use std::time::Duration;
 use warplink::device::{AllocationKind, Priority};
 use warplink::program::ir::Role;
 use warplink::program::{Bindings, Parameters, PrepareOptions, Program, TensorInstance};
-use warplink::{Communicator, Config, DType, DeviceKind};
+use warplink::{Communicator, DType, DeviceKind};
 
 const ALL_TO_ALL_V: &str = include_str!("../../../../examples/programs/all_to_all_v.wlp");
 const DISPATCH: &str = include_str!("../../../../examples/programs/dispatch.wlp");
@@ -68,12 +67,6 @@ fn inputs(
     }
 }
 
-fn delayed(config: &mut Config) {
-    if kind() == DeviceKind::Host {
-        delays(config, Duration::from_micros(40));
-    }
-}
-
 /// Whether an element was left as it was.
 fn is_untouched(bytes: &[u8]) -> bool {
     bytes.iter().all(|byte| *byte == 0xff)
@@ -82,7 +75,7 @@ fn is_untouched(bytes: &[u8]) -> bool {
 #[test]
 fn rows_go_where_counts_and_indices_in_memory_say() {
     for ranks in worlds([2, 3, 8]) {
-        threads_with(ranks, delayed, |comm| {
+        threads_with(ranks, delayed(40), |comm| {
             for (text, rows) in [(ALL_TO_ALL_V, "rows"), (DISPATCH, "tokens")] {
                 for counts in Counts::ALL {
                     let parameters = Parameters::new()

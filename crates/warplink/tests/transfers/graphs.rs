@@ -1,6 +1,8 @@
 //! Transfers in graphs: recorded once, launched any number of times.
 
-use super::common::{assert_says, delays, processes, threads, threads_with, values, world};
+use super::common::{
+    assert_says, delayed, delays, processes, threads, threads_with, values, world,
+};
 use super::{PROTOCOLS, neighbours, ring};
 use std::time::Duration;
 use warplink::Communicator;
@@ -85,11 +87,7 @@ fn a_graph_replayed_ten_thousand_times_stays_right() {
 
 #[test]
 fn a_graph_replayed_with_random_delays_stays_right() {
-    threads_with(
-        world(3),
-        |config| delays(config, Duration::from_micros(200)),
-        |comm| replay(comm, 100),
-    );
+    threads_with(world(3), delayed(200), |comm| replay(comm, 100));
 }
 
 /// Two steps of a ring in one graph, posted on one stream and waited for on two others.

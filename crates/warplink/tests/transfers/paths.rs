@@ -1,7 +1,7 @@
 //! Paths: what moves the bytes, one of which both ranks choose.
 
 use super::common::{
-    assert_says, delays, kind, pretending, processes, threads, threads_with, values, world,
+    assert_says, delayed, delays, kind, pretending, processes, threads, threads_with, values, world,
 };
 use super::graphs::{replay, steps_that_other_streams_wait_for};
 use super::{PROTOCOLS, neighbours, ring_of_rounds};
@@ -244,46 +244,42 @@ fn any_stream_may_wait_for_packets() {
 #[test]
 fn a_group_mixes_paths() {
     const BYTES: usize = 12_345;
-    threads_with(
-        world(2),
-        |config| delays(config, Duration::from_micros(200)),
-        |comm| {
-            let peer = 1 - comm.rank();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let (mut requests, mut sent, mut received) = (Vec::new(), Vec::new(), Vec::new());
-            for (tag, path) in PATHS.into_iter().enumerate() {
-                for protocol in PROTOCOLS {
-                    let (from, to) = (comm.alloc(BYTES).unwrap(), comm.alloc(BYTES).unwrap());
-                    let both = [
-                        TransferRequest::send(&from, peer, tag as u64),
-                        TransferRequest::receive(&to, peer, tag as u64),
-                    ];
-                    let chosen =
-                        |request: TransferRequest| request.with_path(path).with_protocol(protocol);
-                    requests.extend(both.map(chosen));
-                    sent.push(from);
-                    received.push(to);
-                }
+    threads_with(world(2), delayed(200), |comm| {
+        let peer = 1 - comm.rank();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let (mut requests, mut sent, mut received) = (Vec::new(), Vec::new(), Vec::new());
+        for (tag, path) in PATHS.into_iter().enumerate() {
+            for protocol in PROTOCOLS {
+                let (from, to) = (comm.alloc(BYTES).unwrap(), comm.alloc(BYTES).unwrap());
+                let both = [
+                    TransferRequest::send(&from, peer, tag as u64),
+                    TransferRequest::receive(&to, peer, tag as u64),
+                ];
+                let chosen =
+                    |request: TransferRequest| request.with_path(path).with_protocol(protocol);
+                requests.extend(both.map(chosen));
+                sent.push(from);
+                received.push(to);
             }
-            let transfers = comm.exchange(&requests).unwrap();
-            let mut group: Vec<&Transfer> = transfers.iter().collect();
-            for round in 0..12 {
-                for (number, region) in sent.iter().enumerate() {
-                    let bytes = values(comm.rank(), 100 * round + number, BYTES);
-                    region.upload(&bytes).unwrap();
-                }
-                group.rotate_left(3 + 2 * comm.rank());
-                post_all(&group, &stream).unwrap();
-                wait_all(&group, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                for (number, region) in received.iter().enumerate() {
-                    let expected = values(peer, 100 * round + number, BYTES);
-                    assert!(region.download().unwrap() == expected, "{round}, {number}");
-                }
-                comm.barrier().unwrap();
+        }
+        let transfers = comm.exchange(&requests).unwrap();
+        let mut group: Vec<&Transfer> = transfers.iter().collect();
+        for round in 0..12 {
+            for (number, region) in sent.iter().enumerate() {
+                let bytes = values(comm.rank(), 100 * round + number, BYTES);
+                region.upload(&bytes).unwrap();
             }
-        },
-    );
+            group.rotate_left(3 + 2 * comm.rank());
+            post_all(&group, &stream).unwrap();
+            wait_all(&group, &stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            for (number, region) in received.iter().enumerate() {
+                let expected = values(peer, 100 * round + number, BYTES);
+                assert!(region.download().unwrap() == expected, "{round}, {number}");
+            }
+            comm.barrier().unwrap();
+        }
+    });
 }
 
 /// The same memory is sent and received into: in one group the send reads it first.

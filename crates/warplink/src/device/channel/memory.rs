@@ -2,6 +2,7 @@
 
 use super::fifo::Fifo;
 use super::trigger::{At, MAX_REGIONS};
+use crate::debug::debug_text;
 use crate::device::{Device, DeviceKind, DeviceSlice, Fault, Word};
 use crate::error::{Error, Result};
 use crate::sync::lock;
@@ -288,8 +289,4 @@ impl fmt::Debug for ChannelMemory {
     }
 }
 
-impl fmt::Debug for Windows {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("Windows").field(&self.sides).finish()
-    }
-}
+debug_text!(Windows, |it| "Windows({:?})", it.sides);

@@ -4,11 +4,11 @@ use super::channel::BlockChannel;
 use super::lanes::{self, Share};
 use super::operation::{Context, HostOperation};
 use super::{check_kind, memory, stream};
+use crate::debug::debug_text;
 use crate::device::module::{HostKernel, KernelBackend, ModuleBackend, unknown_kernel};
 use crate::device::{Argument, DeviceKind, DeviceSlice, Launch, ModuleSource, Stream};
 use crate::error::{Error, Result};
 use std::collections::BTreeMap;
-use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -231,11 +231,12 @@ impl ModuleBackend for HostModule {
     }
 }
 
-impl fmt::Debug for HostModule {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "HostModule({}: {:?})", self.name, self.kernels.keys())
-    }
-}
+debug_text!(
+    HostModule,
+    |it| "HostModule({}: {:?})",
+    it.name,
+    it.kernels.keys()
+);
 
 struct HostKernelBackend {
     name: String,
@@ -294,11 +295,7 @@ impl KernelBackend for HostKernelBackend {
     }
 }
 
-impl fmt::Debug for HostKernelBackend {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Kernel({})", self.name)
-    }
-}
+debug_text!(HostKernelBackend, |it| "Kernel({})", it.name);
 
 /// Runs a closure from `work` for each thread, concurrently, and returns the error of the first one that
 /// failed.

@@ -27,7 +27,7 @@ pub use access::DeviceAccess;
 use super::interface::Device;
 use super::slice::DeviceSlice;
 use crate::deadline::Deadline;
-use crate::debug::debug_fields;
+use crate::debug::{debug_fields, debug_text};
 use crate::error::{Error, Rank, Result};
 use std::any::Any;
 use std::fmt;
@@ -237,11 +237,12 @@ impl RemoteMemory {
 
 debug_fields!(NetworkRegion);
 
-impl fmt::Debug for RemoteMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RemoteMemory({}, {} bytes)", self.number, self.bytes)
-    }
-}
+debug_text!(
+    RemoteMemory,
+    |it| "RemoteMemory({}, {} bytes)",
+    it.number,
+    it.bytes
+);
 
 /// Opens the network of this process: UCX, over any network device that it finds.
 ///

@@ -1,13 +1,13 @@
 //! Memory that a peer may write to over a network.
 
 use super::{GONE, Networks};
+use crate::debug::debug_text;
 use crate::device::network::{Network, NetworkRegion};
 use crate::device::{Device, DeviceSlice, Word};
 use crate::error::Result;
 use crate::memory::Region;
 use crate::transport::staging::{Incoming, RingShape};
 use std::any::Any;
-use std::fmt;
 use std::sync::{Arc, Weak};
 
 /// Words of a slot and regions that a peer may write to. Dropping it keeps them alive until the peer has
@@ -151,8 +151,4 @@ pub(super) fn reached(network: &dyn Network, memory: &DeviceSlice) -> Option<Net
         .ok()
 }
 
-impl fmt::Debug for Exposed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Exposed({})", self.memory.is_some())
-    }
-}
+debug_text!(Exposed, |it| "Exposed({})", it.memory.is_some());

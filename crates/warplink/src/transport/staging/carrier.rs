@@ -4,12 +4,12 @@ use super::end::{EndParts, StagedEnd};
 use super::service::Service;
 use super::state::StagingOperation;
 use crate::deadline::Deadline;
+use crate::debug::debug_text;
 use crate::device::channel::trigger::Movement;
 use crate::device::channel::{Side, Windows};
 use crate::device::{At, Device, DeviceSlice, Fault, Word};
 use crate::error::{Error, Rank, Result};
 use crate::transport::{Carrier, NetworkLink};
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -128,8 +128,4 @@ impl Carrier for StagedCarrier {
     }
 }
 
-impl fmt::Debug for StagedCarrier {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("StagedCarrier").field(&self.end).finish()
-    }
-}
+debug_text!(StagedCarrier, |it| "StagedCarrier({:?})", it.end);

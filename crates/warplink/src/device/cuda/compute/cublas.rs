@@ -2,6 +2,7 @@
 //! each result may be in another peer's memory.
 
 use super::tuning::Scratch;
+use crate::debug::debug_text;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::PlainMemory;
 use crate::device::cuda::stream::CudaStream;
@@ -331,8 +332,9 @@ impl BatchedGemm {
     }
 }
 
-impl fmt::Debug for BatchedGemm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "BatchedGemm({} of {:?})", self.lists.count, self.spec)
-    }
-}
+debug_text!(
+    BatchedGemm,
+    |it| "BatchedGemm({} of {:?})",
+    it.lists.count,
+    it.spec
+);

@@ -1,5 +1,6 @@
 //! cuBLASLt: its functions, and RAII wrappers of its descriptors.
 
+use crate::debug::debug_text;
 use crate::device::MatmulSpec;
 use crate::device::library::function_table;
 use crate::device::library::{self, CUBLAS_LT};
@@ -11,7 +12,6 @@ use cudarc::cublaslt::sys::{
     cudaDataType_t,
 };
 use std::ffi::{c_char, c_int, c_void};
-use std::fmt;
 use std::sync::OnceLock;
 
 /// `CUBLAS_STATUS_NOT_SUPPORTED`.
@@ -130,11 +130,7 @@ impl Drop for CublasLtHandle {
     }
 }
 
-impl fmt::Debug for CublasLtHandle {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "cuBLASLt {}", self.version())
-    }
-}
+debug_text!(CublasLtHandle, |it| "cuBLASLt {}", it.version());
 
 /// Declares a wrapper of a library object that is created, given attributes and destroyed.
 macro_rules! object {

@@ -3,6 +3,7 @@
 use super::cublas_lt::{
     BlasLt, CublasLtHandle, Description, Layout, NOT_SUPPORTED, Preference, Proposal,
 };
+use crate::debug::debug_text;
 use crate::device::MatmulSpec;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -13,7 +14,6 @@ use cudarc::cublaslt::sys::{
     cublasLtMatmulPreferenceAttributes_t as PreferenceAttribute, cudaDataType_t,
 };
 use std::ffi::{c_int, c_void};
-use std::fmt;
 use std::sync::Mutex;
 
 /// Maximum number of algorithms to request.
@@ -217,15 +217,13 @@ impl Gemm {
     }
 }
 
-impl fmt::Debug for Gemm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "Gemm({:?}, {} waves, {} bytes of scratch)",
-            self.spec, self.chosen.waves, self.chosen.workspace
-        )
-    }
-}
+debug_text!(
+    Gemm,
+    |it| "Gemm({:?}, {} waves, {} bytes of scratch)",
+    it.spec,
+    it.chosen.waves,
+    it.chosen.workspace
+);
 
 fn data_type(dtype: DType) -> Result<cudaDataType_t> {
     match dtype {

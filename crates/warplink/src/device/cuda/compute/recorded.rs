@@ -1,12 +1,12 @@
 //! Work with fixed operands, recorded into a graph of its own: launching that takes less host time than
 //! enqueuing a kernel, and much less than a library call.
 
+use crate::debug::debug_text;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::stream::CudaStream;
 use crate::device::{Graph, PreparedLaunch, Stream};
 use crate::error::Result;
 use crate::sync::lock;
-use std::fmt;
 use std::sync::{Arc, Mutex};
 
 /// Records work on a private stream.
@@ -64,8 +64,4 @@ impl<W: Fn(&Stream) -> Result<()> + Send + Sync> PreparedLaunch for RecordedGemm
     }
 }
 
-impl<W> fmt::Debug for RecordedGemm<W> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Recorded({:?})", self.graph)
-    }
-}
+debug_text!(RecordedGemm<W>, |it| "Recorded({:?})", it.graph);

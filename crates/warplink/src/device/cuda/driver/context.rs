@@ -1,13 +1,13 @@
 //! A GPU's primary context, and making it current on a thread.
 
 use super::{Driver, status};
+use crate::debug::debug_text;
 use crate::error::Result;
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUflushGPUDirectRDMAWritesScope, CUflushGPUDirectRDMAWritesTarget,
     CUstreamCaptureMode,
 };
 use std::ffi::c_int;
-use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
@@ -124,11 +124,7 @@ impl Drop for Context {
     }
 }
 
-impl fmt::Debug for Context {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Context(cuda:{})", self.ordinal)
-    }
-}
+debug_text!(Context, |it| "Context(cuda:{})", it.ordinal);
 
 /// Guard: restores the previous context when dropped.
 pub(crate) struct Entered<'a> {

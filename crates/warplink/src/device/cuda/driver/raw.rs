@@ -2,10 +2,10 @@
 
 use super::context::Context;
 use super::status;
+use crate::debug::debug_text;
 use crate::error::Result;
 use cudarc::driver::sys::{CUdeviceptr, CUevent, CUevent_flags, CUstream};
 use std::ffi::{c_uint, c_void};
-use std::fmt;
 use std::sync::Arc;
 
 /// `CU_STREAM_NON_BLOCKING`: not ordered with the default stream, which other libraries use.
@@ -73,11 +73,7 @@ impl Drop for RawStream {
     }
 }
 
-impl fmt::Debug for RawStream {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RawStream({:p})", self.raw)
-    }
-}
+debug_text!(RawStream, |it| "RawStream({:p})", it.raw);
 
 /// An event of the driver's.
 pub(crate) struct RawEvent {
@@ -159,11 +155,7 @@ impl Drop for RawEvent {
     }
 }
 
-impl fmt::Debug for RawEvent {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "RawEvent({:p})", self.raw)
-    }
-}
+debug_text!(RawEvent, |it| "RawEvent({:p})", it.raw);
 
 /// Page-locked host memory, which the GPU's copy engines can access directly.
 #[derive(Debug)]

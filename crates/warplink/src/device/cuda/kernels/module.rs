@@ -1,6 +1,7 @@
 //! Modules of machine code, and kernel launches.
 
 use super::nvrtc::{self, KernelSource};
+use crate::debug::debug_text;
 use crate::device::Launch;
 use crate::device::cuda::capabilities::Capabilities;
 use crate::device::cuda::driver::context::Context;
@@ -13,7 +14,6 @@ use cudarc::driver::sys::{
     CUlaunchAttributeValue, CUlaunchConfig, CUmodule, CUstream,
 };
 use std::ffi::{CStr, c_int, c_void};
-use std::fmt;
 use std::sync::{Arc, Mutex};
 
 /// Loaded machine code. It is unloaded when no stream has work: the driver may wait for running kernels,
@@ -135,11 +135,7 @@ impl Drop for Module {
     }
 }
 
-impl fmt::Debug for Module {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Module({:p})", self.raw.0)
-    }
-}
+debug_text!(Module, |it| "Module({:p})", it.raw.0);
 
 /// A launch may start early only if the GPU has space for this many of its kind; see
 /// [`Kernel::early`](crate::device::Kernel).

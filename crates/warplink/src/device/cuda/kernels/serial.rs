@@ -5,6 +5,7 @@
 //! whose launches are ordered anyway.
 
 use super::user::UserKernel;
+use crate::debug::debug_text;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::raw::RawStream;
 use crate::device::cuda::driver::{Driver, status};
@@ -16,7 +17,6 @@ use cudarc::driver::sys::{
     CUDA_KERNEL_NODE_PARAMS_v2, CUfunction, CUgraph, CUgraphExec, CUgraphNode, CUstream,
 };
 use std::ffi::c_void;
-use std::fmt;
 use std::sync::{Arc, Mutex};
 
 /// A kernel whose launches are serialized.
@@ -222,8 +222,4 @@ impl Drop for KernelGraph {
     }
 }
 
-impl fmt::Debug for SerialKernel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "SerialKernel({:?})", self.kernel)
-    }
-}
+debug_text!(SerialKernel, |it| "SerialKernel({:?})", it.kernel);

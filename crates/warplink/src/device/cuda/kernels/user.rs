@@ -3,6 +3,7 @@
 use super::module::{EARLY_LAUNCHES, Function, Module};
 use super::nvrtc;
 use super::serial::SerialKernel;
+use crate::debug::debug_text;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::stream::CudaStream;
@@ -15,7 +16,6 @@ use crate::sync::lock;
 use cudarc::driver::sys::{CUfunction, CUstream};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
-use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -117,11 +117,7 @@ impl ModuleBackend for UserModule {
     }
 }
 
-impl fmt::Debug for UserModule {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "UserModule({} on {:?})", self.name, self.gpu)
-    }
-}
+debug_text!(UserModule, |it| "UserModule({} on {:?})", it.name, it.gpu);
 
 /// Cache of modules of generated text. Modules are kept, since unloading one may wait for the GPU.
 #[derive(Default)]
@@ -361,8 +357,4 @@ impl KernelBackend for UserKernel {
     }
 }
 
-impl fmt::Debug for UserKernel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Kernel({} on {:?})", self.name, self.gpu)
-    }
-}
+debug_text!(UserKernel, |it| "Kernel({} on {:?})", it.name, it.gpu);

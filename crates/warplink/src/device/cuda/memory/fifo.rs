@@ -5,12 +5,12 @@
 //! kernels check after each claim, are in GPU memory, where kernels reach them fast.
 
 use super::PlainMemory;
+use crate::debug::debug_text;
 use crate::device::DeviceSlice;
 use crate::device::channel::fifo::{Fifo, FifoAddresses, FifoMemory};
 use crate::device::cuda::driver::raw::Pinned;
 use crate::device::cuda::gpu::Gpu;
 use crate::error::Result;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -123,8 +123,9 @@ impl Drop for CudaFifoMemory {
     }
 }
 
-impl fmt::Debug for CudaFifoMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "FIFO of {} slots of {:?}", self.slots, self.gpu)
-    }
-}
+debug_text!(
+    CudaFifoMemory,
+    |it| "FIFO of {} slots of {:?}",
+    it.slots,
+    it.gpu
+);

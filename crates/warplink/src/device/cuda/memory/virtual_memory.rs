@@ -1,6 +1,7 @@
 //! Virtual memory: physical memory, shareable by descriptor, mapped into a reserved address range.
 
 use super::FREEING;
+use crate::debug::debug_text;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::{Piece, Segment};
@@ -8,7 +9,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use cudarc::driver::sys::*;
 use std::ffi::{c_int, c_void};
-use std::fmt;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
@@ -246,11 +246,12 @@ impl Segment for CudaSegment {
     }
 }
 
-impl fmt::Debug for VirtualMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} bytes at {:#x}", self.bytes, self.address)
-    }
-}
+debug_text!(
+    VirtualMemory,
+    |it| "{} bytes at {:#x}",
+    it.bytes,
+    it.address
+);
 
 /// Gives `gpu` read and write access to the mapped range.
 pub(crate) fn allow(gpu: &Gpu, address: u64, bytes: usize) -> Result<()> {

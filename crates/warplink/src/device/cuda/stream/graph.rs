@@ -1,13 +1,13 @@
 //! Graphs: work recorded once and launched many times.
 
 use super::CudaStream;
+use crate::debug::debug_text;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::{FaultSet, GraphBackend, Stream};
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use cudarc::driver::sys::{CUgraph, CUgraphExec, CUstream};
-use std::fmt;
 use std::sync::{Arc, Mutex};
 
 /// An executable graph.
@@ -119,12 +119,9 @@ impl Drop for CudaGraph {
     }
 }
 
-impl fmt::Debug for CudaGraph {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "CudaGraph({:?}, {} operations)",
-            self.gpu, self.operations
-        )
-    }
-}
+debug_text!(
+    CudaGraph,
+    |it| "CudaGraph({:?}, {} operations)",
+    it.gpu,
+    it.operations
+);

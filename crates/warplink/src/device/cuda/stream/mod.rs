@@ -14,6 +14,7 @@ use self::event::CudaEvent;
 use self::graph::CudaGraph;
 use self::live::{Enqueuing, Keep, LiveStream};
 use crate::deadline::Deadline;
+use crate::debug::debug_text;
 use crate::device::cuda::driver::context::Entered;
 use crate::device::cuda::driver::poll::poll;
 use crate::device::cuda::driver::raw::{RawEvent, RawStream};
@@ -29,7 +30,6 @@ use crate::error::{Error, Result};
 use cudarc::driver::sys::*;
 use std::any::Any;
 use std::ffi::c_int;
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -506,11 +506,7 @@ impl Drop for CudaStream {
     }
 }
 
-impl fmt::Debug for CudaStream {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CudaStream({:?}, {:p})", self.gpu, self.raw)
-    }
-}
+debug_text!(CudaStream, |it| "CudaStream({:?}, {:p})", it.gpu, it.raw);
 
 #[cfg(test)]
 mod tests {

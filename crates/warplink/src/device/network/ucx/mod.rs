@@ -13,6 +13,7 @@ use super::{
     RemoteMemory,
 };
 use crate::deadline::Deadline;
+use crate::debug::debug_text;
 use crate::device::{DeviceKind, DeviceSlice};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
@@ -445,11 +446,7 @@ impl fmt::Debug for UcxNetwork {
     }
 }
 
-impl fmt::Debug for UcxConnection {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "UcxConnection(peer {})", self.peer)
-    }
-}
+debug_text!(UcxConnection, |it| "UcxConnection(peer {})", it.peer);
 
 /// Fails for memory that the host cannot access, unless it is GPU memory and UCX `reaches_device`.
 fn check_kind(memory: &DeviceSlice, reaches_device: bool) -> Result<()> {
