@@ -40,6 +40,7 @@ impl Emitter<'_> {
             rank: i64::try_from(self.instance.rank).ok(),
             packing: scratch.map_or(Packing::Plain, |scratch| scratch.packing),
             part,
+            replaced: None,
         };
         let value = self.read(&word, &format!("{}.length - 1", rows.text))?;
         let row = format!("row{}", self.rows);
