@@ -9,6 +9,7 @@ mod names;
 mod passes;
 mod rows;
 mod value;
+mod values;
 
 use super::hazard::{self, Barriers};
 use super::range::Range;
@@ -152,7 +153,7 @@ impl<'s> Emitter<'s> {
     /// The text of `steps`.
     fn body(&mut self, code: &mut Code, steps: &[Step]) -> Result<()> {
         let (integers, aliases) = (self.scope.len(), self.aliases.len());
-        let done = steps.iter().try_for_each(|step| self.step(code, step));
+        let done = self.steps(code, steps);
         self.scope.truncate(integers);
         self.aliases.truncate(aliases);
         done
