@@ -296,6 +296,18 @@ template <bool WHOLE = false> struct Row {
         return detail::load_row_unit<Element>(at + detail::RowUnit<Element>::bytes * (u64)unit, count, ALIGNED || at % 16 == 0);
     }
 
+    // The same for an operand that is absent if its address is 0: all of its elements are `number` then.
+    template <typename Element, bool ALIGNED = false>
+    __device__ __forceinline__ detail::RowUnit<Element> load_or(float number, u64 at, u32 unit, u32 count) const {
+        if (at != 0) return load<Element, ALIGNED>(at, unit, count);
+        float values[row_unit];
+#pragma unroll
+        for (u32 e = 0; e < row_unit; e++) values[e] = number;
+        detail::RowUnit<Element> all;
+        all.set(values);
+        return all;
+    }
+
     // The value of the block that contains a unit, from a row with one value per block.
     template <typename Element, u32 UNITS> __device__ __forceinline__ float of_block(u64 at, u32 unit) const {
         return single<Element>(at + sizeof(typename Element::Bits) * (u64)(unit / UNITS));

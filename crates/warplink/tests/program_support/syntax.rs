@@ -10,8 +10,8 @@ use warplink::program::ir::{
 };
 use warplink::program::parameters::{Parameter, ParameterKind};
 use warplink::program::section::{
-    DeviceValue, Move, Packing, Place, Receiver, ReduceOperator, Scratch, Section, Source, Step,
-    StepKind, Verb,
+    DeviceValue, Literal, Move, Otherwise, Packing, Place, Receiver, ReduceOperator, Scratch,
+    Section, Source, Step, StepKind, Verb,
 };
 use warplink::program::{Backend, Condition, Direction, Expr, Protocol, Value};
 use warplink::{DType, device::ReduceOp};
@@ -228,7 +228,14 @@ fn place() -> impl Strategy<Value = Place> {
 
 /// A put, a get, a copy or a reduction.
 fn movement() -> impl Strategy<Value = Move> {
-    let other = || prop::option::of((condition(), place()));
+    let otherwise = || {
+        let number = (0..9_u8).prop_filter_map("a number", |it| Literal::new(f64::from(it) / 4.0));
+        prop_oneof![
+            place().prop_map(Otherwise::Place),
+            number.prop_map(Otherwise::Number)
+        ]
+    };
+    let other = || prop::option::of((condition(), otherwise()));
     let source = || (place(), other()).prop_map(|(place, otherwise)| Source { place, otherwise });
     let one = |verb: Verb, target: Place, source: Place| Move {
         verb,

@@ -7,7 +7,7 @@
 use crate::program::construct::{Branch, Each, Loop, Over, Selection};
 use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::section::{
-    DeviceValue, ExprUse, SectionInstance, Source, Step, StepKind, Visitor,
+    DeviceValue, ExprUse, Otherwise, SectionInstance, Source, Step, StepKind, Visitor,
 };
 use std::collections::HashSet;
 
@@ -172,7 +172,10 @@ impl<'s> Visitor<'s> for Outline<'s> {
 
     fn source(&mut self, source: &'s Source) {
         match &source.otherwise {
-            Some((condition, place)) if !self.holds(condition) => self.place(place),
+            Some((condition, otherwise)) if !self.holds(condition) => match otherwise {
+                Otherwise::Place(place) => self.place(place),
+                Otherwise::Number(_) => {}
+            },
             _ => self.place(&source.place),
         }
     }

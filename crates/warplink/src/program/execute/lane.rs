@@ -1,5 +1,7 @@
 //! Interpreter for a lane of a kernel section, on devices that take closures for kernels.
 
+mod steps;
+
 use super::lane_times::LaneClock;
 use super::publication::{Published, Tables};
 use super::reach::Reach;
@@ -141,8 +143,8 @@ async fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
     };
     let mut times = input.times.map(|clock| clock.start(lane, epoch));
     let mut missing: Vec<usize> = section.withheld.to_vec();
-    let mut steps = run.steps(&missing)?;
     let mut next = 0;
+    let mut steps = run.steps(&missing, next)?;
     while let Some(step) = steps.get(next) {
         if let Some(times) = &mut times {
             times.step(&step.site);
@@ -157,7 +159,7 @@ async fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
         let has_read = matches!(step.kind, LaneStepKind::Value { .. }) && next == steps.len();
         if has_read || run.missing().ne(missing.iter().copied()) {
             missing = run.missing().collect();
-            steps = run.steps(&missing)?;
+            steps = run.steps(&missing, next)?;
         }
     }
     if let Some(times) = times {
@@ -193,34 +195,6 @@ struct Buffers {
 }
 
 impl Lane<'_> {
-    /// Steps of the lane, as far as the values that it reads are known, with the tensors `missing` unreachable.
-    fn steps(&self, missing: &[usize]) -> Result<Arc<[LaneStep]>> {
-        let (section, lane, cache) = (self.section, self.lane, self.input.cache);
-        if !cache.read_values(section) {
-            return cache.steps(section, lane, self.epoch, missing);
-        }
-        let reachable = |tensor: usize| !missing.contains(&tensor);
-        let steps = section.steps_where(lane, self.epoch, &reachable, &|word| {
-            let known = self.values.get(&word.number).copied();
-            let constant = known.is_none() && section.is_constant(&word.part);
-            known.or_else(|| constant.then(|| self.constant(&word.part).ok()).flatten())
-        });
-        // The verifier has checked everything that does not depend on a value.
-        let steps = steps.map_err(|diagnostic| {
-            Error::invalid(diagnostic.message).with_help("check the values that kernels read")
-        })?;
-        Ok(steps.into())
-    }
-
-    /// An integer in memory that does not change during the launch.
-    fn constant(&self, word: &Part) -> Result<i64> {
-        let operand = self.operand(word, &(0..1))?;
-        let dtype = self.section.tensors[word.tensor].dtype;
-        let mut bytes = Vec::with_capacity(dtype.size());
-        self.block.load_into(&operand.memory, &mut bytes)?;
-        Ok(integer(dtype, &bytes))
-    }
-
     async fn perform(&mut self, step: &LaneStep) -> Result<()> {
         let (rank, world) = (self.section.rank, self.section.world);
         let (operator, dtype, rows, elements, targets, sources) = match &step.kind {
@@ -242,6 +216,9 @@ impl Lane<'_> {
                 peer,
                 source,
             } => return self.agree(values, tensors, *peer, source).await,
+            LaneStepKind::Value { number, .. } if self.values.contains_key(number) => {
+                return Ok(());
+            }
             LaneStepKind::Value { number, source, .. } => {
                 let operand = self.operand(source, &(0..1))?;
                 let dtype = self.section.tensors[source.tensor].dtype;

@@ -305,8 +305,17 @@ impl From<TensorRef> for Place {
 pub struct Source {
     /// Source without a condition, or if the condition holds.
     pub place: Place,
-    /// Condition, and source if it does not hold.
-    pub otherwise: Option<(Condition, Place)>,
+    /// Condition, and replacement if it does not hold.
+    pub otherwise: Option<(Condition, Otherwise)>,
+}
+
+/// Replacement of a source whose condition does not hold.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Otherwise {
+    /// Another source.
+    Place(Place),
+    /// A number, as the argument of a row function.
+    Number(Literal),
 }
 
 impl From<Place> for Source {

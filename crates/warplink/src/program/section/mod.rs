@@ -40,8 +40,8 @@ pub(crate) use function::{RowOrder, RowValue};
 pub(crate) use instance::OperandMemory;
 pub use instance::{SectionInstance, SectionMemory, SectionTensor};
 pub use ir::{
-    Announcement, Application, DeviceValue, FunctionArgument, Move, Packing, Place, Receiver,
-    ReduceOperator, Scratch, Section, Source, Step, StepKind, Verb,
+    Announcement, Application, DeviceValue, FunctionArgument, Move, Otherwise, Packing, Place,
+    Receiver, ReduceOperator, Scratch, Section, Source, Step, StepKind, Verb,
 };
 pub use lane::{LaneStep, LaneStepKind, Part};
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};

@@ -1,6 +1,6 @@
 //! Traversal of a section's steps: the single definition of their evaluation order and of name scopes.
 
-use super::ir::{DeviceValue, Place, Receiver, ReduceOperator, Source, Step, StepKind};
+use super::ir::{DeviceValue, Otherwise, Place, Receiver, ReduceOperator, Source, Step, StepKind};
 use crate::program::construct::{
     AxisSelection, Branch, Each, Loop, NodeKind, Over, Selection, TensorRef,
 };
@@ -151,9 +151,11 @@ pub(crate) trait Visitor<'s>: Sized {
 
     fn source(&mut self, source: &'s Source) {
         self.place(&source.place);
-        if let Some((condition, place)) = &source.otherwise {
+        if let Some((condition, otherwise)) = &source.otherwise {
             self.condition(condition);
-            self.place(place);
+            if let Otherwise::Place(place) = otherwise {
+                self.place(place);
+            }
         }
     }
 

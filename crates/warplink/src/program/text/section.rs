@@ -13,6 +13,8 @@
 //!           | "announce" integer {"," integer} ["with" NAME {"," NAME}] "in" tensor
 //!             ["to" integer [each] {"," integer [each]}]
 //!           | "agree" integer {"," integer} ["with" NAME {"," NAME}] "in" tensor
+//! source    = place ["if" condition "else" (place | NUMBER)]   a number only as an argument of a function of rows
+//! argument  = source | "reduce" "(" … ")" | NUMBER
 //! ```
 
 use super::is_name;
@@ -24,8 +26,8 @@ use crate::named::listed;
 use crate::program::construct::{Each, NodeKind};
 use crate::program::expr::Expr;
 use crate::program::section::{
-    Announcement, Application, DeviceValue, FunctionArgument, Move, Packing, Place, Receiver,
-    ReduceOperator, Scratch, Section, Source, StepKind, Verb,
+    Announcement, Application, DeviceValue, FunctionArgument, Move, Otherwise, Packing, Place,
+    Receiver, ReduceOperator, Scratch, Section, Source, StepKind, Verb,
 };
 use std::fmt::{self, Display, Formatter};
 
@@ -341,11 +343,18 @@ impl Parser<'_> {
         let otherwise = if self.take("if") {
             let condition = self.condition()?;
             self.expect("else")?;
-            Some((condition, self.place()?))
+            Some((condition, self.otherwise()?))
         } else {
             None
         };
         Ok(Source { place, otherwise })
+    }
+
+    fn otherwise(&mut self) -> Parsed<Otherwise> {
+        Ok(match self.literal()? {
+            Some(number) => Otherwise::Number(number),
+            None => Otherwise::Place(self.place()?),
+        })
     }
 
     fn receiver(&mut self) -> Parsed<Receiver> {
@@ -518,7 +527,12 @@ impl Display for Source {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         self.place.fmt(f)?;
         match &self.otherwise {
-            Some((condition, place)) => write!(f, " if {condition} else {place}"),
+            Some((condition, Otherwise::Place(place))) => {
+                write!(f, " if {condition} else {place}")
+            }
+            Some((condition, Otherwise::Number(number))) => {
+                write!(f, " if {condition} else {number}")
+            }
             None => Ok(()),
         }
     }

@@ -9,7 +9,7 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{Expectation, Role, TensorRef, Term};
 use crate::program::rank_program::{Expected, ExpectedTerm, InputPart};
 use crate::program::section::{
-    Application, FunctionArgument, Place, ReduceOperator, RowArgument, RowStep,
+    Application, FunctionArgument, Otherwise, Place, ReduceOperator, RowArgument, RowStep,
 };
 use std::sync::Arc;
 
@@ -112,9 +112,18 @@ impl<'p> Unroller<'p> {
                     let operator = operator.as_ref().map(|it| self.expected_operator(it));
                     let operator = operator.transpose()?;
                     let before = terms.len();
+                    let mut replaced = None;
                     self.each(sources, |unroller, source| {
                         let place = match &source.otherwise {
-                            Some((condition, other)) if !unroller.condition(condition)? => other,
+                            Some((condition, other)) if !unroller.condition(condition)? => {
+                                match other {
+                                    Otherwise::Place(place) => place,
+                                    Otherwise::Number(number) => {
+                                        replaced = Some(*number);
+                                        return Ok(());
+                                    }
+                                }
+                            }
                             _ => &source.place,
                         };
                         let (view, operand) = unroller.input_at(place)?;
@@ -123,7 +132,10 @@ impl<'p> Unroller<'p> {
                         Ok(())
                     })?;
                     let count = terms.len() - before;
-                    RowArgument::Sources(count, operator.unwrap_or(ReduceOp::Sum))
+                    match replaced {
+                        Some(number) if count == 0 => RowArgument::Number(number),
+                        _ => RowArgument::Sources(count, operator.unwrap_or(ReduceOp::Sum)),
+                    }
                 }
             });
         }

@@ -13,7 +13,8 @@ use super::scope::Scope;
 use crate::program::construct::{Branch, Loop, Over, Selection, TensorRef};
 use crate::program::expr::Expr;
 use crate::program::section::{
-    DeviceValue, Packing, Place, SectionInstance, SectionMemory, Source, Step, StepKind, Visitor,
+    DeviceValue, Otherwise, Packing, Place, SectionInstance, SectionMemory, Source, Step, StepKind,
+    Visitor,
 };
 use std::collections::{BTreeSet, HashMap};
 
@@ -267,7 +268,7 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
         if holds != Some(false) {
             self.access(&source.place, false);
         }
-        if holds != Some(true) {
+        if let (Otherwise::Place(other), None | Some(false)) = (other, holds) {
             self.access(other, false);
         }
     }

@@ -7,8 +7,9 @@ mod value;
 pub(crate) use value::VALUE_TYPES;
 pub use value::{ReadValues, ReadWord};
 
+use super::function::Literal;
 use super::instance::SectionInstance;
-use super::ir::{Move, Place, ReduceOperator, Source, Step, StepKind, Verb};
+use super::ir::{Move, Otherwise, Place, ReduceOperator, Source, Step, StepKind, Verb};
 use super::iterations::Iterations;
 use super::lane::{LaneStep, LaneStepKind, Part};
 use super::remainders;
@@ -363,7 +364,7 @@ impl<'s> Resolver<'s> {
             Ok(())
         })?;
         self.each(&it.sources, |resolver, source| {
-            sources.push(resolver.source(source)?);
+            sources.push(resolver.source_of_memory(source)?);
             Ok(())
         })?;
         for (count, what) in [(targets.len(), "targets"), (sources.len(), "sources")] {
@@ -450,11 +451,16 @@ impl<'s> Resolver<'s> {
         scratch.is_some_and(|scratch| scratch.packing.is_packets())
     }
 
-    fn source(&mut self, source: &Source) -> Resolved<MoveOperand> {
-        match &source.otherwise {
-            Some((condition, place)) if !self.condition(condition)? => self.operand(place),
-            _ => self.operand(&source.place),
-        }
+    /// A source, or the number that replaces it.
+    fn source(&mut self, source: &Source) -> Resolved<std::result::Result<MoveOperand, Literal>> {
+        let place = match &source.otherwise {
+            Some((condition, otherwise)) if !self.condition(condition)? => match otherwise {
+                Otherwise::Place(place) => place,
+                Otherwise::Number(number) => return Ok(Err(*number)),
+            },
+            _ => &source.place,
+        };
+        self.operand(place).map(Ok)
     }
 
     fn operand(&mut self, place: &Place) -> Resolved<MoveOperand> {

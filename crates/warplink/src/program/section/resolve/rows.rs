@@ -7,7 +7,7 @@ use crate::dtype::DType;
 use crate::named::alternatives;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::section::function::{RowArgument, RowNode, RowStep};
-use crate::program::section::ir::{Application, FunctionArgument};
+use crate::program::section::ir::{Application, FunctionArgument, Source};
 use crate::program::section::lane::LaneStepKind;
 use crate::program::section::{MAX_OPERANDS, Packing};
 use std::sync::Arc;
@@ -52,15 +52,26 @@ impl<'s> Resolver<'s> {
                     sources: list,
                     operator,
                 } => {
-                    let operator = operator.as_ref().map(|it| self.operator(it)).transpose()?;
+                    let combined = operator.as_ref().map(|it| self.operator(it)).transpose()?;
                     let before = sources.len();
+                    let mut number = None;
                     self.each(list, |resolver, source| {
-                        sources.push(resolver.source(source)?);
+                        if combined.is_some() {
+                            sources.push(resolver.source_of_memory(source)?);
+                            return Ok(());
+                        }
+                        match resolver.source(source)? {
+                            Ok(source) => sources.push(source),
+                            Err(replaced) => number = Some(replaced),
+                        }
                         Ok(())
                     })?;
                     let count = sources.len() - before;
                     shared.resize(sources.len(), *block);
-                    RowArgument::Sources(count, operator.unwrap_or(ReduceOp::Sum))
+                    match number {
+                        Some(number) => RowArgument::Number(number),
+                        None => RowArgument::Sources(count, combined.unwrap_or(ReduceOp::Sum)),
+                    }
                 }
             });
         }
@@ -129,6 +140,16 @@ impl<'s> Resolver<'s> {
         };
         self.push(kind);
         Ok(())
+    }
+
+    /// A source that no number replaces.
+    pub(super) fn source_of_memory(&mut self, source: &Source) -> Resolved<MoveOperand> {
+        self.source(source)?.map_err(|number| {
+            let message = format!(
+                "{number} is no source; expected a tensor, since a number replaces an argument of a function of rows alone"
+            );
+            self.wrong(DiagnosticKind::Malformed, message)
+        })
     }
 
     fn mismatch<T>(&self, message: String) -> Resolved<T> {

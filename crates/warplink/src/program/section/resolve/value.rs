@@ -22,6 +22,8 @@ pub(crate) const VALUE_TYPES: [DType; 3] = [DType::I32, DType::I64, DType::U32];
 pub struct ReadWord {
     /// Number of earlier reads of the lane in the launch.
     pub number: usize,
+    /// Index of the read among the lane's steps.
+    pub step: usize,
     /// The word.
     pub part: Part,
     /// The largest value that the lane expects.
@@ -166,14 +168,19 @@ impl<'s> Resolver<'s> {
             return Err(self.wrong(DiagnosticKind::Mismatch, message));
         }
         self.step()?;
-        let number = self.read;
+        let (number, step) = (self.read, self.steps.len());
         self.read += 1;
         self.push(LaneStepKind::Value {
             number,
             source: part,
             most,
         });
-        let value = (self.values)(&ReadWord { number, part, most });
+        let value = (self.values)(&ReadWord {
+            number,
+            step,
+            part,
+            most,
+        });
         let value = value.ok_or(Stop::Unknown)?;
         if (0..=most).contains(&value) {
             return Ok(value);

@@ -3,21 +3,24 @@
 mod code;
 mod expression;
 mod kernel;
+mod list;
 mod meeting;
 mod names;
 mod passes;
 mod rows;
 mod value;
+mod values;
 
 use super::hazard::{self, Barriers};
 use super::range::Range;
 use super::scope::Scope;
 use crate::device::ReduceOp;
 use crate::error::Error;
-use crate::program::construct::{Branch, Each, Loop, NodeKind, Over, Selection, TensorRef};
+use crate::program::construct::{Branch, Loop, NodeKind, Selection, TensorRef};
 use crate::program::expr::{self, Expr, PART_UNIT};
 use crate::program::section::{
-    Move, Packing, Place, ReduceOperator, SectionInstance, Source, Step, StepKind, Verb,
+    Literal, Move, Otherwise, Packing, Place, ReduceOperator, SectionInstance, Source, Step,
+    StepKind, Verb,
 };
 use crate::program::site::Position;
 use code::{Code, bare, comma};
@@ -83,6 +86,8 @@ struct EmittedOperand {
     rank: Option<i64>,
     part: Part,
     packing: Packing,
+    /// Condition under which it is used, and the number that replaces it otherwise.
+    replaced: Option<(String, Literal)>,
 }
 
 /// Whether any signal names its target lane.
@@ -148,7 +153,7 @@ impl<'s> Emitter<'s> {
     /// The text of `steps`.
     fn body(&mut self, code: &mut Code, steps: &[Step]) -> Result<()> {
         let (integers, aliases) = (self.scope.len(), self.aliases.len());
-        let done = steps.iter().try_for_each(|step| self.step(code, step));
+        let done = self.steps(code, steps);
         self.scope.truncate(integers);
         self.aliases.truncate(aliases);
         done
@@ -341,6 +346,10 @@ impl<'s> Emitter<'s> {
         let targets = targets.collect::<Result<Vec<_>>>()?;
         let sources = sources.collect::<Result<Vec<_>>>()?;
         self.check(&targets, &sources)?;
+        if sources.iter().any(|source| source.replaced.is_some()) {
+            let text = "a number in place of a source of a step that is no function of rows";
+            return Err(self.refuse(text, "give the number to a function of rows"));
+        }
         self.count(targets.len() + sources.len())?;
         let Some(first) = sources.first() else {
             return Err(self.refuse("a reduction of nothing", "name at least one source"));
@@ -442,7 +451,11 @@ impl<'s> Emitter<'s> {
                 Packing::Packets8 | Packing::Packets16 => "packets",
                 Packing::Packets128 => "lines",
             };
-            format!("{function}<{element}>({}, {view})", operand.base)
+            let address = format!("{function}<{element}>({}, {view})", operand.base);
+            match &operand.replaced {
+                Some((condition, _)) => format!("{} ? {address} : 0", bare(condition)),
+                None => address,
+            }
         });
         let addresses = comma(addresses);
         let count = operands.len();
@@ -454,55 +467,21 @@ impl<'s> Emitter<'s> {
         format!("Places<{count}{further}>{{{{{addresses}}}}}")
     }
 
-    fn ranks(&mut self, list: &[Each<Expr>]) -> Result<Vec<(String, Option<i64>)>> {
-        let ranks = self.expand(list, |emitter, rank| {
-            Ok((emitter.integer(rank)?, emitter.scope.value(rank)))
-        })?;
-        ranks.into_iter().collect()
-    }
-
-    /// Constant bounds of an index, end exclusive, if both are known.
-    fn bounds(&self, over: &Over) -> Option<(i64, i64)> {
-        self.scope.value(&over.from).zip(self.scope.value(&over.to))
-    }
-
-    /// Applies `with` to each item of a list, with repetitions expanded.
-    fn expand<T, R>(
-        &mut self,
-        list: &[Each<T>],
-        mut with: impl FnMut(&mut Self, &T) -> Result<R>,
-    ) -> Result<Vec<Result<R>>> {
-        let mut all = Vec::new();
-        for each in list {
-            let Some(over) = &each.over else {
-                all.push(with(self, &each.item));
-                continue;
-            };
-            let Some((from, to)) = self.bounds(over) else {
-                let text = format!(
-                    "a list over '{}' from {} to {}, which are no constants of the kernel",
-                    over.index, over.from, over.to
-                );
-                let help = "use numbers, rank and world, or a loop of steps";
-                return Err(Refusal::Varies(self.error(text, help)));
-            };
-            if to.saturating_sub(from) > MAX_PLACES as i64 {
-                let text = format!("a list of {} items", to - from);
-                return Err(self.refuse(text, "use a loop of steps"));
-            }
-            for value in from..to {
-                let visible = self.scope.len();
-                self.scope.bind(&over.index, value.to_string(), Some(value));
-                all.push(with(self, &each.item));
-                self.scope.truncate(visible);
-            }
-        }
-        Ok(all)
-    }
-
     fn source(&mut self, source: &Source) -> Result<EmittedOperand> {
-        let Some((condition, other)) = &source.otherwise else {
+        let Some((condition, otherwise)) = &source.otherwise else {
             return self.operand(&source.place);
+        };
+        let other = match otherwise {
+            Otherwise::Place(other) => other,
+            Otherwise::Number(number) => {
+                let mut operand = self.operand(&source.place)?;
+                if self.scope.holds(condition) != Some(true) {
+                    let text = self.scope.condition(condition);
+                    let text = text.map_err(|name| self.unknown(&name))?;
+                    operand.replaced = Some((text, *number));
+                }
+                return Ok(operand);
+            }
         };
         match self.scope.holds(condition) {
             Some(true) => self.operand(&source.place),
@@ -539,6 +518,7 @@ impl<'s> Emitter<'s> {
             rank: known,
             packing: scratch.map_or(Packing::Plain, |scratch| scratch.packing),
             part,
+            replaced: None,
         })
     }
 

@@ -4,16 +4,16 @@ use super::names::element_name;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::section::function::{RowFunction, RowNode};
-use crate::program::section::{RowBinary, RowReduction, RowUnary};
+use crate::program::section::{Literal, RowBinary, RowReduction, RowUnary};
 
 /// Kind of argument of a function.
 pub(super) enum Given {
     Number,
-    /// Places in a variable, combined by the operator.
-    Single(DType, ReduceOp),
+    /// Places in a variable, combined by the operator; the number replaces a single place that is absent.
+    Single(DType, ReduceOp, Option<Literal>),
     Row(DType, ReduceOp),
-    /// One row of plain memory, loaded before anything waits.
-    Plain(DType),
+    /// One row of plain memory, loaded before anything waits; the number replaces one that is absent.
+    Plain(DType, Option<Literal>),
     /// One plain value for each block of elements.
     Block(DType),
 }
@@ -122,13 +122,13 @@ impl<'f> Passes<'f> {
         self.taken.push(taken);
     }
 
-    /// Argument read by the node, if it is a row of plain memory.
-    pub(super) fn plain(&self, node: usize) -> Option<(usize, DType)> {
+    /// Argument read by the node, if it is a row of plain memory, and the number that replaces an absent one.
+    pub(super) fn plain(&self, node: usize) -> Option<(usize, DType, Option<Literal>)> {
         let RowNode::Argument(argument) = self.function.nodes[node] else {
             return None;
         };
         match self.given[argument] {
-            Given::Plain(dtype) => Some((argument, dtype)),
+            Given::Plain(dtype, replaced) => Some((argument, dtype, replaced)),
             _ => None,
         }
     }

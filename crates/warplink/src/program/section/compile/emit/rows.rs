@@ -65,10 +65,22 @@ impl Emitter<'_> {
             let first =
                 first.ok_or_else(|| self.refuse("a reduction of nothing", "name a source"))?;
             let dtype = self.instance.tensors[first.part.tensor].dtype;
+            let replaced = operands
+                .iter()
+                .find_map(|operand| operand.replaced.as_ref());
+            let replaced = replaced.map(|(_, number)| *number);
             given.push(match (first.part.axes, &operands[..]) {
-                _ if block.is_some() => Given::Block(dtype),
-                (0, _) => Given::Single(dtype, operator),
-                (_, [one]) if !one.packing.is_packets() => Given::Plain(dtype),
+                _ if block.is_some() && replaced.is_none() => Given::Block(dtype),
+                (0, all) if replaced.is_none() || all.len() == 1 => {
+                    Given::Single(dtype, operator, replaced)
+                }
+                (_, [one]) if !one.packing.is_packets() && block.is_none() => {
+                    Given::Plain(dtype, replaced)
+                }
+                _ if replaced.is_some() => {
+                    let text = "a number in place of packets or of values of blocks";
+                    return Err(self.refuse(text, "replace single values, or rows of plain memory"));
+                }
                 _ => Given::Row(dtype, operator),
             });
             sources.push(operands);
@@ -150,9 +162,9 @@ impl Emitter<'_> {
                 place(code, name, &group.operands, group.dtype, is_row);
             }
             for (number, operands) in sources.iter().enumerate() {
-                let (Given::Single(dtype, _)
+                let (Given::Single(dtype, ..)
                 | Given::Row(dtype, _)
-                | Given::Plain(dtype)
+                | Given::Plain(dtype, _)
                 | Given::Block(dtype)) = given[number]
                 else {
                     continue;
@@ -214,11 +226,20 @@ impl Emitter<'_> {
                     RowNode::Argument(argument) => {
                         match (&application.arguments[*argument], &passes.given[*argument]) {
                             (FunctionArgument::Number(number), _) => float(number.value()),
-                            (_, Given::Single(dtype, operator)) => format!(
-                                "single_reduced<{}, {}>(from{argument})",
-                                element_name(*dtype),
-                                operator_name(*operator)
-                            ),
+                            (_, Given::Single(dtype, operator, replaced)) => {
+                                let value = format!(
+                                    "single_reduced<{}, {}>(from{argument})",
+                                    element_name(*dtype),
+                                    operator_name(*operator)
+                                );
+                                match replaced {
+                                    Some(number) => format!(
+                                        "from{argument}.at[0] == 0 ? {} : {value}",
+                                        float(number.value())
+                                    ),
+                                    None => value,
+                                }
+                            }
                             _ => continue,
                         }
                     }
@@ -232,7 +253,7 @@ impl Emitter<'_> {
         code.open("struct Kept {");
         for node in &kept {
             code.line(match passes.plain(*node) {
-                Some((_, dtype)) => format!("detail::RowUnit<{}> n{node};", element_name(dtype)),
+                Some((_, dtype, _)) => format!("detail::RowUnit<{}> n{node};", element_name(dtype)),
                 None if passes.is_block(*node) => format!("float n{node};"),
                 None => format!("float n{node}[row_unit];"),
             });
@@ -309,10 +330,16 @@ impl Emitter<'_> {
         let known = |aligned: bool| if aligned { ", true" } else { "" };
         if pass == 0 {
             for (node, _) in function.nodes.iter().enumerate() {
-                if let (true, Some((argument, dtype))) = (passes.live[node], passes.plain(node)) {
+                if let (true, Some((argument, dtype, replaced))) =
+                    (passes.live[node], passes.plain(node))
+                {
                     let element = element_name(dtype);
+                    let (function, number) = match replaced {
+                        Some(number) => ("load_or", format!("{}, ", float(number.value()))),
+                        None => ("load", String::new()),
+                    };
                     let loaded = format!(
-                        "row.load<{element}{}>(from{argument}.at[0], unit, count)",
+                        "row.{function}<{element}{}>({number}from{argument}.at[0], unit, count)",
                         known(aligned[argument])
                     );
                     if passes.is_kept(node) {

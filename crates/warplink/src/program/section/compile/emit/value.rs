@@ -14,13 +14,17 @@ impl Emitter<'_> {
         let word = self.operand(&it.place)?;
         let most = self.integer(&it.most)?;
         let value = self.read(&word, &most)?;
-        let name = Scope::spell(&it.name);
         code.line(format!("// {}: {it}", self.position));
         self.row_lines.drain(..).for_each(|line| code.line(line));
-        code.line(format!("const Index {name} = {value};"));
-        let range = self.scope.range(&it.most).down_to_zero();
-        self.scope.bind_within(&it.name, name, None, range);
+        code.line(format!("const Index {} = {value};", Scope::spell(&it.name)));
+        self.bind_value(it);
         Ok(())
+    }
+
+    pub(super) fn bind_value(&mut self, it: &DeviceValue) {
+        let range = self.scope.range(&it.most).down_to_zero();
+        let name = Scope::spell(&it.name);
+        self.scope.bind_within(&it.name, name, None, range);
     }
 
     /// `words[at]` as the row of a part: a constant that is read before the step.
@@ -40,6 +44,7 @@ impl Emitter<'_> {
             rank: i64::try_from(self.instance.rank).ok(),
             packing: scratch.map_or(Packing::Plain, |scratch| scratch.packing),
             part,
+            replaced: None,
         };
         let value = self.read(&word, &format!("{}.length - 1", rows.text))?;
         let row = format!("row{}", self.rows);
@@ -67,11 +72,7 @@ impl Emitter<'_> {
     /// The call that reads a word.
     fn read(&self, word: &EmittedOperand, most: &str) -> Result<String> {
         let dtype = self.instance.tensors[word.part.tensor].dtype;
-        let integer = match dtype {
-            DType::U32 => "u32",
-            DType::I64 => "i64",
-            _ => "int",
-        };
+        let integer = self.integer_name(word);
         let (data, _) = word.packing.packet();
         let (function, address) = match word.packing {
             Packing::Plain => (format!("value<{integer}>"), "plain"),
@@ -83,18 +84,29 @@ impl Emitter<'_> {
                 return Err(self.refuse(text, "use packets16, of which a thread reads one alone"));
             }
         };
-        let address = format!(
-            "{address}<{}>({}, {})",
-            element_name(dtype),
-            word.base,
-            word.part.text
-        );
+        let address = self.address(address, word);
+        Ok(format!("{function}(self, {address}, {})", self.bound(most)))
+    }
+
+    /// C++ type of a word.
+    pub(super) fn integer_name(&self, word: &EmittedOperand) -> &'static str {
+        match self.instance.tensors[word.part.tensor].dtype {
+            DType::U32 => "u32",
+            DType::I64 => "i64",
+            _ => "int",
+        }
+    }
+
+    pub(super) fn address(&self, function: &str, word: &EmittedOperand) -> String {
+        let element = element_name(self.instance.tensors[word.part.tensor].dtype);
+        format!("{function}<{element}>({}, {})", word.base, word.part.text)
+    }
+
+    /// The maximum of a word, and where to record one that is out of range.
+    pub(super) fn bound(&self, most: &str) -> String {
         let place = u64::from(self.position.line) << 32 | u64::from(self.position.column);
         let note =
             "at.epochs + 8 * at.lanes + detail::verdict_bytes * world + detail::value_note_offset";
-        Ok(format!(
-            "{function}(self, {address}, {}, {place:#x}ull, {note})",
-            bare(most)
-        ))
+        format!("{}, {place:#x}ull, {note}", bare(most))
     }
 }

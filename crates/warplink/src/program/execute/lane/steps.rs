@@ -1,0 +1,53 @@
+//! Steps of a lane, which may depend on values that it reads from memory.
+
+use super::Lane;
+use crate::error::{Error, Result};
+use crate::program::execute::row_values::integer;
+use crate::program::section::{LaneStep, Part};
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+impl Lane<'_> {
+    /// Steps of the lane, as far as the values that it reads are known, with the tensors `missing` unreachable. Reads
+    /// those that the step `next` and the following ones read, so that steps are not resolved again for each.
+    pub(super) fn steps(&mut self, missing: &[usize], next: usize) -> Result<Arc<[LaneStep]>> {
+        let (section, lane, cache) = (self.section, self.lane, self.input.cache);
+        if !cache.read_values(section) {
+            return cache.steps(section, lane, self.epoch, missing);
+        }
+        let reachable = |tensor: usize| !missing.contains(&tensor);
+        let (ahead, following) = (RefCell::new(BTreeMap::new()), Cell::new(next));
+        let steps = section.steps_where(lane, self.epoch, &reachable, &|word| {
+            if let Some(known) = self.values.get(&word.number) {
+                return Some(*known);
+            }
+            let is_packet = section.packets_of(&word.part).is_some();
+            let follows = word.step == following.get() && !is_packet;
+            if !follows && !section.is_constant(&word.part) {
+                return None;
+            }
+            let value = self.word(&word.part).ok()?;
+            if follows {
+                following.set(word.step + 1);
+                ahead.borrow_mut().insert(word.number, value);
+            }
+            Some(value)
+        });
+        self.values.extend(ahead.into_inner());
+        // The verifier has checked everything that does not depend on a value.
+        let steps = steps.map_err(|diagnostic| {
+            Error::invalid(diagnostic.message).with_help("check the values that kernels read")
+        })?;
+        Ok(steps.into())
+    }
+
+    /// An integer in memory.
+    fn word(&self, word: &Part) -> Result<i64> {
+        let operand = self.operand(word, &(0..1))?;
+        let dtype = self.section.tensors[word.tensor].dtype;
+        let mut bytes = Vec::with_capacity(dtype.size());
+        self.block.load_into(&operand.memory, &mut bytes)?;
+        Ok(integer(dtype, &bytes))
+    }
+}

@@ -1,0 +1,86 @@
+//! Integers that a lane reads one after another: their loads are in flight together.
+
+use super::code::Code;
+use super::{Emitter, Result};
+use crate::program::construct::NodeKind;
+use crate::program::section::compile::hazard;
+use crate::program::section::compile::scope::Scope;
+use crate::program::section::{
+    DeviceValue, FreeNames, Packing, ScratchInstance, Step, StepKind, Visitor,
+};
+use std::collections::BTreeSet;
+
+impl Emitter<'_> {
+    /// The text of `steps`, within the scope of their body.
+    pub(super) fn steps(&mut self, code: &mut Code, mut steps: &[Step]) -> Result<()> {
+        while let Some((step, further)) = steps.split_first() {
+            let values = self.values_together(steps);
+            steps = match values.len() {
+                0 | 1 => {
+                    self.step(code, step)?;
+                    further
+                }
+                count => {
+                    self.values(code, &values)?;
+                    &steps[count..]
+                }
+            };
+        }
+        Ok(())
+    }
+
+    /// The leading steps that read integers in plain memory, none of which selects the word of another.
+    fn values_together<'s>(&self, steps: &'s [Step]) -> Vec<(&'s Step, &'s DeviceValue)> {
+        let mut together = Vec::new();
+        let mut bound = BTreeSet::new();
+        for step in steps {
+            let NodeKind::Do(StepKind::Value(it)) = &step.kind else {
+                break;
+            };
+            let mut names = FreeNames::default();
+            names.device_value(it);
+            let whole = self.whole(&it.place.tensor.name);
+            let scratch = whole.map(|part| self.instance.scratch_of(part.tensor));
+            let plain = |scratch: &ScratchInstance| scratch.packing == Packing::Plain;
+            if self.traced
+                || !scratch.is_ok_and(|scratch| scratch.is_none_or(plain))
+                || names.values.len() > 1
+                || !names.integers.is_disjoint(&bound)
+                || !bound.is_empty() && self.barriers.contains(&hazard::id(step))
+            {
+                break;
+            }
+            bound.insert(it.name.clone());
+            together.push((step, it));
+        }
+        together
+    }
+
+    /// Several such steps: all words are loaded before the first is checked, so that one latency covers them.
+    fn values(&mut self, code: &mut Code, values: &[(&Step, &DeviceValue)]) -> Result<()> {
+        let mut checks = Vec::new();
+        for (step, it) in values {
+            self.position = step.position;
+            self.count(2)?;
+            if self.barriers.contains(&hazard::id(step)) {
+                code.line("self.sync();");
+            }
+            let word = self.operand(&it.place)?;
+            let most = self.integer(&it.most)?;
+            let name = Scope::spell(&it.name);
+            code.line(format!("// {}: {it}", self.position));
+            code.line(format!(
+                "const i64 word_{name} = detail::load_word<{}>({});",
+                self.integer_name(&word),
+                self.address("plain", &word)
+            ));
+            checks.push(format!(
+                "const Index {name} = detail::checked(self, word_{name}, {});",
+                self.bound(&most)
+            ));
+        }
+        checks.iter().for_each(|check| code.line(check));
+        values.iter().for_each(|(_, it)| self.bind_value(it));
+        Ok(())
+    }
+}
