@@ -2,8 +2,8 @@
 
 use crate::common::{
     Stopwatch, TimedBarrier, allocate, assert_error, assert_names_peer, assert_says, delayed,
-    kill_self, lose, processes, threads, threads_that_end, threads_with, unchanged, with_timeout,
-    with_victim, world, worlds,
+    kill_self, kind, lose, processes, threads, threads_that_end, threads_with, unchanged,
+    with_timeout, with_victim, world, worlds,
 };
 use crate::data::{by, is_without_library, library};
 use crate::expected::Random;
@@ -11,7 +11,7 @@ use crate::parts;
 use crate::planned::{Held, Planned, enqueue, held, plan};
 use std::time::{Duration, Instant};
 use warplink::collective::{CollectiveOptions, CollectivePath, Message};
-use warplink::device::{AllocationKind, Priority, ReduceOp};
+use warplink::device::{AllocationKind, DeviceKind, Priority, ReduceOp};
 use warplink::{Communicator, DType, Error, ErrorKind};
 
 /// How soon every rank that is concerned must have its error.
@@ -225,7 +225,12 @@ fn long_messages_are_stored_where_they_belong_once_that_is_published() {
             let plan: Vec<Planned> = (0..ranks).map(message).collect();
             held(comm, &plan, 3)
         };
-        let (long, short) = (around(300_001), around(777));
+        // On GPUs, packets carry the first part of a message, and all of one below 4 MiB.
+        let long = match kind() {
+            DeviceKind::Host => 300_001,
+            DeviceKind::Cuda => (8 << 20) + 1,
+        };
+        let (long, short) = (around(long), around(777));
         let record = |group: &[Held]| {
             stream.begin_capture().unwrap();
             enqueue(&collectives, group, &stream).unwrap();
