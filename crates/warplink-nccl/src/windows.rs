@@ -11,6 +11,7 @@ use crate::table::real as functions;
 use crate::{group, report};
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_void};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 use warplink::Result;
@@ -21,8 +22,8 @@ use warplink::signal::{RemoteSignals, Signals};
 /// The windows that are served here, by their handles.
 static WINDOWS: Mutex<BTreeMap<usize, Arc<OwnWindow>>> = Mutex::new(BTreeMap::new());
 
-/// Handles of these windows count up from this value.
-const FIRST_WINDOW: usize = 0x5751_0000_0000_0000;
+/// Handle of the next such window: like those of communicators, no valid address and not used again.
+static NEXT_WINDOW: AtomicUsize = AtomicUsize::new(0x5751_0000_0000_0000);
 
 /// Signals that a rank has for each rank, by context.
 const CONTEXTS: usize = 8;
@@ -85,14 +86,9 @@ pub(crate) unsafe fn register(
         return Failure::check_real(code, "ncclCommWindowRegister");
     }
     let address = memory as usize;
-    let handle = {
-        let mut windows = lock(&WINDOWS);
-        let last = windows.last_key_value().map(|(handle, _)| *handle);
-        let handle = last.unwrap_or(FIRST_WINDOW) + 16;
-        // Reserves the handle, and is replaced when all ranks have registered theirs.
-        windows.insert(handle, OwnWindow::new(&comm, address, bytes, None));
-        handle
-    };
+    let handle = NEXT_WINDOW.fetch_add(16, Ordering::Relaxed);
+    // Replaced when all ranks have registered theirs.
+    lock(&WINDOWS).insert(handle, OwnWindow::new(&comm, address, bytes, None));
     // SAFETY: the caller passes null or a pointer valid for a write of a window.
     unsafe { store(window, "win", handle as Window) }?;
     let owner = comm.clone();

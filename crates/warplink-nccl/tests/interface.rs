@@ -205,6 +205,19 @@ fn faults_end_as_users_of_nccl_expect() {
     }
 }
 
+/// The library where `scripts/install-nccl.sh` has put it, below `prefix`.
+fn install(prefix: &Path) -> PathBuf {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/install-nccl.sh");
+    let ended = Command::new(script)
+        .args([prefix, library().parent().unwrap()])
+        .env_remove("DESTDIR")
+        .env_remove("LIBDIR")
+        .output()
+        .unwrap();
+    assert!(ended.status.success(), "{ended:?}");
+    prefix.join("lib/libwarplink-nccl.so")
+}
+
 /// A program that opens NCCL by its name gets this library, where that is loaded, beside NCCL itself: whose version it gives,
 /// and which calls its own functions.
 #[test]
@@ -212,6 +225,7 @@ fn a_library_in_front_of_nccl_finds_it() {
     let folder = tempfile::tempdir().unwrap();
     let opener = folder.path().join("opener");
     compile("preloaded.c", &opener, &[]);
+    let installed = install(&folder.path().join("prefix"));
     let other = folder.path().join("libnccl.so.2");
     let options = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"];
     compile("other.c", &other, &options);
@@ -232,7 +246,7 @@ fn a_library_in_front_of_nccl_finds_it() {
             command.env("WARPLINK_NCCL_LIBRARY", named);
         }
         if ours {
-            command.env("LD_PRELOAD", library());
+            command.env("LD_PRELOAD", &installed);
         }
         let ended = command.output().unwrap();
         let output = String::from_utf8(ended.stdout).unwrap();
@@ -244,6 +258,7 @@ fn a_library_in_front_of_nccl_finds_it() {
         open(Some(folder.path()), None, false),
         (other.clone(), 22_999)
     );
-    assert_eq!(open(Some(folder.path()), None, true), (library(), 22_999));
-    assert_eq!(open(None, Some(&other), true), (library(), 22_999));
+    let ours = (installed.clone(), 22_999);
+    assert_eq!(open(Some(folder.path()), None, true), ours);
+    assert_eq!(open(None, Some(&other), true), ours);
 }
