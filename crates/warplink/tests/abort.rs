@@ -91,7 +91,7 @@ fn end_while(
 }
 
 fn check(error: &Error, victim: usize, ending: Ending, took: Duration) {
-    assert_names_peer(&error, ErrorKind::PeerLost, victim);
+    assert_names_peer(error, ErrorKind::PeerLost, victim);
     assert!(error.to_string().contains(ending.reason()), "{error}");
     assert!(took < SOON, "{error} came after {took:?}");
 }

@@ -84,7 +84,7 @@ fn a_stream_that_follows_a_failed_one_fails_and_does_nothing_more() {
     second_follower.wait_event(&events[1]).unwrap();
     second_follower.fill(&memory, 9).unwrap();
     let word = second.word(0).unwrap();
-    write_word(&second_follower, &word, 1);
+    write_word(second_follower, &word, 1);
     fault.raise(lost());
     for stream in &streams {
         fails(stream);

@@ -7,7 +7,7 @@ mod common;
 
 use common::{
     Ranks, Stopwatch, allocate, assert_error, assert_names_peer, assert_says, assert_survived,
-    barrier_that_all_have_passed, exit_with_survivors, kill_self, kind, threads, world,
+    barrier_that_all_have_passed, exit_with_survivors, from_first, kill_self, kind, threads, world,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::net::{IpAddr, Ipv4Addr};
@@ -214,19 +214,16 @@ fn lengths_that_differ_are_told_to_both_and_nothing_is_lost() {
             &error,
             &["4096", "2048", "tag 5", &format!("rank {}", comm.rank())],
         );
-        works(comm, peer, 5);
+        works(comm, 5);
     });
 }
 
 /// A transfer with `tag` from rank 0 to rank 1 comes through.
-fn works(comm: &Communicator, peer: usize, tag: u64) {
+fn works(comm: &Communicator, tag: u64) {
     let region = comm.alloc(512).unwrap();
     let stream = comm.create_stream(Priority::Normal).unwrap();
     region.upload(&[comm.rank() as u8 + 1; 512]).unwrap();
-    let request = match comm.rank() {
-        0 => TransferRequest::send(&region, peer, tag),
-        _ => TransferRequest::receive(&region, peer, tag),
-    };
+    let request = from_first(comm, &region, tag);
     comm.once(&[request], &stream).unwrap();
     comm.synchronize(&stream).unwrap();
     assert_eq!(region.download().unwrap(), [1; 512]);
@@ -244,7 +241,7 @@ fn protocols_that_differ_are_told_to_both() {
         let error = comm.exchange(&[request]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
         assert_says(&error, &["get", "put", "same protocol"]);
-        works(comm, peer, 5);
+        works(comm, 5);
     });
 }
 
@@ -252,7 +249,7 @@ fn protocols_that_differ_are_told_to_both() {
 fn a_peer_that_never_exchanges_is_named_and_a_second_try_works() {
     pair(|comm| {
         let peer = 1 - comm.rank();
-        works(comm, peer, 7);
+        works(comm, 7);
         if comm.rank() == 0 {
             let before = comm.registrations_and_mappings();
             let region = comm.alloc(4096).unwrap();
@@ -270,7 +267,7 @@ fn a_peer_that_never_exchanges_is_named_and_a_second_try_works() {
             assert_eq!(comm.registrations_and_mappings().0, before.0);
         }
         comm.barrier().unwrap();
-        works(comm, peer, 8);
+        works(comm, 8);
     });
 }
 
@@ -282,14 +279,13 @@ fn wrong_peers_are_refused() {
             .exchange(&[TransferRequest::receive(&region, 99, 0)])
             .unwrap_err();
         assert_says(&nobody, &["there are 2 ranks", "peer 99"]);
-        works(comm, 1 - comm.rank(), 0);
+        works(comm, 0);
     });
 }
 
 #[test]
 fn memory_that_is_no_region_is_refused() {
     pair(|comm| {
-        let peer = 1 - comm.rank();
         let region = comm.alloc(4096).unwrap();
         // A range that passes the end, and one that would if it did not overflow.
         assert_says(
@@ -314,7 +310,7 @@ fn memory_that_is_no_region_is_refused() {
                 ErrorKind::Unsupported
             );
         }
-        works(comm, peer, 0);
+        works(comm, 0);
     });
 }
 
@@ -334,19 +330,15 @@ fn a_region_of_another_rank_is_refused() {
             assert_says(&error, &["by another rank"]);
         }
         comm.barrier().unwrap();
-        works(comm, 1 - comm.rank(), 0);
+        works(comm, 0);
     });
 }
 
 #[test]
 fn a_region_in_use_by_a_peer_is_not_freed() {
     pair(|comm| {
-        let peer = 1 - comm.rank();
         let region = comm.alloc(1 << 16).unwrap();
-        let request = match comm.rank() {
-            0 => TransferRequest::send(&region, peer, 0),
-            _ => TransferRequest::receive(&region, peer, 0),
-        };
+        let request = from_first(comm, &region, 0);
         // Get: rank 1 maps the region of rank 0.
         let transfers = comm
             .exchange(&[request.with_protocol(Protocol::Get)])
@@ -415,12 +407,8 @@ fn a_rank_that_was_short_of_descriptors_lets_go_of_its_peers_memory() {
         return;
     }
     common::processes(2, |comm| {
-        let peer = 1 - comm.rank();
         let region = comm.alloc(4096).unwrap();
-        let request = match comm.rank() {
-            0 => TransferRequest::send(&region, peer, 0),
-            _ => TransferRequest::receive(&region, peer, 0),
-        };
+        let request = from_first(comm, &region, 0);
         // Get: rank 1 maps the region of rank 0.
         let transfers = comm
             .exchange(&[request.with_protocol(Protocol::Get)])

@@ -15,7 +15,7 @@ mod pool;
 #[path = "lifetimes/rounds.rs"]
 mod rounds;
 
-use common::{Ranks, allocate, await_word, kind, processes, threads, world};
+use common::{Ranks, allocate, await_word, from_first, kind, processes, threads, world};
 use held::Held;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -122,11 +122,7 @@ fn fresh_buffers_that_are_sent_and_dropped_come_back() {
 /// Rank 0 sends from a region, by get, so that rank 1 maps it.
 fn mapped_by_rank_1(comm: &Communicator, bytes: usize) -> warplink::p2p::Transfer {
     let region = comm.alloc(bytes).unwrap();
-    let peer = 1 - comm.rank();
-    let request = match comm.rank() {
-        0 => TransferRequest::send(&region, peer, 0),
-        _ => TransferRequest::receive(&region, peer, 0),
-    };
+    let request = from_first(comm, &region, 0);
     comm.exchange(&[request.with_protocol(Protocol::Get)])
         .unwrap()
         .remove(0)

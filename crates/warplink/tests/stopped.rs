@@ -7,7 +7,7 @@
 mod common;
 
 use common::{
-    Ranks, Stopwatch, assert_says, processes_of, resume, ring, stop_self, values,
+    Ranks, Stopwatch, assert_says, from_first, processes_of, resume, ring, stop_self, values,
     wait_until_stopped, world,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -198,10 +198,7 @@ fn drop_of_a_stopped_peer(
         let requests: Vec<_> = regions
             .iter()
             .zip(0..)
-            .map(|(region, tag)| match comm.rank() {
-                0 => TransferRequest::send(region, 1, tag),
-                _ => TransferRequest::receive(region, 0, tag),
-            })
+            .map(|(region, tag)| from_first(&comm, region, tag))
             .collect();
         let transfers = comm.exchange(&requests).unwrap();
         comm.barrier().unwrap();

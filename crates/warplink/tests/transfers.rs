@@ -14,7 +14,9 @@ mod paths;
 #[path = "transfers/persistent.rs"]
 mod persistent;
 
-use common::{Ranks, allocate, delayed, delays, processes, threads, threads_with, values, world};
+use common::{
+    Ranks, allocate, delayed, delays, from_first, processes, threads, threads_with, values, world,
+};
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority};
 use warplink::memory::Region;
@@ -388,15 +390,11 @@ fn batches_need_not_be_cut_alike() {
 #[test]
 fn a_sender_that_runs_ahead_loses_no_signal() {
     threads_with(world(2), delayed(50), |comm| {
-        let peer = 1 - comm.rank();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         for protocol in PROTOCOLS {
             let region = comm.alloc(256).unwrap();
             region.upload(&[7; 256]).unwrap();
-            let request = match comm.rank() {
-                0 => TransferRequest::send(&region, peer, 1),
-                _ => TransferRequest::receive(&region, peer, 1),
-            };
+            let request = from_first(comm, &region, 1);
             let transfer = comm
                 .exchange(&[request.with_protocol(protocol)])
                 .unwrap()

@@ -1,6 +1,6 @@
 //! Links between the ranks' devices, and mutual memory access.
 
-use super::place::Place;
+use super::place::RankLocation;
 use crate::device::{DeviceLinks, LinkEnd, LinkQuery};
 use crate::error::{Error, Rank, Result};
 use serde::{Deserialize, Serialize};
@@ -52,7 +52,11 @@ pub struct Mesh {
 
 impl LinkCounts {
     /// Queries the device of `rank`. A failure is part of the answer, so that the rank can still send one.
-    pub(super) fn ask(device: &(impl LinkQuery + ?Sized), rank: Rank, places: &[Place]) -> Self {
+    pub(super) fn ask(
+        device: &(impl LinkQuery + ?Sized),
+        rank: Rank,
+        places: &[RankLocation],
+    ) -> Self {
         let links = match device.links() {
             Ok(links) => links,
             Err(error) => return Self::failed(&error),
@@ -88,7 +92,7 @@ impl LinkCounts {
     }
 
     /// Maps the links' other ends to ranks. Several ranks may use one device.
-    fn count(links: &DeviceLinks, rank: Rank, places: &[Place]) -> Self {
+    fn count(links: &DeviceLinks, rank: Rank, places: &[RankLocation]) -> Self {
         let mut counts = Self::default();
         for link in &links.links {
             match link.end {
@@ -125,8 +129,8 @@ impl LinkCounts {
 
 impl Mesh {
     /// The mesh of ranks at `places` with these link counts, in rank order.
-    pub(super) fn new(places: &[Place], counts: Vec<LinkCounts>) -> Self {
-        let mut known: Vec<&Place> = Vec::new();
+    pub(super) fn new(places: &[RankLocation], counts: Vec<LinkCounts>) -> Self {
+        let mut known: Vec<&RankLocation> = Vec::new();
         let machines = places
             .iter()
             .map(|place| {
@@ -229,8 +233,8 @@ mod tests {
     use crate::ErrorKind;
     use crate::device::DeviceLink;
 
-    fn place(machine: &str, address: &str) -> Place {
-        Place {
+    fn place(machine: &str, address: &str) -> RankLocation {
+        RankLocation {
             machine: machine.to_owned(),
             namespace: 0,
             host: machine.to_owned(),

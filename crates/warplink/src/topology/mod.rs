@@ -30,6 +30,6 @@ pub use cube::CUBE_RANKS;
 pub(crate) use cube::is_cube_link;
 pub use mesh::{Connection, LinkCounts, Mesh};
 pub use obstacle::Obstacle;
-pub use place::Place;
+pub use place::RankLocation;
 pub use rendezvous::rendezvous;
 pub use survey::{RankAnswer, Topology};

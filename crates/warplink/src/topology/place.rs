@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 /// Identity and location of a rank: its first message.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Place {
+pub struct RankLocation {
     /// Equal for two ranks if and only if they run on the same machine.
     pub machine: String,
     /// Network namespace. Ranks of one machine can map each other's memory only within one namespace.
@@ -28,7 +28,7 @@ pub struct Place {
     pub network: Option<NetworkDevice>,
 }
 
-impl Place {
+impl RankLocation {
     /// The place of a rank with `device` and its attachment.
     pub(super) fn of(device: &dyn Device, attachment: Attachment) -> Self {
         let host = rustix::system::uname()

@@ -2,7 +2,7 @@
 
 use super::class::TopologyClass;
 use super::mesh::LinkCounts;
-use super::place::Place;
+use super::place::RankLocation;
 use super::survey::{RankAnswer, Topology};
 use crate::device::{Attachment, Device, LinkQuery};
 use crate::error::{Error, Rank, Result};
@@ -14,7 +14,7 @@ const OPERATION: &str = "find the topology";
 /// First message of a rank.
 #[derive(Serialize, Deserialize)]
 struct Introduction {
-    place: Place,
+    place: RankLocation,
     /// Class forced by this rank's environment.
     forced: Option<TopologyClass>,
 }
@@ -36,7 +36,7 @@ pub fn rendezvous(
         Err(error) => (Attachment::default(), Some(error)),
     };
     let own = Introduction {
-        place: Place::of(device, attachment),
+        place: RankLocation::of(device, attachment),
         forced,
     };
     meet(device, failed.as_ref(), rank, &own, &mut all_gather)
@@ -143,7 +143,7 @@ mod tests {
         let run = |(rank, device): (Rank, &MadeUp)| {
             let attachment = device.attachment().unwrap();
             let own = Introduction {
-                place: Place {
+                place: RankLocation {
                     machine: device.machine.to_owned(),
                     namespace: device.namespace,
                     host: format!("host-{}", device.machine),

@@ -4,7 +4,7 @@ use super::class::TopologyClass;
 use super::cube;
 use super::mesh::{LinkCounts, Mesh};
 use super::obstacle::Obstacle;
-use super::place::Place;
+use super::place::RankLocation;
 use crate::error::{Error, Rank, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -13,7 +13,7 @@ use std::fmt;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankAnswer {
     /// Identity and location.
-    pub place: Place,
+    pub place: RankLocation,
     /// Links of its device.
     #[serde(default)]
     pub links: LinkCounts,
@@ -36,7 +36,7 @@ pub struct RankAnswer {
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Topology {
-    places: Vec<Place>,
+    places: Vec<RankLocation>,
     mesh: Mesh,
     class: TopologyClass,
     is_forced: bool,
@@ -126,7 +126,7 @@ impl Topology {
     }
 
     /// Identity and location of each rank, in rank order.
-    pub fn places(&self) -> &[Place] {
+    pub fn places(&self) -> &[RankLocation] {
         &self.places
     }
 
@@ -201,7 +201,7 @@ impl fmt::Display for Topology {
 }
 
 /// Obstacles that follow from the answers.
-fn found(places: &[Place], mesh: &Mesh) -> Vec<Obstacle> {
+fn found(places: &[RankLocation], mesh: &Mesh) -> Vec<Obstacle> {
     let mut obstacles = Vec::new();
     let machines = groups(0..places.len(), |a, b| {
         places[a].machine == places[b].machine

@@ -37,6 +37,7 @@ use warplink::device::{
     self, AllocationKind, Delays, Device, DeviceConfig, DeviceSlice, MemoryOp, Priority, Stream,
     Word,
 };
+use warplink::memory::Region;
 use warplink::p2p::{self, Protocol, Transfer, TransferRequest, post_all};
 use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind, Rank};
 
@@ -625,4 +626,12 @@ pub fn write_word(stream: &Stream, word: &Word, value: u64) {
     stream
         .memory_ops(&[MemoryOp::Write { word, value }])
         .unwrap();
+}
+
+/// This rank's end of a transfer of `region` from rank 0 to rank 1.
+pub fn from_first(comm: &Communicator, region: &Region, tag: u64) -> TransferRequest {
+    match comm.rank() {
+        0 => TransferRequest::send(region, 1, tag),
+        _ => TransferRequest::receive(region, 0, tag),
+    }
 }

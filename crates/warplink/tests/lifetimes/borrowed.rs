@@ -1,7 +1,7 @@
 //! Memory, streams and contexts of others: segments of several physical pieces, as PyTorch's
 //! expandable segments are, default streams, and a context that the application made.
 
-use super::common::{kind, open_device, processes, share_gpus, threads, values, world};
+use super::common::{from_first, kind, open_device, processes, share_gpus, threads, values, world};
 use super::{MIB, eventually, shared_mappings};
 use std::sync::Arc;
 use std::time::Duration;
@@ -294,11 +294,7 @@ fn a_capture_of_the_application_is_left_alone() {
         for (round, protocol) in [Protocol::Get, Protocol::Put].into_iter().enumerate() {
             let used = comm.alloc(MIB).unwrap();
             send(comm, &used, protocol, &borrowed, round);
-            let peer = 1 - comm.rank();
-            let request = match comm.rank() {
-                0 => TransferRequest::send(&used, peer, 6),
-                _ => TransferRequest::receive(&used, peer, 6),
-            };
+            let request = from_first(comm, &used, 6);
             let transfers = comm.exchange(&[request.with_protocol(protocol)]).unwrap();
             transfers[0].post(&borrowed).unwrap();
             transfers[0].wait(&borrowed).unwrap();

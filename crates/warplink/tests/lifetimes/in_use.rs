@@ -1,12 +1,12 @@
 //! Objects dropped while a stream may still use them are kept until the stream is done with them.
 
 use super::Footprint;
-use super::common::{assert_says, kind, processes, threads, world};
+use super::common::{assert_says, from_first, kind, processes, threads, world};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::{DeviceSlice, MemoryOp, Priority, Stream, Word};
-use warplink::p2p::{Protocol, Transfer, TransferRequest};
+use warplink::p2p::{Protocol, Transfer};
 use warplink::program::{Bindings, PrepareOptions, Program};
 use warplink::{Communicator, Config, DeviceKind, ErrorKind};
 
@@ -48,11 +48,7 @@ impl<'a> Held<'a> {
 
 /// Rank 0 sends to rank 1 by get.
 fn exchange(comm: &Communicator, region: &warplink::memory::Region, tag: u64) -> Transfer {
-    let peer = 1 - comm.rank();
-    let request = match comm.rank() {
-        0 => TransferRequest::send(region, peer, tag),
-        _ => TransferRequest::receive(region, peer, tag),
-    };
+    let request = from_first(comm, region, tag);
     comm.exchange(&[request.with_protocol(Protocol::Get)])
         .unwrap()
         .remove(0)

@@ -1,13 +1,13 @@
 //! Transfers in graphs: recorded once, launched any number of times.
 
 use super::common::{
-    assert_says, delayed, delays, processes, threads, threads_with, values, world,
+    assert_says, delayed, delays, from_first, processes, threads, threads_with, values, world,
 };
 use super::{PROTOCOLS, neighbours, ring};
 use std::time::Duration;
 use warplink::Communicator;
 use warplink::device::{Priority, Stream};
-use warplink::p2p::{Batch, Protocol, Transfer, TransferRequest, post_all, wait_all};
+use warplink::p2p::{Batch, Protocol, Transfer, post_all, wait_all};
 
 /// Several steps in one graph, of which each batch waits for one and posts the next.
 #[test]
@@ -165,12 +165,8 @@ fn any_number_of_streams_of_a_graph_may_wait_with_random_delays() {
 #[test]
 fn a_second_captured_post_needs_a_wait_between() {
     threads(world(2), |comm| {
-        let peer = 1 - comm.rank();
         let region = comm.alloc(64).unwrap();
-        let request = match comm.rank() {
-            0 => TransferRequest::send(&region, peer, 1),
-            _ => TransferRequest::receive(&region, peer, 1),
-        };
+        let request = from_first(comm, &region, 1);
         let transfer = comm
             .exchange(&[request.with_protocol(Protocol::Get)])
             .unwrap()

@@ -1,7 +1,8 @@
 //! Paths: what moves the bytes, one of which both ranks choose.
 
 use super::common::{
-    assert_says, delayed, delays, kind, pretending, processes, threads, threads_with, values, world,
+    assert_says, delayed, delays, from_first, kind, pretending, processes, threads, threads_with,
+    values, world,
 };
 use super::graphs::{replay, steps_that_other_streams_wait_for};
 use super::{PROTOCOLS, neighbours, ring_of_rounds};
@@ -64,11 +65,7 @@ fn any_number_of_streams_of_a_graph_may_wait_for_kernels() {
 
 /// One end of a transfer between two ranks, of which rank 0 sends.
 fn one_way(comm: &Communicator, region: &warplink::memory::Region, path: Path) -> Transfer {
-    let peer = 1 - comm.rank();
-    let request = match comm.rank() {
-        0 => TransferRequest::send(region, peer, 3),
-        _ => TransferRequest::receive(region, peer, 3),
-    };
+    let request = from_first(comm, region, 3);
     let request = request.with_path(path).with_protocol(Protocol::Put);
     comm.exchange(&[request]).unwrap().remove(0)
 }
@@ -320,12 +317,8 @@ fn paths_that_differ_are_told_to_both_and_nothing_is_lost() {
         let region = comm.alloc(4096).unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let own = [Path::CopyEngine, Path::Multiprocessors][comm.rank()];
-        let peer = 1 - comm.rank();
         for _ in 0..3 {
-            let request = match comm.rank() {
-                0 => TransferRequest::send(&region, peer, 9),
-                _ => TransferRequest::receive(&region, peer, 9),
-            };
+            let request = from_first(comm, &region, 9);
             let error = comm.exchange(&[request.with_path(own)]).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
             assert_says(

@@ -5,7 +5,7 @@ use anyhow::{Result, anyhow};
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::collections::{BTreeMap, BTreeSet};
-use warplink::topology::{Connection, Place, Topology};
+use warplink::topology::{Connection, RankLocation, Topology};
 
 const MARGIN: i32 = 24;
 const HEADING: i32 = 74;
@@ -377,7 +377,7 @@ fn clipped(from: (i32, i32), to: (i32, i32), half: i32) -> ((i32, i32), (i32, i3
 }
 
 /// The second and third line in a rank's box.
-fn details(place: &Place) -> [String; 2] {
+fn details(place: &RankLocation) -> [String; 2] {
     let address = place.address.map(|address| address.to_string());
     let network = place.network.as_ref().map(|device| device.name.clone());
     [address.unwrap_or_default(), network.unwrap_or_default()]

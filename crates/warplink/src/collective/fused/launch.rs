@@ -49,7 +49,7 @@ type ModelKey = (Key, [usize; 3]);
 
 /// Execution strategy and launch shape of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Shape {
+pub(super) struct LaunchShape {
     pub(super) way: Way,
     pub(super) lanes: usize,
     pub(super) threads: usize,
@@ -142,7 +142,7 @@ impl FusedLaunches {
     fn kernel(
         &self,
         (machine, workspace): (&Machine, &SharedWorkspace),
-        (described, shape): (&Described, &Shape),
+        (described, shape): (&Described, &LaunchShape),
         aligned: bool,
     ) -> Result<Arc<SharedKernel>> {
         let Described { call, form } = described;
@@ -207,7 +207,7 @@ impl Described {
     }
 
     /// Lanes, threads and rows of a launch.
-    pub(super) fn shape(&self, machine: &Machine, way: Way) -> Result<Shape> {
+    pub(super) fn shape(&self, machine: &Machine, way: Way) -> Result<LaunchShape> {
         let call = &self.call;
         let row = part(call.width, 1);
         let too_long = || {
@@ -268,7 +268,7 @@ impl Described {
                 && *blocks * (lanes + 1) <= machine.most_blocks.min(MAX_CLUSTERED)
         };
         let blocks = [8, 4, 2].into_iter().find(fits);
-        Ok(Shape {
+        Ok(LaunchShape {
             way,
             lanes,
             threads,
@@ -297,7 +297,7 @@ impl Described {
     pub(super) fn rank_program(
         &self,
         machine: &Machine,
-        shape: &Shape,
+        shape: &LaunchShape,
         rank: Rank,
     ) -> Result<RankProgram> {
         let parameters = self.parameters(machine, shape);
@@ -305,7 +305,7 @@ impl Described {
         unroll(&program, rank, machine.world, 1, &parameters)
     }
 
-    pub(super) fn parameters(&self, machine: &Machine, shape: &Shape) -> Parameters {
+    pub(super) fn parameters(&self, machine: &Machine, shape: &LaunchShape) -> Parameters {
         let room = match shape.way {
             Way::OneShot => machine.packet_bytes / self.call.dtype.size(),
             Way::Pushed | Way::Direct | Way::Gathered => {

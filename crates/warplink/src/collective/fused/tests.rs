@@ -1,6 +1,6 @@
 //! Static tests of fused calls' programs.
 
-use super::launch::Shape;
+use super::launch::LaunchShape;
 use super::program::Way;
 use super::samples::calls;
 use super::{Described, FusedKind, Wire};
@@ -25,7 +25,7 @@ fn all_calls(tokens: usize, width: usize) -> Vec<Described> {
 
 /// The program of a call with this number of lanes, and its parameters.
 fn made(call: &Described, way: Way, world: usize, lanes: usize) -> (Program, Parameters) {
-    let shape = Shape {
+    let shape = LaunchShape {
         way,
         lanes,
         threads: 128,
