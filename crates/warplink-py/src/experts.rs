@@ -15,9 +15,9 @@ type Arrays<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 
 /// A layer of experts: sends rows of tokens to the ranks of their experts, and returns weighted sums.
 ///
-/// Created by Collectives.experts. The routing is known only in device memory: a rank waits only for ranks that it
-/// exchanges rows with, and no host waits at all. Calls of one layer execute one after another; for concurrent calls,
-/// create several layers. Arrays are anything that Communicator.borrow accepts, and are kept alive until the stream has
+/// Created by Collectives.experts. The routing is known only in device memory, and no host waits for it. Calls of one
+/// layer execute one after another; for concurrent calls, create several layers. Arrays are anything that
+/// Communicator.borrow accepts, and are kept alive until the stream has
 /// passed the call. Memory without an element type must have the same number of bytes.
 ///
 /// Calls raise InvalidArgumentError for arrays of another shape or element type, that are not contiguous, that overlap

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::Path;
-use warplink::collective::fused_programs;
+use warplink::collective::{expert_programs, fused_programs};
 use warplink::device::{ReduceOp, cuda};
 use warplink::program::section::SectionInstance;
 use warplink::program::{OperationKind, Parameters, Program, unroll};
@@ -174,41 +174,60 @@ fn every_fused_call_compiles() {
     let worlds = [2, 3, 8];
     let programs = worlds.map(|world| fused_programs(world).expect("programs of fused calls"));
     for number in 0..programs[0].len().div_ceil(3) {
-        let world = worlds[number % 3];
-        let (name, program) = &programs[number % 3][3 * number];
-        let mut parameters = Parameters::new();
-        for parameter in &program.parameters {
-            if parameter.kind.alternatives().is_empty() {
-                let value = match parameter.name.as_str() {
-                    "room" => 1 << 20,
-                    // As many rows of each rank.
-                    "tokens" => 1008,
-                    "deep" => 2,
-                    _ => 1000,
-                };
-                parameters.insert(&parameter.name, value);
-            }
-        }
-        let rank_program = unroll(program, 0, world, 1, &parameters).expect("a rank's program");
-        let OperationKind::Kernel(section) = &rank_program.operations[0].kind else {
-            panic!("{name}: {:?} is no kernel", rank_program.operations[0]);
-        };
-        let architecture = cuda::ARCHITECTURES[number % cuda::ARCHITECTURES.len()];
-        let clusters = name.contains("OneShot") && architecture != "sm_80";
-        let section = SectionInstance {
-            published: program.to_string().contains(" with "),
-            blocks: if clusters { 4 } else { 1 },
-            ..SectionInstance::clone(section)
-        };
-        let text = section.kernel(number % 2 == 0).expect("a kernel");
-        // For each architecture, as there are four.
-        let optimized = Optimized::fully_if(number % 3 == 0);
-        if !compiles(name, &text, architecture, optimized) {
+        let named = &programs[number % 3][3 * number];
+        if !program_compiles(named, worlds[number % 3], number) {
             return;
         }
     }
     let count = programs[0].len();
     assert!(count > 80, "{count} programs");
+}
+
+/// The combine of experts for tokens of few and many experts, each for another architecture.
+#[test]
+fn every_combine_of_experts_compiles() {
+    let programs = expert_programs().expect("programs of layers of experts");
+    for (number, (named, world)) in programs.iter().zip([1, 2, 8]).enumerate() {
+        if !program_compiles(named, world, number) {
+            return;
+        }
+    }
+}
+
+/// Compiles the kernel of a shipped program for one of the architectures. Returns false if there is no NVRTC.
+fn program_compiles((name, program): &(String, Program), world: usize, number: usize) -> bool {
+    let mut parameters = Parameters::new();
+    for parameter in &program.parameters {
+        if parameter.kind.alternatives().is_empty() {
+            let value = match parameter.name.as_str() {
+                "room" => 1 << 20,
+                // As many rows of each rank.
+                "tokens" => 1008,
+                "deep" => 2,
+                _ => 1000,
+            };
+            parameters.insert(&parameter.name, value);
+        }
+    }
+    let rank_program = unroll(program, 0, world, 1, &parameters).expect("a rank's program");
+    let OperationKind::Kernel(section) = &rank_program.operations[0].kind else {
+        panic!("{name}: {:?} is no kernel", rank_program.operations[0]);
+    };
+    let architecture = cuda::ARCHITECTURES[number % cuda::ARCHITECTURES.len()];
+    let clusters = name.contains("OneShot") && architecture != "sm_80";
+    let section = SectionInstance {
+        published: program.to_string().contains(" with "),
+        blocks: if clusters { 4 } else { 1 },
+        ..SectionInstance::clone(section)
+    };
+    let text = section.kernel(number.is_multiple_of(2)).expect("a kernel");
+    // For each architecture, as there are four.
+    compiles(
+        name,
+        &text,
+        architecture,
+        Optimized::fully_if(number.is_multiple_of(3)),
+    )
 }
 
 /// Names of integers and tensors in a section mean nothing else in the kernel.

@@ -1,8 +1,9 @@
 //! Diagnosis of calls that do not complete or that differ between ranks.
 
 use super::comparison::{CallComparison, PATIENCE, QueryResult};
-use super::fused::describe;
-use super::{Collectives, Inner};
+use super::experts::{COMBINE, describe_combine};
+use super::fused::{FUSED, describe_fused};
+use super::{Call, Collectives, Inner};
 use crate::deadline::Deadline;
 use crate::device::{InUse, Priority};
 use crate::error::{Error, ErrorKind, Result};
@@ -173,6 +174,15 @@ fn unfinished(collectives: &Inner) -> Option<Error> {
              has made fewer calls",
         ),
     })
+}
+
+/// Description of a rank's call from its announcement.
+pub(super) fn describe(words: &[u32]) -> String {
+    match words.first().map(|what| what & 0xf) {
+        Some(FUSED) => describe_fused(words),
+        Some(COMBINE) => describe_combine(words),
+        _ => Call::describe(words),
+    }
 }
 
 /// Error suffix that describes the last collective, if any.

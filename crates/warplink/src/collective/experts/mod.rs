@@ -1,24 +1,32 @@
 //! Expert parallelism: sends rows of tokens to the ranks of their experts, and returns weighted sums.
 //!
-//! The routing exists only in device memory. A kernel lists the rows (`kernels/experts.cu`), messages with
-//! counts in device memory move them, and another kernel sums the returned rows. A rank waits only for ranks
-//! that it exchanges rows with, and no host waits.
+//! The routing exists only in device memory. A kernel lists the rows (`kernels/experts.cu`), and messages with
+//! counts in device memory move them. Results are summed by a program (`combine.wlp`), which reads them where the
+//! experts have left them. No host waits.
 //!
 //! | module | subject |
 //! |---|---|
-//! | `kernels` | the kernels, and their host-device versions |
+//! | `combine` | the program that combines, and its kernels |
+//! | `kernels` | the kernel that lists rows, and its host-device version |
 
+mod combine;
 mod kernels;
 
 use super::Collectives;
+use super::choice::Machine;
 use super::messages::{Count, Entry, check_apart};
 use crate::device::{AllocationKind, DeviceSlice, InUse, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::named::alternatives;
 use crate::p2p::Direction;
+use crate::program::execute::SharedWorkspace;
 use crate::sync::lock;
-use kernels::{ExpertKernels, Routing, Sum};
+#[doc(hidden)]
+pub use combine::expert_programs;
+pub(super) use combine::{COMBINE, describe_combine};
+use combine::{Combine, Rows};
+use kernels::{ExpertKernels, Routing};
 use std::fmt;
 use std::sync::Mutex;
 
@@ -66,14 +74,15 @@ struct Layer {
     options: ExpertOptions,
     max_rows: usize,
     kernels: ExpertKernels,
-    /// For each rank: number of rows, and token and expert of each.
+    combine: Combine,
+    /// For each rank: number of rows, and token and expert of each. Behind the numbers of rows, that of tokens.
     counts: DeviceSlice,
     tokens: DeviceSlice,
     locals: DeviceSlice,
-    /// For each slot of each token, the position of its returned row.
+    /// For each slot of each token, the position of its row among the `max_rows` rows of each rank.
     places: DeviceSlice,
-    /// Returned rows: `[world, max_rows, elements]`.
-    back: DeviceSlice,
+    /// Positions of the slots of a token without experts.
+    nothing: DeviceSlice,
     /// Number of tokens of the last dispatch, to which `places` belongs.
     dispatched: Mutex<Option<usize>>,
 }
@@ -153,30 +162,31 @@ impl Collectives {
         let inner = &self.0;
         let world = inner.machine.world;
         options.check(world)?;
-        let Some(lines) = &inner.lines else {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "the vendor's library takes no counts from device memory",
-            )
-            .with_help("read the counts on the host, and pass them to all_to_all_v"));
-        };
+        let lines = inner.lines.as_ref().ok_or_else(no_direct_path)?;
         // Before memory is allocated: a row must fit a chunk, since it is not split.
         lines.check_unit(options.row_bytes())?;
         let device = &inner.context.device;
         let max_rows = options.rows_per_peer(world);
         let memory = |bytes: usize| device.allocate(bytes, AllocationKind::Plain);
+        let shared = device.properties().shared;
+        let combine = Combine::new(options, &inner.machine, (inner.context.rank(), shared))?;
+        let nothing = memory(WORD * options.top_k)?;
+        let nowhere = ((world * max_rows) as u32).to_le_bytes();
+        device.upload(&nothing, &nowhere.repeat(options.top_k))?;
         let layer = Layer {
             collectives: self.clone(),
             options: *options,
             max_rows,
             kernels: ExpertKernels::load(&**device)?,
-            counts: memory(WORD * world)?,
+            combine,
+            counts: memory(WORD * (world + 1))?,
             tokens: memory(WORD * world * max_rows)?,
             locals: memory(WORD * world * max_rows)?,
             places: memory(WORD * options.max_tokens * options.top_k)?,
-            back: memory(options.row_bytes() * world * max_rows)?,
+            nothing,
             dispatched: Mutex::default(),
         };
+        layer.combine.prepare(layer.direct()?)?;
         let in_flight = &inner.context.in_flight;
         Ok(Experts(std::sync::Arc::new(InUse::new(layer, in_flight))))
     }
@@ -319,44 +329,21 @@ impl Experts {
                 ("weights", weights),
             ],
         )?;
-        let (row, rows) = (layer.options.row_bytes(), layer.max_rows);
-        let (results, back) = (
-            layer.parts(from.rows, row * rows)?,
-            layer.parts(&layer.back, row * rows)?,
-        );
-        // The counts of the dispatch, with the directions exchanged: each row returns to its rank.
-        let counts = (
-            layer.parts(from.counts, WORD)?,
-            layer.parts(&layer.counts, WORD)?,
-        );
-        let mut entries = Vec::with_capacity(2 * layer.world());
-        for peer in layer.peers() {
-            let message = |direction, data, count| Entry {
-                peer,
-                direction,
-                data,
-                bytes: row * rows,
-                unit: row,
-                count: Count::Given(count),
-                index: None,
-            };
-            entries.push(message(Direction::Send, &results[peer], &counts.0[peer]));
-            entries.push(message(Direction::Receive, &back[peer], &counts.1[peer]));
-        }
-        let sum = Sum {
-            rows: layer.back.clone(),
-            places: layer.places.clone(),
-            weights: weights.clone(),
-            output: output.clone(),
-            tokens,
-            slots,
-            elements: layer.options.elements,
+        let rows = Rows {
+            results: from.rows,
+            places: &layer.places,
+            weights,
+            nothing: &layer.nothing,
+            count: &layer
+                .counts
+                .slice(WORD * layer.world()..WORD * (layer.world() + 1))?,
+            output,
         };
         self.enqueue(stream, |is_recorded| {
             // Within the turn, so that no dispatch of another thread comes between the check and the sum.
             layer.check_dispatched(tokens)?;
-            layer.enqueue(&entries, (stream, is_recorded))?;
-            layer.kernels.sum(&sum, layer.options.dtype, stream)
+            let on_stream = (stream, is_recorded);
+            layer.combine.enqueue(layer.direct()?, &rows, on_stream)
         })
     }
 
@@ -373,6 +360,13 @@ impl Experts {
 impl Layer {
     fn world(&self) -> usize {
         self.collectives.0.machine.world
+    }
+
+    /// The machine, and the workspace of the programs.
+    fn direct(&self) -> Result<(&Machine, &SharedWorkspace)> {
+        let inner = &self.collectives.0;
+        let direct = inner.path.direct().ok_or_else(no_direct_path)?;
+        Ok((&inner.machine, &direct.workspace))
     }
 
     /// All ranks, starting with this one, so that ranks do not all target the same peer.
@@ -433,6 +427,14 @@ impl Layer {
     }
 }
 
+fn no_direct_path() -> Error {
+    Error::new(
+        ErrorKind::Unsupported,
+        "the vendor's library takes no counts from device memory",
+    )
+    .with_help("read the counts on the host, and pass them to all_to_all_v")
+}
+
 /// Fails if memory has the wrong length, or is not aligned to `unit` bytes.
 fn check_bytes(what: &str, memory: &DeviceSlice, expected: usize, unit: usize) -> Result<()> {
     if memory.bytes() != expected {
@@ -457,3 +459,7 @@ impl fmt::Debug for Experts {
         write!(f, "Experts({:?})", self.0.options)
     }
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic)]
+mod tests;

@@ -19,7 +19,7 @@ pub(super) use launch::FusedLaunches;
 pub use memory::{FusedBytes, FusedMemory};
 #[doc(hidden)]
 pub use samples::fused_programs;
-pub(super) use words::describe;
+pub(super) use words::{FUSED, describe_fused};
 
 use super::Collectives;
 use super::call::{Call, CollectiveKind};

@@ -3,11 +3,12 @@
 use super::memory::Tensor;
 use super::program::Way;
 use super::{Described, FusedKind, Norm, Quantization, Wire};
+use crate::collective::diagnosis::describe;
 use crate::dtype::DType;
 use crate::named::Named as _;
 
 /// Encoded in place of a collective's kind.
-const FUSED: u32 = 0xf;
+pub(in crate::collective) const FUSED: u32 = 0xf;
 
 /// Bit offsets of the parts of the first word.
 const KIND: u32 = 4;
@@ -64,12 +65,9 @@ impl Described {
     }
 }
 
-/// Description of a rank's call from its announcement: a fused call or any other.
-pub(in crate::collective) fn describe(words: &[u32]) -> String {
+/// Description of a fused call from its announcement.
+pub(in crate::collective) fn describe_fused(words: &[u32]) -> String {
     let [what, tokens, width, eps] = [0, 1, 2, 3].map(|at| words.get(at).copied().unwrap_or(0));
-    if what & 0xf != FUSED {
-        return crate::collective::Call::describe(words);
-    }
     if words.len() == 2 {
         // The numbers of forms, to determine whether they differ.
         return format!(

@@ -1,0 +1,166 @@
+//! Static tests of the program that combines.
+
+use super::ExpertOptions;
+use super::combine::{Combine, text};
+use crate::collective::Algorithm;
+use crate::collective::algorithm::tests::machine;
+use crate::collective::call::{Call, CollectiveKind};
+use crate::collective::choice::Machine;
+use crate::device::ReduceOp;
+use crate::dtype::DType;
+use crate::program::evaluate::Evaluator;
+use crate::program::verify::{verify, verify_sharing};
+use crate::program::{Parameters, Program, TensorInstance};
+
+/// A machine of `world` ranks whose kernels have this many lanes for data.
+fn with_lanes(world: usize, lanes: usize) -> Machine {
+    Machine {
+        most_lanes: lanes,
+        forced_threads: Some(128),
+        ..machine(world)
+    }
+}
+
+/// The program of a layer with this number of experts of a token, and its parameters for the launch from a token on.
+fn made(
+    world: usize,
+    (experts, lanes, from): (usize, usize, usize),
+    elements: usize,
+) -> (Program, Parameters) {
+    let machine = with_lanes(world, lanes);
+    let options = ExpertOptions {
+        experts: experts * world,
+        top_k: experts,
+        max_tokens: 5,
+        max_rows: Some(4),
+        elements,
+        dtype: DType::BF16,
+    };
+    let combine = Combine::new(&options, &machine, (0, false)).unwrap();
+    let parameters = combine.parameters(&machine, (from, options.max_tokens));
+    (combine.program().clone(), parameters)
+}
+
+#[test]
+fn combine_is_verified_for_every_world() {
+    for (world, shape) in [
+        (1, (1, 1, 0)),
+        (2, (1, 2, 2)),
+        (2, (3, 1, 0)),
+        (2, (9, 2, 3)),
+        (3, (2, 2, 2)),
+    ] {
+        let (program, given) = made(world, shape, 24);
+        if let Err(found) = verify(&program, world, 1, &given) {
+            panic!("{world}, {given}: {}\n{program}", found[0]);
+        }
+    }
+}
+
+/// The sums are the expected ones whatever memory is accessible, with slots without an expert among them.
+#[test]
+fn combine_meets_its_expectation() {
+    for (world, experts, from) in [(1, 1, 0), (2, 3, 0), (2, 9, 2), (3, 2, 0)] {
+        let inputs = |rank: usize, number: usize, tensor: &TensorInstance| {
+            let at = |element: usize| (7 * element + 5 * number + 3 * rank) % 11;
+            let elements = 0..tensor.bytes / tensor.dtype.size();
+            let bytes = |element: usize| match tensor.dtype {
+                DType::I32 => ((5 - rank) as u32).to_le_bytes().to_vec(),
+                // Four rows of each rank, and no expert.
+                DType::U32 => (at(element) as u32 % (4 * world as u32 + 1))
+                    .to_le_bytes()
+                    .to_vec(),
+                dtype => dtype.encode([at(element) as f64 - 5.0]),
+            };
+            elements.flat_map(bytes).collect::<Vec<u8>>()
+        };
+        let (program, given) = made(world, (experts, 2, from), 137);
+        let evaluator = || Evaluator::new(&program, world, 1, &given).unwrap();
+        for evaluator in [
+            evaluator(),
+            evaluator().without_reaching(&["X".to_owned()]).unwrap(),
+        ] {
+            if let Err(error) = evaluator.run(inputs) {
+                panic!("{world}, {experts}, {from}: {error}\n{program}");
+            }
+        }
+    }
+}
+
+/// Combines may precede and follow collectives, and those of other layers, in their workspace.
+#[test]
+fn combine_shares_the_workspace_of_collectives() {
+    let machine = with_lanes(2, 2);
+    let mut programs = vec![made(2, (1, 2, 3), 24), made(2, (9, 1, 4), 24)];
+    for algorithm in [Algorithm::TwoShot, Algorithm::Direct] {
+        let call = Call {
+            kind: CollectiveKind::AllReduce,
+            op: Some(ReduceOp::Sum),
+            dtype: DType::F32,
+            count: 100,
+            root: None,
+        };
+        let choice = crate::collective::Choice {
+            lanes: 2,
+            threads: 128,
+            ..machine.shape(algorithm, &call)
+        };
+        let program = algorithm.program(call.kind).unwrap().unwrap().clone();
+        programs.push((program, machine.parameters(&call, &choice)));
+    }
+    let given: Vec<(&Program, &Parameters)> = programs.iter().map(|(a, b)| (a, b)).collect();
+    if let Err(found) = verify_sharing(&given, 2, 1) {
+        panic!("{}", found[0]);
+    }
+}
+
+/// The program with one fault is rejected for that fault.
+#[test]
+fn faulty_variants_are_refused() {
+    let variants = [
+        // Scratch of the previous launch is overwritten while a rank may still read it.
+        ("let slot = epoch % 2", "let slot = 0", "race"),
+        // Experts' rows are overwritten while a peer may still read them.
+        (
+            "\n                barrier\n            } else",
+            "\n            } else",
+            "race",
+        ),
+        // Requests are read before they have arrived.
+        ("barrier\n                    for p", "for p", "race"),
+        // Rows are read before they have arrived.
+        (
+            "barrier\n                    if t < own",
+            "if t < own",
+            "race",
+        ),
+        // Two lanes state what they need in the same place.
+        (
+            "let asking = (i * world + rank)",
+            "let asking = rank",
+            "race",
+        ),
+        // A slot without an expert is taken for a row.
+        (
+            "if p0 < none else 0",
+            "if p0 <= none else 0",
+            "out-of-bounds",
+        ),
+        // A rank without a token states nothing.
+        (
+            "put N to R[slot][asking..asking + 2] on (rank + r) % world",
+            "",
+            "unwritten-read",
+        ),
+    ];
+    let (_, given) = made(2, (2, 2, 0), 24);
+    let text = text(2);
+    for (right, wrong, kind) in variants {
+        assert!(text.contains(right), "{right}:\n{text}");
+        let program = Program::parse(&text.replacen(right, wrong, 1)).unwrap();
+        let Err(found) = verify(&program, 2, 1, &given) else {
+            panic!("'{wrong}' instead of '{right}' passes");
+        };
+        assert_eq!(found[0].kind.name(), kind, "{wrong}: {}", found[0]);
+    }
+}
