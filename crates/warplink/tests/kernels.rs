@@ -137,24 +137,12 @@ fn sections(world: usize) -> Vec<(String, SectionInstance)> {
     all
 }
 
-// In two tests, which processors share: in one, it would take as long as all others together.
 #[test]
-fn every_section_of_an_even_number_compiles_for_every_architecture() {
-    compile_sections(0);
-}
-
-#[test]
-fn every_section_of_an_odd_number_compiles_for_every_architecture() {
-    compile_sections(1);
-}
-
-/// Compiles every other section, from the one of number `first`.
-fn compile_sections(first: usize) {
+fn every_section_compiles_for_every_architecture() {
     let cases = [(2, true), (8, false)];
     let mut compiled = 0;
     for (world, aligned) in cases {
-        let numbered = sections(world).into_iter().enumerate();
-        for (number, (name, section)) in numbered.skip(first).step_by(2) {
+        for (number, (name, section)) in sections(world).into_iter().enumerate() {
             let text = section
                 .kernel(aligned)
                 .unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -232,13 +220,13 @@ fn program_compiles((name, program): &(String, Program), world: usize, number: u
         blocks: if clusters { 4 } else { 1 },
         ..SectionInstance::clone(section)
     };
-    let text = section.kernel(number % 2 == 0).expect("a kernel");
+    let text = section.kernel(number.is_multiple_of(2)).expect("a kernel");
     // For each architecture, as there are four.
     compiles(
         name,
         &text,
         architecture,
-        Optimized::fully_if(number % 3 == 0),
+        Optimized::fully_if(number.is_multiple_of(3)),
     )
 }
 

@@ -5,6 +5,7 @@ use super::ExpertOptions;
 use crate::collective::choice::{Machine, part};
 use crate::collective::diagnosis::describe;
 use crate::collective::launches::section;
+use crate::collective::recent::Recent;
 use crate::device::{DeviceSlice, Readying, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -27,6 +28,9 @@ const MAX_STATED: usize = 12;
 /// Maximum threads of a lane, each of which has a unit of every row of a step in registers; and elements of a unit.
 const MAX_THREADS: usize = 512;
 const UNIT: usize = 8;
+
+/// Maximum number of cached kernels.
+const MAX_KEPT: usize = 1024;
 
 /// Maximum tokens of a lane in a launch where ranks share cores: lanes are interpreted there, from the start of a launch
 /// again for what they read from memory.
@@ -65,6 +69,9 @@ struct Shape {
     tokens: usize,
 }
 
+/// Cache key: the first token of the launch, the number of tokens of the call, and whether memory is aligned.
+type Key = (usize, usize, bool);
+
 /// The program of a layer, and its kernels.
 pub(super) struct Combine {
     options: ExpertOptions,
@@ -72,8 +79,9 @@ pub(super) struct Combine {
     rank: Rank,
     program: Program,
     shape: Shape,
-    /// Keyed by the first token of the launch, and whether memory is aligned.
-    kernels: Mutex<BTreeMap<(usize, bool), Arc<SharedKernel>>>,
+    kept: Mutex<Recent<Key, Arc<SharedKernel>>>,
+    /// Kernels for the maximum number of tokens, whose code others share.
+    models: Mutex<BTreeMap<Key, Arc<SharedKernel>>>,
 }
 
 impl Combine {
@@ -88,13 +96,15 @@ impl Combine {
             rank,
             program: program(options.top_k)?,
             shape: Shape::new(options, machine, shared)?,
-            kernels: Mutex::default(),
+            kept: Mutex::new(Recent::new(MAX_KEPT)),
+            models: Mutex::default(),
         })
     }
 
     /// Compiles the kernel for aligned memory.
     pub(super) fn prepare(&self, on: (&Machine, &SharedWorkspace)) -> Result<()> {
-        self.kernel(on, (0, true)).map(drop)
+        self.kernel(on, (0, self.options.max_tokens, true))
+            .map(drop)
     }
 
     /// Enqueues the sums of all tokens.
@@ -121,24 +131,46 @@ impl Combine {
             ];
             let mut starts = slices.iter().map(DeviceSlice::address);
             let aligned = starts.all(|start| start.is_multiple_of(16));
-            let kernel = self.kernel(on, (from, aligned))?;
+            let kernel = self.kernel(on, (from, tokens, aligned))?;
             let tensors: Vec<&DeviceSlice> = slices.iter().collect();
             kernel.enqueue(on_stream, &tensors, true)?;
         }
         Ok(())
     }
 
-    /// The kernel of the launch from a token on.
-    fn kernel(
+    fn kernel(&self, on: (&Machine, &SharedWorkspace), key: Key) -> Result<Arc<SharedKernel>> {
+        if let Some(kept) = lock(&self.kept).get(&key) {
+            return Ok(kept.clone());
+        }
+        let (from, _, aligned) = key;
+        let most = (from, self.options.max_tokens, aligned);
+        let mut models = lock(&self.models);
+        let model = match models.get(&most) {
+            Some(model) => model.clone(),
+            None => {
+                let made = self.made(on, most, None)?;
+                models.insert(most, made.clone());
+                made
+            }
+        };
+        let made = if key == most {
+            model
+        } else {
+            self.made(on, key, Some(&model))?
+        };
+        // Dropped outside the lock.
+        let before = lock(&self.kept).insert(key, made.clone());
+        drop(before);
+        Ok(made)
+    }
+
+    fn made(
         &self,
         (machine, workspace): (&Machine, &SharedWorkspace),
-        (from, aligned): (usize, bool),
+        (from, tokens, aligned): Key,
+        model: Option<&SharedKernel>,
     ) -> Result<Arc<SharedKernel>> {
-        let mut kernels = lock(&self.kernels);
-        if let Some(made) = kernels.get(&(from, aligned)) {
-            return Ok(made.clone());
-        }
-        let parameters = self.parameters(machine, from);
+        let parameters = self.parameters(machine, (from, tokens));
         let program = unroll(&self.program, self.rank, machine.world, 1, &parameters)?;
         let wanted = CodeWanted {
             section: Arc::new(SectionInstance {
@@ -147,13 +179,14 @@ impl Combine {
             }),
             aligned,
             readying: Readying::WithCode,
-            model: None,
+            model,
             largest: None,
         };
+        if let Some(made) = workspace.kernel_like(&wanted) {
+            return made.map(Arc::new);
+        }
         let tell: Arc<TellDifference> = Arc::new(difference);
-        let made = Arc::new(workspace.kernel(&wanted, tell)?);
-        kernels.insert((from, aligned), made.clone());
-        Ok(made)
+        workspace.kernel(&wanted, tell).map(Arc::new)
     }
 
     #[cfg(test)]
@@ -161,8 +194,12 @@ impl Combine {
         &self.program
     }
 
-    /// Parameters of a launch from a token on.
-    pub(super) fn parameters(&self, machine: &Machine, from: usize) -> Parameters {
+    /// Parameters of a launch from a token on, for a call of so many tokens at most.
+    pub(super) fn parameters(
+        &self,
+        machine: &Machine,
+        (from, tokens): (usize, usize),
+    ) -> Parameters {
         let (options, shape) = (&self.options, &self.shape);
         let words = |count: usize| count.next_multiple_of(SCRATCH_WORDS);
         let requests = words(shape.lanes * machine.world * options.top_k);
@@ -172,7 +209,7 @@ impl Combine {
         let announced = self.words().map(|word| i64::from(word as i32));
         let [what, length, upper, factor] = announced;
         for (name, value) in [
-            ("tokens", options.max_tokens as i64),
+            ("tokens", tokens as i64),
             ("first", from as i64),
             ("most", shape.tokens.min(options.max_tokens - from) as i64),
             ("rows", self.max_rows as i64),

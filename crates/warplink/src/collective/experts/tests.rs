@@ -37,7 +37,7 @@ fn made(
         dtype: DType::BF16,
     };
     let combine = Combine::new(&options, &machine, (0, false)).unwrap();
-    let parameters = combine.parameters(&machine, from);
+    let parameters = combine.parameters(&machine, (from, options.max_tokens));
     (combine.program().clone(), parameters)
 }
 
