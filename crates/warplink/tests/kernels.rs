@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::Path;
-use warplink::collective::{expert_programs, fused_programs};
+use warplink::collective::{expert_programs, fused_programs, message_kernels};
 use warplink::device::{ReduceOp, cuda};
 use warplink::program::section::SectionInstance;
 use warplink::program::{OperationKind, Parameters, Program, unroll};
@@ -79,6 +79,17 @@ fn kernels_that_include_the_header_compile_for_every_architecture() {
     for (name, text) in files {
         for architecture in cuda::ARCHITECTURES {
             if !compiles(name, text, architecture, Fully) {
+                return;
+            }
+        }
+    }
+}
+
+#[test]
+fn kernels_of_messages_compile_for_every_architecture() {
+    for text in message_kernels().unwrap() {
+        for architecture in cuda::ARCHITECTURES {
+            if !compiles("messages", &text, architecture, Fully) {
                 return;
             }
         }
