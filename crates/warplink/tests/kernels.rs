@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::Path;
-use warplink::collective::{expert_programs, fused_programs};
+use warplink::collective::{expert_programs, fused_programs, message_kernels};
 use warplink::device::{ReduceOp, cuda};
 use warplink::program::section::SectionInstance;
 use warplink::program::{OperationKind, Parameters, Program, unroll};
@@ -85,6 +85,17 @@ fn kernels_that_include_the_header_compile_for_every_architecture() {
     }
 }
 
+#[test]
+fn kernels_of_messages_compile_for_every_architecture() {
+    for text in message_kernels().unwrap() {
+        for architecture in cuda::ARCHITECTURES {
+            if !compiles("messages", &text, architecture, Fully) {
+                return;
+            }
+        }
+    }
+}
+
 /// The sections of the example programs and of collectives for a world, as rank 0 launches them.
 fn sections(world: usize) -> Vec<(String, SectionInstance)> {
     let folders = ["../../examples/programs", "src/collective/programs"];
@@ -137,12 +148,24 @@ fn sections(world: usize) -> Vec<(String, SectionInstance)> {
     all
 }
 
+// In two tests, which processors share: in one, it would take as long as all others together.
 #[test]
-fn every_section_compiles_for_every_architecture() {
+fn every_section_of_an_even_number_compiles_for_every_architecture() {
+    compile_sections(0);
+}
+
+#[test]
+fn every_section_of_an_odd_number_compiles_for_every_architecture() {
+    compile_sections(1);
+}
+
+/// Compiles every other section, from the one of number `first`.
+fn compile_sections(first: usize) {
     let cases = [(2, true), (8, false)];
     let mut compiled = 0;
     for (world, aligned) in cases {
-        for (number, (name, section)) in sections(world).into_iter().enumerate() {
+        let numbered = sections(world).into_iter().enumerate();
+        for (number, (name, section)) in numbered.skip(first).step_by(2) {
             let text = section
                 .kernel(aligned)
                 .unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -272,7 +295,7 @@ fn reductions_of_every_type_compile() {
         let plain = ReduceOp::ALL[number % ReduceOp::ALL.len()];
         let scaled = dtype.is_float().then_some(ReduceOp::scaled_sum(0.5));
         for op in [plain].into_iter().chain(scaled) {
-            reduction_compiles(&program, dtype, op, number % 2 == 0);
+            reduction_compiles(&program, dtype, op, number.is_multiple_of(2));
         }
     }
 }

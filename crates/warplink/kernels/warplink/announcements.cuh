@@ -11,9 +11,11 @@ namespace warplink {
 
 namespace detail {
 
-// Words of 8 bytes that a verdict stores of an announcement, and bytes of a verdict. Must match the host.
+// Words of 8 bytes that a verdict stores of an announcement, and bytes of a verdict: the other rank's words, a byte for
+// each packet, and this rank's words in packets that differ. Must match the host.
 constexpr u32 verdict_words = 4;
-constexpr u32 verdict_bytes = 8 * verdict_words + 8;
+constexpr u32 verdict_own = 8 * verdict_words + 8;
+constexpr u32 verdict_bytes = verdict_own + 8 * verdict_words;
 
 // Marks a packet that differs, and one that locates memory unknown to this rank. Must match the host.
 constexpr unsigned char differs = 1;
@@ -71,6 +73,7 @@ __device__ __forceinline__ bool compare(Lane &lane, const Packet<8> &came, const
         Packet<8> one = load_packet<8>(at + 16 * i);
         if (await_packet(lane, at + 16 * i, one, flag)) *(volatile u64 *)(note + 8 * i) = (u64)one.unit.word[1] << 32 | one.unit.word[0];
     }
+    *(volatile u64 *)(note + verdict_own + 8 * packet) = (u64)own.word[1] << 32 | own.word[0];
     __threadfence_system();
     *(volatile unsigned char *)(note + 8 * verdict_words + packet) = differs;
     *(volatile u64 *)lane.abort = 1;
@@ -80,16 +83,15 @@ __device__ __forceinline__ bool compare(Lane &lane, const Packet<8> &came, const
 }  // namespace detail
 
 // Stores the announcement as 16-byte packets at every place.
-template <u32 COUNT, u32 INTEGERS> __device__ __forceinline__ void announce(Lane &lane, const Places<COUNT> &to, const Announced<INTEGERS> &all) {
-    typedef detail::OnePacket<COUNT, Announced<INTEGERS>::packets> One;
+template <typename To, u32 INTEGERS> __device__ __forceinline__ void announce(Lane &lane, const To &to, const Announced<INTEGERS> &all) {
+    typedef detail::OnePacket<To::count, Announced<INTEGERS>::packets> One;
     if (lane.rank() >= One::count) return;
     const One one(lane.rank());
     detail::store_packet(one.at(to), one.of(all), Flag(lane.epoch()));
 }
 
 // Waits for the announcements at all places. If one differs from `all`, it is recorded in `verdict`, `verdict_bytes`
-// for each place: 8 for each packet, then a byte for each that is 1 if the packet differs. The lane's signals are
-// then aborted, since other lanes may wait for data that will never arrive.
+// for each place. The lane's signals are then aborted, since other lanes may wait for data that will never arrive.
 template <u32 COUNT, u32 INTEGERS>
 __device__ __forceinline__ void agree(Lane &lane, const Places<COUNT> &from, const Announced<INTEGERS> &all, u64 verdict) {
     typedef detail::OnePacket<COUNT, Announced<INTEGERS>::packets> One;
@@ -161,6 +163,13 @@ template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<
         tensor.own = 1;
         tensor.missing = 0;
     }
+}
+
+// Prepares for the location of a tensor that other ranks announce, and this one does not. All threads see it.
+template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<WORLD> &tensor) {
+    lane.sync();
+    if (threadIdx.x == 0) tensor.missing = 0;
+    lane.sync();
 }
 
 // Integers and tensors that ranks announce in a launch: a packet for two integers or for a tensor.

@@ -101,15 +101,15 @@ struct Lane {
     // Whether all blocks of the lane are known to run, which has to precede accesses of their shared memory.
     bool together;
 
-    // `epochs`: the number of launches so far for each lane, in this rank's memory.
-    __device__ __forceinline__ Lane(u64 abort, u64 epochs) : abort(abort), epochs(epochs), ended(false), together(lane_blocks == 1) {
+    // `epochs`: the number of launches so far for each lane, in this rank's memory. This one is lane `number`.
+    __device__ __forceinline__ Lane(u64 abort, u64 epochs, u32 number = blockIdx.x) : abort(abort), epochs(epochs), ended(false), together(lane_blocks == 1) {
         if constexpr (lane_blocks > 1) {
             if (threadIdx.x == 0) detail::ClusterExchange::own().prepare();
             __syncwarp();
             detail::cluster_arrive();
         }
         detail::await_preceding();
-        launches = detail::load_relaxed(epochs + 8 * blockIdx.x);
+        launches = detail::load_relaxed(epochs + 8 * number);
     }
 
     // Epoch of this launch, from 1 on. Loads earlier in the code are in flight before `launches` has to arrive.

@@ -18,6 +18,9 @@
 //
 // A step moves fewer than 2^31 units of 16 bytes, or packets.
 //
+// With WARPLINK_ANY_ALIGNMENT, copies between places that are not aligned alike use the widest accesses that both allow,
+// at the cost of more code.
+//
 // Addresses are of this address space (peers' memory is mapped). Memory is moved in whole units where addresses allow
 // that: everywhere, for parts of tensors that begin at a multiple of 16 bytes.
 
@@ -280,6 +283,22 @@ __device__ __forceinline__ LinePart load_line_part(u64 at) {
     return part;
 }
 
+// Reloads until the flag has arrived. All 8 threads, those of `mask`, continue, and end, together.
+__device__ __forceinline__ void await_line(Lane &lane, u64 at, LinePart &loaded, u32 mask, u64 flag) {
+    for (u32 polls = 1; !lane.ended && __shfl_sync(mask, loaded.second(), 7, 8) != flag; polls++) {
+        lane.ended = __any_sync(mask, lane.gives_up(polls));
+        loaded = load_line_part(at);
+    }
+}
+
+__device__ __forceinline__ void store_line_part(u64 at, const Unit<16> &unit, u32 part, u32 mask, u64 flag) {
+    Unit<16> stored = unit;
+    if (part == 7) stored.word[2] = (u32)flag, stored.word[3] = (u32)(flag >> 32);
+    __syncwarp(mask);
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(stored.word[0]), "r"(stored.word[1]), "r"(stored.word[2]), "r"(stored.word[3])
+                 : "memory");
+}
+
 // Two words of plain memory from `at` on, with `first` and `second` elements in them.
 template <typename Element, bool WHOLE> __device__ __forceinline__ Unit<16> load_words(u64 at, u32 first, u32 second) {
     constexpr u32 elements = unit_elements<Element, 8>;
@@ -310,8 +329,46 @@ __device__ __forceinline__ void line_units(Lane &lane, const Sources &from, cons
     const u64 words = (count + elements - 1) / elements;
     const u32 lines = (u32)((words + 14) / 15), part = lane.rank() & 7u, mask = 0xffu << (lane.rank() & 24u);
     const auto left = [&](u64 word) { return word * elements >= count ? 0 : count - word * elements < elements ? (u32)(count - word * elements) : elements; };
+    const u32 stride = lane.size() / 8;
+    u32 line = lane.rank() / 8;
+    if constexpr (Sources::count == 1 && Targets::count == 1 && WHOLE) {
+        // Several at a time, while they are whole: their loads are in flight together.
+        constexpr u32 number = 2;
+        const u32 whole = (u32)(count / (15 * elements));
 #pragma unroll 1
-    for (u32 line = lane.rank() / 8; line < lines; line += lane.size() / 8) {
+        for (; line + (number - 1) * stride < whole; line += number * stride) {
+            LinePart parts[number];
+            Unit<16> units[number];
+#pragma unroll
+            for (u32 k = 0; k < number; k++) {
+                const u64 at = line + k * stride;
+                if constexpr (Sources::is_packets(0))
+                    parts[k] = load_line_part(from.at[0] + 128 * at + 16 * part);
+                else
+                    units[k] = load_words<Element, true>(from.at[0] + 8 * (15 * at + 2 * part), elements, part == 7 ? 0 : elements);
+            }
+            if constexpr (Sources::is_packets(0)) {
+#pragma unroll
+                for (u32 k = 0; k < number; k++) await_line(lane, from.at[0] + 128 * (u64)(line + k * stride) + 16 * part, parts[k], mask, flag);
+                if (lane.ended) return;
+                // Data loaded by another thread together with the flag may be older than it.
+#pragma unroll
+                for (u32 k = 0; k < number; k++) units[k] = load_line_part(from.at[0] + 128 * (u64)(line + k * stride) + 16 * part).unit;
+            }
+#pragma unroll
+            for (u32 k = 0; k < number; k++) {
+                const Unit<16> one[1] = {units[k]};
+                const Unit<16> result = combined<Element, Operator>(one);
+                const u64 at = line + k * stride;
+                if constexpr (Targets::is_packets(0))
+                    store_line_part(to.at[0] + 128 * at + 16 * part, result, part, mask, flag);
+                else
+                    store_words<Element, true>(to.at[0] + 8 * (15 * at + 2 * part), result, elements, part == 7 ? 0 : elements);
+            }
+        }
+    }
+#pragma unroll 1
+    for (; line < lines; line += stride) {
         const u64 word = 15 * (u64)line + 2 * part, packed = 128 * (u64)line + 16 * part;
         const u32 first = left(word), second = part == 7 ? 0 : left(word + 1);
         Unit<16> units[Sources::count];
@@ -327,11 +384,7 @@ __device__ __forceinline__ void line_units(Lane &lane, const Sources &from, cons
 #pragma unroll
         for (u32 source = 0; source < Sources::count; source++) {
             if (Sources::is_packets(source)) {
-                // All 8 threads continue, and end, together.
-                for (u32 polls = 1; !lane.ended && __shfl_sync(mask, parts[source].second(), 7, 8) != flag; polls++) {
-                    lane.ended = __any_sync(mask, lane.gives_up(polls));
-                    parts[source] = load_line_part(from.at[source] + packed);
-                }
+                await_line(lane, from.at[source] + packed, parts[source], mask, flag);
                 // Data loaded by another thread together with the flag may be older than it.
                 units[source] = load_line_part(from.at[source] + packed).unit;
             }
@@ -342,12 +395,7 @@ __device__ __forceinline__ void line_units(Lane &lane, const Sources &from, cons
         for (u32 k = 0; k < Targets::count; k++) {
             const u32 target = Targets::in_turn(k);
             if (Targets::is_packets(target)) {
-                Unit<16> stored = result;
-                if (part == 7) stored.word[2] = (u32)flag, stored.word[3] = (u32)(flag >> 32);
-                __syncwarp(mask);
-                asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to.at[target] + packed), "r"(stored.word[0]), "r"(stored.word[1]),
-                             "r"(stored.word[2]), "r"(stored.word[3])
-                             : "memory");
+                store_line_part(to.at[target] + packed, result, part, mask, flag);
             } else {
                 store_words<Element, WHOLE>(to.at[target] + 8 * word, result, first, second);
             }
@@ -403,6 +451,12 @@ __device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Ta
         else
             detail::packet_units<Element, Operator, data, false>(lane, from, to, count);
     } else if (apart % bytes != 0) {
+#ifdef WARPLINK_ANY_ALIGNMENT
+        if constexpr (Sources::count == 1 && Targets::count == 1 && !detail::begins<Operator>) {
+            detail::copy(to.at[0], from.at[0], sizeof(typename Element::Bits) * count, lane.rank(), lane.size());
+            return;
+        }
+#endif
         detail::single_elements<Element, Operator>(lane, from, to, 0, count);
     } else {
         // All begin at the same offset within a unit; elements before the next unit are handled separately.

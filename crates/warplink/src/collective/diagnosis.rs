@@ -3,6 +3,7 @@
 use super::comparison::{CallComparison, PATIENCE, QueryResult};
 use super::experts::{COMBINE, describe_combine};
 use super::fused::{FUSED, describe_fused};
+use super::messages::{Lines, Messages};
 use super::{Call, Collectives, Inner};
 use crate::deadline::Deadline;
 use crate::device::{InUse, Priority};
@@ -69,9 +70,11 @@ impl JoinedCollectives {
                 collectives.context.fault.fail(error.clone());
                 return Err(error);
             }
-            if let Some(lines) = &collectives.lines
-                && let Some(error) = lines.disagreement()?
-            {
+            let messages = collectives.messages.as_ref();
+            let of_messages = messages.map_or(Ok(None), Messages::disagreement)?;
+            let lines = collectives.lines.as_ref();
+            let of_rows = lines.map_or(Ok(None), Lines::disagreement)?;
+            if let Some(error) = of_messages.or(of_rows) {
                 let error = error.with_rank(collectives.context.rank());
                 collectives.context.fault.fail(error.clone());
                 return Err(error);
@@ -195,10 +198,11 @@ fn last_call(collectives: &Inner) -> String {
 
 /// Error of a timed-out wait for a message that has begun on this rank only.
 fn awaited_message(collectives: &Inner) -> Option<Error> {
-    let lines = collectives.lines.as_ref()?;
+    let messages = collectives.messages.as_ref()?.awaited();
+    let device = &*collectives.context.device;
+    let rows = || collectives.lines.as_ref()?.awaited(device).ok()?;
     // Omit information that cannot be obtained.
-    let awaited = lines.awaited(&*collectives.context.device);
-    let (peer, direction) = awaited.ok().flatten()?;
+    let (peer, direction) = messages.ok().flatten().or_else(rows)?;
     let text = match direction {
         Direction::Send => "the peer has not posted the receive for this rank's send",
         Direction::Receive => "the peer has not posted the send for this rank's receive",

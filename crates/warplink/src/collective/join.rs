@@ -4,7 +4,7 @@ use super::choice::Machine;
 use super::direct::{Direct, MAX_BLOCKS};
 use super::engine::EngineCollectives;
 use super::estimate::Estimates;
-use super::messages::Lines;
+use super::messages::{Lines, Messages};
 use super::{
     Call, CollectiveOptions, CollectivePath, Collectives, Inner, MAX_DIRECT_RANKS,
     MIN_BYTES_PER_RANK,
@@ -123,15 +123,18 @@ impl Collectives {
             }
             None => Self::either(&context, &machine, options, topology.as_ref())?,
         };
-        let lines = match &path {
+        let (messages, lines) = match &path {
             Paths::Direct(direct) if machine.cube.is_none() => {
                 // Messages use the same workspace publication, but memory of their own.
                 let bytes = messages_bytes(options.workspace_bytes, &context.device.properties());
                 let most = options.multiprocessors.unwrap_or(usize::MAX);
                 let beside = &direct.workspace;
-                Some(Lines::join(&context, beside, bytes, fewest.min(most))?)
+                let fewest = fewest.min(most);
+                let messages = Messages::join(&context, beside, bytes, fewest)?;
+                let lines = Lines::join(&context, beside, bytes, fewest)?;
+                (Some(messages), Some(lines))
             }
-            _ => None,
+            _ => (None, None),
         };
         let in_flight = context.in_flight.clone();
         let inner = Inner {
@@ -139,6 +142,7 @@ impl Collectives {
             context,
             machine,
             path,
+            messages,
             lines,
             last: Mutex::default(),
             executor: OnceLock::new(),

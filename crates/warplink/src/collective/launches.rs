@@ -6,7 +6,9 @@ use super::choice::{Choice, Machine};
 use super::recent::Recent;
 use crate::device::{Readying, ReduceOp};
 use crate::error::{Error, Result};
-use crate::program::execute::{CodeWanted, SharedKernel, SharedWorkspace, TellDifference};
+use crate::program::execute::{
+    CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
+};
 use crate::program::section::SectionInstance;
 use crate::program::{OperationKind, RankProgram};
 use crate::sync::lock;
@@ -127,7 +129,8 @@ impl Launches {
             model: model.as_deref(),
             largest: None,
         };
-        let tell: Arc<TellDifference> = Arc::new(Call::difference);
+        let tell: Arc<TellDifference> =
+            Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(Call::difference(own, theirs)));
         let made = match workspace.kernel_like(&wanted) {
             Some(made) => Arc::new(made?),
             None => {

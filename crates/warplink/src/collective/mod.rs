@@ -62,7 +62,7 @@ pub use fused::fused_programs;
 pub use fused::{
     Epilogue, Fused, FusedBytes, FusedKind, FusedMemory, Norm, QUANTIZED_BLOCK, Quantization, Wire,
 };
-pub use messages::{MAX_MESSAGES, Message, Parts};
+pub use messages::{MAX_MESSAGES, Message, Parts, message_kernels};
 
 use crate::device::Turns;
 use crate::device::{DeviceSlice, InUse, ReduceOp, Stream, VendorCommunicator};
@@ -76,7 +76,7 @@ pub(crate) use diagnosis::JoinedCollectives;
 use engine::EngineCollectives;
 use join::Paths;
 use launches::Overlap;
-use messages::Lines;
+use messages::{Lines, Messages};
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -174,7 +174,8 @@ struct Inner {
     machine: Machine,
     path: Paths,
     turns: Turns,
-    /// Messages between pairs of ranks, on the direct path.
+    /// Messages between pairs of ranks, on the direct path; and those of rows or lengths in device memory.
+    messages: Option<Messages>,
     lines: Option<Lines>,
     /// The most recent call, for errors.
     last: Mutex<Option<Call>>,
@@ -222,7 +223,7 @@ impl Collectives {
     /// Path of [`send_receive`](Self::send_receive) and [`all_to_all_v`](Self::all_to_all_v); `None` if they
     /// are not available ([`serves_messages`](Self::serves_messages)).
     pub fn path_of_messages(&self) -> Option<CollectivePath> {
-        if self.0.lines.is_some() {
+        if self.0.messages.is_some() {
             return Some(CollectivePath::Direct);
         }
         let engine = self.0.path.engine().ok().flatten();
@@ -265,8 +266,10 @@ impl Collectives {
     pub fn direct_lanes(&self) -> Result<u64> {
         let direct = self.0.path.direct();
         let of_calls = direct.map_or(Ok(0), |direct| direct.workspace.direct_lanes())?;
-        let of_messages = self.0.lines.as_ref().map_or(Ok(0), Lines::direct_lanes)?;
-        Ok(of_calls + of_messages)
+        let messages = self.0.messages.as_ref();
+        let of_messages = messages.map_or(Ok(0), Messages::direct_lanes)?;
+        let of_rows = self.0.lines.as_ref().map_or(Ok(0), Lines::direct_lanes)?;
+        Ok(of_calls + of_messages + of_rows)
     }
 
     /// A rank's workspace as mapped here. Its contents are undefined, and it must not be written; to share

@@ -116,3 +116,75 @@ fn tensors_are_reachable_one_by_one() {
     let never = "if reachable(X) { if not reachable(X) { @ } }".replace('@', outside);
     accepted(&kernel(1, "X, Y", &never));
 }
+
+/// A tensor may be announced by one rank alone, and others agree on it.
+#[test]
+fn one_rank_may_announce_a_tensor() {
+    let text = |body: &str| {
+        format!(
+            "program p(n) {{
+                input X: f32[n]
+                output Y: f32[n] = 0
+                scratch A: packets16 i32[2, world, 4]
+                scratch R: packets16 f32[2, n]
+                kernel lane in 0..1 threads 64 {{
+                    let slot = epoch % 2
+                    {body}
+                    barrier
+                }}
+            }}"
+        )
+    };
+    let body = "if rank == 0 { announce n with Y in A[slot] } else { agree n with Y in A[slot] }
+        if reachable(Y) {
+            if rank == 1 { put X to Y on 0; signal 0 } else { wait 1 }
+        } else {
+            if rank == 1 { put X to R[slot] on 0 } else { Y = copy(R[slot]) }
+        }";
+    accepted(&text(body));
+    refused(
+        &text(&body.replace("wait 1", "Y = copy(X)")),
+        DiagnosticKind::LostSignal,
+        "signals rank 0",
+    );
+    // Another rank announces it, too: the first one would have to hear of that.
+    let both = body.replace("agree n", "announce n with Y in A[slot]; agree n");
+    refused(
+        &text(&both),
+        DiagnosticKind::Malformed,
+        "does not agree on it",
+    );
+    let agreed = both.replace(
+        "if reachable",
+        "if rank == 0 { agree n with Y in A[slot] }\nif reachable",
+    );
+    accepted(&text(&agreed));
+    let early = "announce n with Y in A[slot]
+        if reachable(Y) { barrier }
+        agree n with Y in A[slot]";
+    refused(
+        &text(early),
+        DiagnosticKind::Malformed,
+        "before it agrees on it",
+    );
+}
+
+/// Where a rank reads integers, ranks that announce different ones fail; one whose announcement is overwritten has a fault.
+#[test]
+fn an_announcement_that_is_overwritten_is_no_other_call() {
+    let text = "program p(n) {
+        input X: f32[n]
+        input C: i32[1]
+        output Y: f32[n] = 0
+        scratch A: packets16 i32[world, 1]
+        scratch R: f32[n]
+        kernel lane in 0..1 threads 64 {
+            let m = C[0] at most n
+            announce m in A
+            if rank == 1 { put X[0..m] to R[0..m] on 0; signal 0 }
+            agree m in A
+            if rank == 0 { wait 1; Y[0..m] = copy(R[0..m]) }
+        }
+    }";
+    refused(text, DiagnosticKind::Race, "'A' of rank");
+}

@@ -9,7 +9,9 @@ use crate::collective::recent::Recent;
 use crate::device::{DeviceSlice, Readying, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::program::execute::{CodeWanted, SharedKernel, SharedWorkspace, TellDifference};
+use crate::program::execute::{
+    CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
+};
 use crate::program::section::{MAX_LANE_STEPS, SectionInstance};
 use crate::program::{Parameters, Program, unroll};
 use crate::sync::lock;
@@ -185,7 +187,8 @@ impl Combine {
         if let Some(made) = workspace.kernel_like(&wanted) {
             return made.map(Arc::new);
         }
-        let tell: Arc<TellDifference> = Arc::new(difference);
+        let tell: Arc<TellDifference> =
+            Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
         workspace.kernel(&wanted, tell).map(Arc::new)
     }
 

@@ -9,7 +9,9 @@ use crate::collective::launches::section;
 use crate::collective::recent::Recent;
 use crate::device::{DeviceSlice, Readying, Stream};
 use crate::error::{Error, Rank, Result};
-use crate::program::execute::{CodeWanted, SharedKernel, SharedWorkspace, TellDifference};
+use crate::program::execute::{
+    CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
+};
 use crate::program::section::SectionInstance;
 use crate::program::{Parameters, RankProgram, unroll};
 use crate::sync::lock;
@@ -178,7 +180,9 @@ impl FusedLaunches {
             model: model.as_deref(),
             largest: None,
         };
-        let tell: Arc<TellDifference> = Arc::new(Described::difference);
+        let tell: Arc<TellDifference> = Arc::new(|own: &[u32], theirs: &[u32]| {
+            calls_differ(Described::difference(own, theirs))
+        });
         let made = match workspace.kernel_like(&wanted) {
             Some(made) => Arc::new(made?),
             None => {

@@ -1,6 +1,7 @@
 //! Groups of sends and receives, and all-to-all with a size for each peer.
 
-use super::{Entry, MAX_MESSAGES};
+use super::MAX_MESSAGES;
+use super::programs::End;
 use crate::collective::Collectives;
 use crate::device::{CollectiveRequest, DeviceSlice, Stream};
 use crate::dtype::DType;
@@ -167,20 +168,25 @@ impl Collectives {
         let rank = inner.context.rank();
         let copies = own(messages, rank)?;
         let others = messages.iter().filter(|message| message.peer != rank);
-        if let Some(lines) = &inner.lines {
-            let mut entries: Vec<Entry<'_>> = others
-                .map(|message| Entry::whole(message.peer, message.direction, message.memory))
+        if let Some(kernel) = &inner.messages {
+            let end = |peer, direction, data| End {
+                peer,
+                direction,
+                data,
+            };
+            let mut ends: Vec<End<'_>> = others
+                .map(|message| end(message.peer, message.direction, message.memory))
                 .collect();
-            check_count(entries.len())?;
-            let (along, copies) = divide(copies, entries.len());
+            check_count(ends.len())?;
+            let (along, copies) = divide(copies, ends.len());
             for (target, source) in along {
-                entries.push(Entry::whole(rank, Direction::Send, source));
-                entries.push(Entry::whole(rank, Direction::Receive, target));
+                ends.push(end(rank, Direction::Send, source));
+                ends.push(end(rank, Direction::Receive, target));
             }
             return inner.turns.take_with(stream, |is_recorded| {
                 // Copies first: behind the kernel they would wait for the peers.
                 copy(&copies, stream)?;
-                lines.enqueue(&entries, (stream, is_recorded))
+                kernel.enqueue(&ends, (stream, is_recorded))
             });
         }
         let (mut sends, mut receives) = (Vec::new(), Vec::new());

@@ -1,6 +1,6 @@
 //! All-to-all with sizes in device memory.
 
-use super::{Count, Entry};
+use super::programs::{CountedEnd, End};
 use crate::collective::Collectives;
 use crate::device::{DeviceSlice, Stream};
 use crate::dtype::DType;
@@ -98,7 +98,7 @@ impl Collectives {
     ) -> Result<()> {
         let inner = &*self.0;
         inner.context.fault.check()?;
-        let Some(lines) = &inner.lines else {
+        let Some(kernel) = &inner.messages else {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 "the vendor's library takes no counts from device memory; expected the direct path between all ranks",
@@ -106,25 +106,29 @@ impl Collectives {
             .with_help("send whole parts and the counts by two calls of all_to_all, or read the counts on the host and pass them to all_to_all_v"));
         };
         let (rank, world) = (inner.context.rank(), inner.machine.world);
-        let message = |peer: Rank, direction, data, count| Entry {
-            peer,
-            direction,
-            data,
-            bytes: data.bytes(),
+        let end = |peer: Rank, direction, data, count| CountedEnd {
+            end: End {
+                peer,
+                direction,
+                data,
+            },
             unit: dtype.size(),
             count,
-            index: None,
         };
-        let mut entries = Vec::with_capacity(2 * world);
+        let mut ends = Vec::with_capacity(2 * world);
         // Each rank starts with another peer, to spread the load over links.
         for peer in (0..world).map(|step| (rank + step) % world) {
-            let (given, stated) = (Count::Given(&sent[peer]), Count::Stated(&received[peer]));
-            entries.push(message(peer, Direction::Send, &input[peer], given));
-            entries.push(message(peer, Direction::Receive, &output[peer], stated));
+            ends.push(end(peer, Direction::Send, &input[peer], &sent[peer]));
+            ends.push(end(
+                peer,
+                Direction::Receive,
+                &output[peer],
+                &received[peer],
+            ));
         }
         inner.used_by(stream, || {
             inner.turns.take_with(stream, |is_recorded| {
-                lines.enqueue(&entries, (stream, is_recorded))
+                kernel.enqueue_counted(&ends, (stream, is_recorded))
             })
         })
     }

@@ -11,8 +11,9 @@ use std::collections::BTreeMap;
 /// Bytes of an epoch.
 pub(super) const EPOCH_BYTES: usize = 8;
 
-/// Bytes of a verdict on a peer's announcement. Must match `agree` in the kernels.
-pub(super) const VERDICT_BYTES: usize = VERDICT_WORDS_BYTES + 8;
+/// Bytes of a verdict on a peer's announcement: its words, a byte for each packet, and this rank's words in packets that
+/// differ. Must match `agree` in the kernels.
+pub(super) const VERDICT_BYTES: usize = 2 * VERDICT_WORDS_BYTES + 8;
 
 /// Packet byte in a verdict that reports memory unknown to this rank. Must match `agree` too.
 pub(super) const UNKNOWN_MEMORY: u8 = 2;

@@ -347,7 +347,8 @@ impl SharedWorkspace {
         self.device.download(&verdicts, &mut bytes)?;
         let verdicts = bytes.chunks_exact(VERDICT_BYTES).enumerate();
         for (place, verdict) in verdicts {
-            let (words, differ) = verdict.split_at(VERDICT_WORDS_BYTES);
+            let (words, rest) = verdict.split_at(VERDICT_WORDS_BYTES);
+            let (differ, _) = rest.split_at(rest.len() - VERDICT_WORDS_BYTES);
             if differ.iter().all(|byte| *byte == 0) {
                 continue;
             }

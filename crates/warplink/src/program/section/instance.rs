@@ -52,6 +52,8 @@ pub struct SectionInstance {
     pub published: bool,
     /// Announced tensors, by index, that are treated as unreachable, to exercise the fallback.
     pub withheld: Vec<usize>,
+    /// Input, by index, whose words each launch carries as an argument, instead of memory that holds them.
+    pub carried: Option<usize>,
     /// Whether its kernel must also serve instances in which sizes that are equal here differ.
     pub sizes_vary: bool,
     /// Location of the statement.

@@ -29,8 +29,8 @@ mod view;
 mod visit;
 
 pub(crate) use compile::{
-    Addresses, KERNEL, MAX_TENSOR_BYTES, TIMES_HEADER, UNPUBLISHED, text as kernel_text, too_large,
-    traced_text as traced_kernel_text,
+    Addresses, KERNEL, MAX_TENSOR_BYTES, PairLayout, TIMES_HEADER, UNPUBLISHED, pair_text,
+    text as kernel_text, too_large, traced_text as traced_kernel_text,
 };
 pub use function::{
     Function, Literal, RowArgument, RowBinary, RowExpr, RowFunction, RowParameter, RowReduction,

@@ -26,6 +26,8 @@ pub(crate) struct FreeNames {
     pub(crate) announced: BTreeSet<String>,
     /// Tensors whose words are read as integers.
     pub(crate) values: BTreeSet<String>,
+    /// Integers that it reads from memory.
+    pub(crate) read: BTreeSet<String>,
     /// Names bound by the section itself.
     pub(crate) bound: BTreeSet<String>,
     /// Aliases for parts of tensors.
@@ -103,6 +105,7 @@ impl<'s> Visitor<'s> for FreeNames {
 
     fn device_value(&mut self, it: &'s DeviceValue) {
         self.bound.insert(it.name.clone());
+        self.read.insert(it.name.clone());
         self.values.insert(it.place.tensor.name.clone());
         self.place(&it.place);
         self.expression(&it.most, ExprUse::Bound);

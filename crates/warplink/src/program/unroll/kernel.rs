@@ -209,6 +209,7 @@ impl<'p> Unroller<'p> {
             shared_tensors: false,
             published: false,
             withheld: Vec::new(),
+            carried: None,
             sizes_vary: false,
             site: self.here(),
         };

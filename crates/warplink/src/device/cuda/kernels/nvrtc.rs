@@ -63,7 +63,7 @@ const SOURCES: [&KernelSource; 6] = [
 ];
 
 /// Headers that kernels may include, by name.
-const HEADERS: [(&CStr, &str); 12] = [
+const HEADERS: [(&CStr, &str); 13] = [
     (
         c"warplink/device.cuh",
         include_str!("../../../../kernels/warplink/device.cuh"),
@@ -111,6 +111,10 @@ const HEADERS: [(&CStr, &str); 12] = [
     (
         c"warplink/sections.cuh",
         include_str!("../../../../kernels/warplink/sections.cuh"),
+    ),
+    (
+        c"warplink/pairs.cuh",
+        include_str!("../../../../kernels/warplink/pairs.cuh"),
     ),
 ];
 

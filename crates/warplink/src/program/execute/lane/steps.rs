@@ -1,6 +1,6 @@
 //! Steps of a lane, which may depend on values that it reads from memory.
 
-use super::Lane;
+use super::{Lane, internal};
 use crate::error::{Error, Result};
 use crate::program::execute::row_values::integer;
 use crate::program::section::{LaneStep, Part};
@@ -42,8 +42,13 @@ impl Lane<'_> {
         Ok(steps.into())
     }
 
-    /// An integer in memory.
+    /// An integer in memory, or that the launch carries.
     fn word(&self, word: &Part) -> Result<i64> {
+        if self.section.carried == Some(word.tensor) {
+            let carried = self.input.carried.get(word.offset).copied();
+            let carried = carried.ok_or_else(|| internal("a launch carries too few words"))?;
+            return Ok(carried as i64);
+        }
         let operand = self.operand(word, &(0..1))?;
         let dtype = self.section.tensors[word.tensor].dtype;
         let mut bytes = Vec::with_capacity(dtype.size());

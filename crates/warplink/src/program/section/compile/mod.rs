@@ -18,7 +18,7 @@ mod scope;
 #[allow(clippy::unwrap_used, clippy::panic)]
 mod tests;
 
-use super::{Packing, SectionInstance, SectionTensor};
+use super::{Packing, SectionInstance, SectionTensor, WorkspaceLayout};
 use crate::error::Result;
 use crate::program::expr::Expr;
 use std::sync::Arc;
@@ -110,6 +110,28 @@ pub(crate) fn text(instance: &SectionInstance, aligned: &[bool]) -> Result<Strin
 /// As [`text`].
 pub(crate) fn traced_text(instance: &SectionInstance, aligned: &[bool]) -> Result<String> {
     emit::kernel(instance, aligned, true)
+}
+
+/// Memory of a program of two ranks that any two ranks of a group run.
+#[derive(Clone, Debug)]
+pub(crate) struct PairLayout {
+    /// Layout of a region of the workspace: that of one pair of ranks.
+    pub(crate) layout: WorkspaceLayout,
+    /// Bytes of a region. A rank has one for each peer.
+    pub(crate) region: usize,
+}
+
+/// The text of a kernel of many messages, each a launch of the sections of a program's two ranks. Tensors named in
+/// `counts` are the count of a message, the others its data.
+///
+/// # Errors
+/// As [`text`].
+pub(crate) fn pair_text(
+    sections: &[Arc<SectionInstance>; 2],
+    layout: &PairLayout,
+    counts: &[&str],
+) -> Result<String> {
+    emit::pair(sections, layout, counts)
 }
 
 /// Description of a tensor that is too large for a kernel, if any.

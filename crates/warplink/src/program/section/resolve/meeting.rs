@@ -5,8 +5,10 @@ use super::value::Resolved;
 use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
+use crate::program::expr::Condition;
 use crate::program::section::ir::{Announcement, Packing};
 use crate::program::section::lane::{LaneStepKind, Part};
+use crate::program::site::Position;
 
 impl<'s> Resolver<'s> {
     /// Steps that announce to other ranks, or await their announcements.
@@ -101,9 +103,12 @@ impl<'s> Resolver<'s> {
                 );
                 return Err(self.wrong(DiagnosticKind::Malformed, message));
             };
-            if !announces && !self.told.contains(&tensor) {
-                let message =
-                    format!("the lane agrees on '{name}'; expected that it announces it before");
+            let mut asked = self.asked.iter();
+            if !announces && let Some((_, position)) = asked.find(|(asked, _)| *asked == tensor) {
+                self.at(*position);
+                let message = format!(
+                    "the lane asks whether '{name}' is reachable before it agrees on it; expected that afterwards"
+                );
                 return Err(self.wrong(DiagnosticKind::Malformed, message));
             }
             if announces {
@@ -114,5 +119,30 @@ impl<'s> Resolver<'s> {
             tensors.push(tensor);
         }
         Ok(tensors)
+    }
+
+    /// Marks the tensors that are reachable if a condition holds.
+    pub(super) fn note_reached(&mut self, condition: &Condition) {
+        match condition {
+            Condition::Reachable(name) => self.reached.extend(self.instance.tensor(name)),
+            Condition::And(a, b) => {
+                self.note_reached(a);
+                self.note_reached(b);
+            }
+            _ => {}
+        }
+    }
+
+    /// Records the tensors that a condition asks for although the lane has not agreed on them.
+    pub(super) fn note_asked(&mut self, condition: &Condition, position: Position) {
+        let mut asked = Vec::new();
+        condition.leaves(&mut |leaf| {
+            if let Condition::Reachable(name) = leaf {
+                asked.extend(self.instance.tensor(name));
+            }
+        });
+        asked.retain(|tensor| !self.agreed.contains(tensor));
+        self.asked
+            .extend(asked.into_iter().map(|it| (it, position)));
     }
 }

@@ -102,6 +102,7 @@ impl SectionInstance {
             announced: self.announced(),
             told: Vec::new(),
             agreed: Vec::new(),
+            asked: Vec::new(),
             reached: Vec::new(),
             reachable,
             values,
@@ -139,11 +140,12 @@ struct Resolver<'s> {
     most: u64,
     taken: usize,
     site: Site,
-    /// Announced tensors: all, those that this lane has announced, those that it has agreed on, and of the latter
-    /// those known to be reachable at this point.
+    /// Announced tensors: all, those that this lane has announced, those that it has agreed on, those that it has
+    /// asked for without having agreed on them, and those known to be reachable at this point.
     announced: Vec<usize>,
     told: Vec<usize>,
     agreed: Vec<usize>,
+    asked: Vec<(usize, Position)>,
     reached: Vec<usize>,
     reachable: &'s dyn Fn(usize) -> bool,
     values: &'s ReadValues<'s>,
@@ -291,6 +293,7 @@ impl<'s> Resolver<'s> {
     fn choose(&mut self, branch: &'s Branch<StepKind>) -> Resolved<()> {
         for arm in &branch.arms {
             self.at(arm.position);
+            self.note_asked(&arm.condition, arm.position);
             if self.condition(&arm.condition)? {
                 let known = self.reached.len();
                 self.note_reached(&arm.condition);
@@ -339,18 +342,6 @@ impl<'s> Resolver<'s> {
             }
         }
         Ok(())
-    }
-
-    /// Marks the tensors that are reachable if a condition holds.
-    fn note_reached(&mut self, condition: &Condition) {
-        match condition {
-            Condition::Reachable(name) => self.reached.extend(self.instance.tensor(name)),
-            Condition::And(a, b) => {
-                self.note_reached(a);
-                self.note_reached(b);
-            }
-            _ => {}
-        }
     }
 
     fn movement(&mut self, it: &'s Move) -> Resolved<()> {
@@ -453,6 +444,10 @@ impl<'s> Resolver<'s> {
 
     /// A source, or the number that replaces it.
     fn source(&mut self, source: &Source) -> Resolved<std::result::Result<MoveOperand, Literal>> {
+        if let Some((condition, _)) = &source.otherwise {
+            let Site { line, column, .. } = self.site;
+            self.note_asked(condition, Position { line, column });
+        }
         let place = match &source.otherwise {
             Some((condition, otherwise)) if !self.condition(condition)? => match otherwise {
                 Otherwise::Place(place) => place,
@@ -573,10 +568,11 @@ impl<'s> Resolver<'s> {
             (None, "rank") => Some(self.instance.rank as i64),
             (None, "world") => Some(self.instance.world as i64),
             (None, name) if name.starts_with(REACHABLE) => {
-                let agreed = self.agreed.iter();
+                // A rank knows whether a tensor is reachable that it alone announces.
+                let known = self.agreed.iter().chain(&self.told);
                 let is =
                     |tensor: &usize| name == expr::reachable(&self.instance.tensors[*tensor].name);
-                let tensor = agreed.copied().find(is)?;
+                let tensor = known.copied().find(is)?;
                 Some(i64::from((self.reachable)(tensor)))
             }
             (None, _) => self.instance.integers.get(name).copied(),

@@ -5,7 +5,7 @@ use super::run::{LaneRun, RankMemory};
 use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::machine::Actor;
-use crate::program::section::Part;
+use crate::program::section::{FreeNames, Part};
 use crate::program::site::Site;
 use crate::program::verify::diagnostics::Diagnostics;
 use std::collections::{BTreeMap, HashSet};
@@ -30,12 +30,19 @@ pub(super) struct Announcements {
     differ: Vec<(Announced, Rank, Option<Announced>)>,
     /// Steps that found what they expect, and the peer, where kernels read words.
     agreed: Vec<(Actor, Rank)>,
+    /// Lanes that announce tensors, each with its first step that does, and those that agree on them.
+    located: BTreeMap<OfTensor, Vec<Actor>>,
+    met: HashSet<(OfTensor, u32)>,
 }
 
+/// A tensor in the lanes of one number: launch, lane and tensor.
+type OfTensor = (u32, u32, usize);
+
 impl Announcements {
-    /// Whether any rank expects another announcement than one that it gets.
-    pub(super) const fn differ(&self) -> bool {
-        !self.differ.is_empty()
+    /// Whether any rank expects another announcement than one that it gets. One that another launch has overwritten is
+    /// none.
+    pub(super) fn differ(&self) -> bool {
+        self.differ.iter().any(|(_, _, found)| found.is_some())
     }
 }
 
@@ -46,6 +53,22 @@ impl LaneRun<'_> {
         self.announcements
             .last
             .insert(key, (actor, values.to_vec()));
+    }
+
+    /// Records which tensors a lane announces, or agrees on.
+    pub(super) fn locate(&mut self, actor: Actor, tensors: &[usize], announces: bool) {
+        for tensor in tensors {
+            let of = (actor.launch, actor.lane, *tensor);
+            if announces {
+                self.announcements
+                    .located
+                    .entry(of)
+                    .or_default()
+                    .push(actor);
+            } else {
+                self.announcements.met.insert((of, actor.rank));
+            }
+        }
     }
 
     /// Compares the announcement received in this launch with the one that a lane expects.
@@ -85,9 +108,15 @@ impl LaneRun<'_> {
         let mut found = HashSet::new();
         for ((launch, rank, lane), steps) in lanes {
             let listed = self.steps(launch as usize, rank as Rank, lane as usize);
+            let section = self.section(launch as usize, rank as Rank);
+            // A step is the same whatever values the lane has read.
+            let values = FreeNames::of(&section.section).read;
             for (step, peer) in steps {
                 let listed = listed.as_ref().ok().and_then(|all| all.get(step as usize));
-                let site = listed.map(|step| step.site.clone()).unwrap_or_default();
+                let mut site = listed.map(|step| step.site.clone()).unwrap_or_default();
+                let indices = site.indices.iter();
+                let indices = indices.filter(|(name, _)| !values.contains(&**name));
+                site.indices = indices.cloned().collect();
                 found.insert((rank, lane, peer, site));
             }
         }
@@ -123,6 +152,23 @@ impl LaneRun<'_> {
 
 /// Reports ranks with different announcements in one launch.
 pub(super) fn report(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
+    for (of, actors) in &run.announcements.located {
+        let met = |actor: &&Actor| run.announcements.met.contains(&(*of, actor.rank));
+        let Some(deaf) = actors.iter().find(|actor| !met(actor)) else {
+            continue;
+        };
+        if let Some(other) = actors.iter().find(|other| other.rank != deaf.rank) {
+            let places = vec![place(run, deaf), place(run, other)];
+            diagnostics.add(DiagnosticKind::Malformed, places.clone(), |said| {
+                format!(
+                    "{} announces a tensor that {} announces, too, and does not agree on it; expected it to, since the \
+                     ranks would not find the same tensors reachable",
+                    told(run, said, deaf, &places[0]),
+                    told(run, said, other, &places[1])
+                )
+            });
+        }
+    }
     let words = |values: &[u32]| {
         let words: Vec<String> = values.iter().map(ToString::to_string).collect();
         words.join(", ")

@@ -455,13 +455,19 @@ impl Domain for LaneRun<'_> {
         match step {
             LaneStepKind::Announce {
                 tensors, target, ..
-            } if !tensors.is_empty() => self.hand_on(actor, target),
+            } if !tensors.is_empty() => {
+                self.locate(actor, tensors, true);
+                self.hand_on(actor, target);
+            }
             LaneStepKind::Agree {
                 values,
                 tensors,
                 peer,
                 source,
-            } => self.agree(actor, &announced(values, tensors), *peer, source),
+            } => {
+                self.locate(actor, tensors, false);
+                self.agree(actor, &announced(values, tensors), *peer, source);
+            }
             LaneStepKind::Move {
                 rows: None,
                 elements,

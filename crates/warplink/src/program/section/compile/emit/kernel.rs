@@ -135,13 +135,13 @@ pub(in crate::program::section::compile) fn kernel(
     Ok(code.into_text())
 }
 
-fn refused<T>(text: String, help: &'static str) -> Result<T> {
+pub(super) fn refused<T>(text: String, help: &'static str) -> Result<T> {
     Err(Error::unsupported(text)
         .with_operation("compile a kernel section")
         .with_help(help))
 }
 
-fn check(instance: &SectionInstance) -> Result<()> {
+pub(super) fn check(instance: &SectionInstance) -> Result<()> {
     let mut factors = instance.operators.values().filter_map(|op| op.factor());
     if factors.any(|factor| Some(factor) != instance.factor()) {
         let text = "a kernel with several factors; expected the same in all sums".to_owned();
@@ -166,7 +166,7 @@ fn check(instance: &SectionInstance) -> Result<()> {
 }
 
 /// Names visible to the section's body from outside.
-fn names(instance: &SectionInstance) -> Scope {
+pub(super) fn names(instance: &SectionInstance) -> Scope {
     let mut scope = Scope::default();
     for (name, value) in &instance.integers {
         match constant(instance, name) {

@@ -93,26 +93,59 @@ impl Emitter<'_> {
         let places = comma(places);
         if !places.is_empty() {
             let count = world - 1;
-            let verdict = "at.epochs + 8 * at.lanes";
+            let verdict = self.verdict();
             let further = if it.tensors.is_empty() {
                 verdict.to_owned()
             } else {
+                self.locate_of_others(code, it);
                 let tables = if self.instance.published {
                     "at.tables"
                 } else {
                     "0"
                 };
-                format!("rank, {tables}, {verdict}, {verdict} + detail::verdict_bytes * world")
+                format!("rank, {tables}, {verdict}, {}", self.direct())
+            };
+            // In a kernel of messages, ranks that differ must not store.
+            let function = if self.paired && it.tensors.is_empty() {
+                "agree_together"
+            } else {
+                "agree"
             };
             code.line(format!(
-                "agree(self, Places<{count}>{{{{{places}}}}}, {values}, {further});"
+                "{function}(self, Places<{count}>{{{{{places}}}}}, {values}, {further});"
             ));
         }
         Ok(())
     }
 
+    /// Address of the verdicts on announcements.
+    fn verdict(&self) -> &'static str {
+        if self.paired {
+            "at.verdict"
+        } else {
+            "at.epochs + 8 * at.lanes"
+        }
+    }
+
+    /// Address of the count of lanes that found announced tensors reachable.
+    pub(super) fn direct(&self) -> String {
+        if self.paired {
+            "at.direct".to_owned()
+        } else {
+            format!("{} + detail::verdict_bytes * world", self.verdict())
+        }
+    }
+
+    /// Prepares for the locations of tensors that only other ranks announce.
+    fn locate_of_others(&self, code: &mut Code, it: &Announcement) {
+        let tensors = it.tensors.iter().filter_map(|name| self.located(name));
+        for (number, _) in tensors.filter(|(number, _)| !self.told.contains(number)) {
+            code.line(format!("locate(self, located[{number}]);"));
+        }
+    }
+
     /// Looks up the locations of all tensors that the lane announces, concurrently.
-    fn locate(&self, code: &mut Code, it: &Announcement) {
+    fn locate(&mut self, code: &mut Code, it: &Announcement) {
         let tensors: Vec<(usize, String)> = it
             .tensors
             .iter()
@@ -121,10 +154,16 @@ impl Emitter<'_> {
         if tensors.is_empty() {
             return;
         }
+        self.told.extend(tensors.iter().map(|(number, _)| *number));
         if self.instance.published {
+            let tables = if self.paired {
+                "0, at.own_tables"
+            } else {
+                "rank, at.tables"
+            };
             let told = tensors.iter().map(|(number, name)| {
                 format!(
-                    "told(rank, at.tables, at.place[{number}][0], at.place[{number}][1], at.{name}[rank])"
+                    "told({tables}, at.place[{number}][0], at.place[{number}][1], at.{name}[rank])"
                 )
             });
             code.open("{");

@@ -6,6 +6,7 @@ mod kernel;
 mod list;
 mod meeting;
 mod names;
+mod pair;
 mod passes;
 mod rows;
 mod value;
@@ -27,6 +28,7 @@ use code::{Code, bare, comma};
 use names::{element_name, operator_name};
 
 pub(super) use kernel::kernel;
+pub(super) use pair::pair;
 
 /// Maximum number of places in a step, and of ranks: each needs one bit of a 32-bit word.
 const MAX_PLACES: usize = 32;
@@ -110,6 +112,8 @@ struct Emitter<'s> {
     lines: usize,
     /// Tensors announced by the lanes.
     announced: Vec<usize>,
+    /// Those among them, by their number, that this rank's lanes announce before the current step.
+    told: Vec<usize>,
     /// Whether the lane waits for signals.
     waits: bool,
     signals: bool,
@@ -119,6 +123,8 @@ struct Emitter<'s> {
     traced: bool,
     /// Whether the lane may have accesses in flight that its next announcement has to follow.
     accesses: bool,
+    /// Whether the kernel is of messages between pairs of ranks.
+    paired: bool,
     /// Lines that read the rows of the current step's operands, and the number of rows read so far.
     row_lines: Vec<String>,
     rows: usize,
@@ -133,6 +139,7 @@ impl<'s> Emitter<'s> {
             scope,
             aliases: Vec::new(),
             announced: instance.announced(),
+            told: Vec::new(),
             position: Position::default(),
             lines: MAX_LINES,
             waits: false,
@@ -140,6 +147,7 @@ impl<'s> Emitter<'s> {
             shares_words: names_lanes(&instance.section.body),
             traced: false,
             accesses: false,
+            paired: false,
             row_lines: Vec::new(),
             rows: 0,
         }

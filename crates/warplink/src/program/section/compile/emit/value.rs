@@ -4,6 +4,7 @@ use super::code::{Code, bare};
 use super::names::element_name;
 use super::{EmittedOperand, Emitter, Part, Result};
 use crate::dtype::DType;
+use crate::program::construct::Selection;
 use crate::program::expr::Expr;
 use crate::program::section::compile::scope::Scope;
 use crate::program::section::{DeviceValue, Packing};
@@ -12,8 +13,17 @@ impl Emitter<'_> {
     /// `let n = C[rank] at most rows`.
     pub(super) fn value(&mut self, code: &mut Code, it: &DeviceValue) -> Result<()> {
         let word = self.operand(&it.place)?;
-        let most = self.integer(&it.most)?;
-        let value = self.read(&word, &most)?;
+        let value = match (&it.place.tensor.selections[..], self.instance.carried) {
+            // The launch has checked it.
+            ([Selection::Index(index)], Some(carried)) if carried == word.part.tensor => {
+                let name = Scope::spell(&self.instance.tensors[carried].name);
+                format!("(Index)at.{name}[{}]", bare(&self.integer(index)?))
+            }
+            _ => {
+                let most = self.integer(&it.most)?;
+                self.read(&word, &most)?
+            }
+        };
         code.line(format!("// {}: {it}", self.position));
         self.row_lines.drain(..).for_each(|line| code.line(line));
         code.line(format!("const Index {} = {value};", Scope::spell(&it.name)));
@@ -105,8 +115,7 @@ impl Emitter<'_> {
     /// The maximum of a word, and where to record one that is out of range.
     pub(super) fn bound(&self, most: &str) -> String {
         let place = u64::from(self.position.line) << 32 | u64::from(self.position.column);
-        let note =
-            "at.epochs + 8 * at.lanes + detail::verdict_bytes * world + detail::value_note_offset";
+        let note = format!("{} + detail::value_note_offset", self.direct());
         format!("{}, {place:#x}ull, {note}", bare(most))
     }
 }

@@ -40,9 +40,11 @@ impl Emitter<'_> {
             let mut names = FreeNames::default();
             names.device_value(it);
             let whole = self.whole(&it.place.tensor.name);
+            let carried = whole.as_ref().ok().map(|part| part.tensor) == self.instance.carried;
             let scratch = whole.map(|part| self.instance.scratch_of(part.tensor));
             let plain = |scratch: &ScratchInstance| scratch.packing == Packing::Plain;
             if self.traced
+                || carried
                 || !scratch.is_ok_and(|scratch| scratch.is_none_or(plain))
                 || names.values.len() > 1
                 || !names.integers.is_disjoint(&bound)

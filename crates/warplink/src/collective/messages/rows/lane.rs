@@ -1,7 +1,7 @@
 //! One lane of a message on the host device, the counterpart of `kernels/messages.cu`.
 
-use super::Shape;
-use super::difference::{ANY_UNITS, difference};
+use super::super::Shape;
+use super::super::difference::{ANY_UNITS, difference};
 use super::table::{CHUNKS, Decoded, HEADER_BYTES, LEAST_CHUNK, LINE_DATA, SLOT_BYTES, decode};
 use crate::device::{Block, DeviceSlice, Fault, HostLanes, LaneFuture, Word};
 use crate::error::{Error, ErrorKind, Rank, Result};

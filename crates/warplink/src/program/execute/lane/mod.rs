@@ -1,46 +1,28 @@
 //! Interpreter for a lane of a kernel section, on devices that take closures for kernels.
 
+mod located;
+mod pairs;
 mod steps;
 
+pub(super) use pairs::PairLanes;
+
 use super::lane_times::LaneClock;
-use super::publication::{Published, Tables};
+use super::publication::Tables;
 use super::reach::Reach;
 use super::row_values::{integer, row_arguments, row_bytes};
 use super::step_cache::StepCache;
 use crate::device::{
-    Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, ReduceOp, Values, combine,
+    Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, ReduceOp, Values, Word, combine,
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{
     LaneStep, LaneStepKind, Packing, Part, RowOrder, RowStep, SectionInstance, SectionMemory,
-    SectionTensor,
 };
+use located::{Announcing, Located};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
-
-/// Location of an announced tensor.
-struct Located {
-    tensor: usize,
-    /// Announcement of this rank, once looked up.
-    own: Option<u64>,
-    /// Start of the tensor on peers whose announcement has arrived.
-    at: Vec<(Rank, DeviceSlice)>,
-    /// Whether some rank does not reach it on all others.
-    missing: bool,
-}
-
-impl Located {
-    const fn new(tensor: usize) -> Self {
-        Self {
-            tensor,
-            own: None,
-            at: Vec::new(),
-            missing: false,
-        }
-    }
-}
 
 /// Location of an operand.
 struct Operand {
@@ -48,8 +30,8 @@ struct Operand {
     packing: Packing,
 }
 
-/// Formats the difference between two announcements: this rank's, and a peer's.
-pub(crate) type TellDifference = dyn Fn(&[u32], &[u32]) -> String + Send + Sync;
+/// Error of two announcements that differ: this rank's, and a peer's.
+pub(crate) type TellDifference = dyn Fn(&[u32], &[u32]) -> Error + Send + Sync;
 
 /// Inputs of a lane.
 #[derive(Clone, Copy)]
@@ -60,6 +42,12 @@ struct LaneInput<'a> {
     tensors: &'a [DeviceSlice],
     /// Lookup of announced tensors; `None` if all tensors are in `reach`.
     published: Option<Announcing<'a>>,
+    /// Counts lanes that found all announced tensors reachable.
+    direct: &'a Word,
+    /// Words of the tensor that the launch carries.
+    carried: &'a [u64],
+    /// Index of the first signal of the lanes, on each rank.
+    first_signals: [usize; 2],
     tell: &'a TellDifference,
     /// Where to record the start times of steps, for a trace.
     times: Option<&'a LaneClock>,
@@ -87,6 +75,8 @@ impl SectionLanes {
             None => (&[][..], None),
         };
         let tables = self.launched.as_ref().map(|(tables, _)| &**tables);
+        let direct = Reach::direct_offset(self.reach.lanes, self.section.world);
+        let direct = self.reach.state.word(direct)?;
         let input = LaneInput {
             section: &self.section,
             reach: &self.reach,
@@ -96,7 +86,11 @@ impl SectionLanes {
                 .map(|tables| Announcing {
                     tables,
                     places: places.unwrap_or_default(),
+                    ranks: None,
                 }),
+            direct: &direct,
+            carried: &[],
+            first_signals: [0, 0],
             tell: &*self.tell,
             times: self.times.as_ref(),
             cache: &self.cache,
@@ -115,20 +109,27 @@ impl HostLanes for SectionLanes {
     }
 }
 
-/// Lookup of the tensors that ranks announce.
-#[derive(Clone, Copy)]
-struct Announcing<'a> {
-    tables: &'a Tables,
-    /// For each announced tensor, the number of its allocation and the byte offset in it.
-    places: &'a [u64],
-}
-
-/// Runs the lane of `block`.
+/// Runs the lane of `block`, and counts the launch.
 async fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
     let LaneInput { section, reach, .. } = input;
     let (epoch_word, ended_word) = (reach.state.word(0)?, reach.state.word(8)?);
     let epoch = block.value(&epoch_word);
-    let lane = block.index() as usize;
+    run_steps(block, input, (block.index() as usize, epoch)).await?;
+    // The last lane to end advances the epoch: all lanes have read it by then.
+    if block.increment(&ended_word) + 1 == section.lanes as u64 {
+        block.set(&ended_word, 0);
+        block.increment(&epoch_word);
+    }
+    Ok(())
+}
+
+/// Performs the steps of a lane in the launch that `epoch` ones precede.
+async fn run_steps(
+    block: &Block<'_>,
+    input: LaneInput<'_>,
+    (lane, epoch): (usize, u64),
+) -> Result<()> {
+    let LaneInput { section, reach, .. } = input;
     let announced = input.cache.announced(section).iter().copied();
     let mut run = Lane {
         block,
@@ -166,11 +167,6 @@ async fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
         let (memory, bytes) = times.finish()?;
         block.write(&memory, &bytes)?;
     }
-    // The last lane to end advances the epoch: all lanes have read it by then.
-    if block.increment(&ended_word) + 1 == section.lanes as u64 {
-        block.set(&ended_word, 0);
-        block.increment(&epoch_word);
-    }
     Ok(())
 }
 
@@ -199,10 +195,11 @@ impl Lane<'_> {
         let (rank, world) = (self.section.rank, self.section.world);
         let (operator, dtype, rows, elements, targets, sources) = match &step.kind {
             LaneStepKind::Signal { peer, lane } => {
-                return self.signals(*peer)?.tell(lane * world + rank);
+                let number = self.first_signal(*peer) + lane * world + rank;
+                return self.signals(*peer)?.tell(number);
             }
             LaneStepKind::Wait(peer) => {
-                let number = self.lane * world + peer;
+                let number = self.first_signal(rank) + self.lane * world + peer;
                 return self.signals(rank)?.arrived(number).await;
             }
             LaneStepKind::Announce {
@@ -314,17 +311,12 @@ impl Lane<'_> {
             let last = (self.section.rank + self.section.world - 1) % self.section.world;
             let all = || tensors.iter().all(|tensor| self.is_reachable(*tensor));
             if self.input.published.is_some() && !tensors.is_empty() && peer == last && all() {
-                let offset = Reach::direct_offset(self.reach.lanes, self.section.world);
-                self.block.increment(&self.reach.state.word(offset)?);
+                self.block.increment(self.input.direct);
             }
             return Ok(());
         }
-        Err(
-            Error::new(ErrorKind::Mismatch, (self.input.tell)(values, theirs))
-                .with_rank(self.section.rank)
-                .with_peer(peer)
-                .with_help("make the same calls in the same order on every rank"),
-        )
+        let error = (self.input.tell)(values, theirs);
+        Err(error.with_rank(self.section.rank).with_peer(peer))
     }
 
     /// Alignment of a piece of a step, in elements, so that it starts at a packet.
@@ -443,73 +435,9 @@ impl Lane<'_> {
         }
     }
 
-    /// Announcement of this rank for a tensor, looked up once per launch.
-    fn locate(&mut self, tensor: usize) -> Result<u64> {
-        let (rank, published) = (self.section.rank, self.input.published);
-        let number = self.located.iter().position(|it| it.tensor == tensor);
-        let (Some(number), Some(published)) = (number, published) else {
-            return Ok(0);
-        };
-        if let Some(own) = self.located[number].own {
-            return Ok(own);
-        }
-        let place = published.places.get(2 * number..2 * number + 2);
-        let &[entry, start] = place.ok_or_else(|| internal("a launch says no place"))? else {
-            return Err(internal("a launch says no place"));
-        };
-        let SectionTensor { offset, dtype, .. } = &self.section.tensors[tensor];
-        let SectionMemory::Tensor(id) = self.section.tensors[tensor].memory else {
-            return Err(internal("scratch is announced"));
-        };
-        let slice = self.input.tensors.get(id);
-        let slice = slice.ok_or_else(|| internal("an operand is not mapped"))?;
-        let address = slice.address() + (offset * dtype.size()) as u64;
-        let at = Published {
-            number: entry,
-            start,
-        };
-        let own = published.tables.announced(rank, at, address);
-        let located = &mut self.located[number];
-        located.own = Some(own);
-        located.missing |= own == 0;
-        Ok(own)
-    }
-
-    /// Records a peer's announcement of a tensor.
-    fn note(&mut self, tensor: usize, peer: Rank, told: u64) -> Result<()> {
-        let located = self.located.iter_mut().find(|it| it.tensor == tensor);
-        let (Some(located), Some(published)) = (located, self.input.published) else {
-            return Ok(());
-        };
-        if told == 0 {
-            located.missing = true;
-            return Ok(());
-        }
-        let reached = published.tables.reached(peer, told);
-        let reached =
-            reached.ok_or_else(|| internal("a peer tells of memory that is not mapped"))?;
-        located.at.push((peer, reached));
-        Ok(())
-    }
-
-    /// Announced tensors that are known to be unreachable.
-    fn missing(&self) -> impl Iterator<Item = usize> {
-        let missing = self.located.iter().filter(|it| it.missing);
-        let withheld = self.section.withheld.iter().copied();
-        withheld.chain(missing.map(|it| it.tensor))
-    }
-
-    fn is_reachable(&self, tensor: usize) -> bool {
-        let mut located = self.located.iter();
-        !self.section.withheld.contains(&tensor)
-            && located.all(|it| it.tensor != tensor || !it.missing)
-    }
-
-    /// A peer's tensor, as announced.
-    fn heard(&self, part: &Part) -> Option<&DeviceSlice> {
-        let located = self.located.iter().find(|it| it.tensor == part.tensor)?;
-        let (_, slice) = located.at.iter().find(|(rank, _)| *rank == part.rank)?;
-        Some(slice)
+    /// Index of the first signal of the lanes of a rank.
+    fn first_signal(&self, rank: Rank) -> usize {
+        self.input.first_signals.get(rank).copied().unwrap_or(0)
     }
 
     /// Signals of a rank.
@@ -552,8 +480,16 @@ impl Lane<'_> {
 }
 
 /// Describes the difference between two announcements of unknown meaning.
-pub(super) fn tell_difference(own: &[u32], theirs: &[u32]) -> String {
-    format!("the peer announces {theirs:?}; expected {own:?}, as this rank does")
+pub(super) fn tell_difference(own: &[u32], theirs: &[u32]) -> Error {
+    calls_differ(format!(
+        "the peer announces {theirs:?}; expected {own:?}, as this rank does"
+    ))
+}
+
+/// Error of ranks that make different calls.
+pub(crate) fn calls_differ(text: String) -> Error {
+    Error::new(ErrorKind::Mismatch, text)
+        .with_help("make the same calls in the same order on every rank")
 }
 
 /// Flag of packets of 8 and 16 bytes in the launch that follows `epoch` launches. Never 0, the initial contents of

@@ -1,0 +1,400 @@
+//! Programs of two ranks, which any two ranks of a group run: many at a time, in one launch.
+//!
+//! A *line* is one of the program's two ranks with one peer as the other. A *message* is one launch of the program in
+//! a line; both ends count them, so that a launch may have any messages of any lines, and ranks may divide the same
+//! messages differently between launches. Lanes of a line interact only with those of its other end. Each pair of ranks
+//! has a region of its own in the workspaces and signals of both: the lines of its two directions share it, so a program
+//! must not use the same scratch of both ranks.
+//!
+//! What differs between messages is carried by the launch: the memory of the data, and some words that the program
+//! reads as integers.
+
+mod table;
+
+pub(crate) use table::{CARRIED_WORDS, MAX_MESSAGES, MessageMemory, PairMessage};
+pub(super) use table::{Decoded, decode};
+
+use super::context::RankContext;
+use super::lane::{PairLanes, TellDifference, packet_flag};
+use super::publication::Published;
+use super::reach::{EPOCH_BYTES, Reach, VERDICT_BYTES, VERDICT_WORDS_BYTES};
+use super::step_cache::StepCache;
+use super::workspace::SharedWorkspace;
+use crate::device::{
+    Device, DeviceSlice, Launch, ModuleSource, Readying, SerialArguments, SerialKernel,
+    SerialKernels, Stream,
+};
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::program::section::{
+    KERNEL, PairLayout, SectionInstance, SectionMemory, WorkspaceLayout, pair_text,
+};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use table::{FIXED_WORDS, MAX_RANKS, encode};
+
+/// Scratch of the announcements by which both ends of a message tell that they have begun: by slot, lane and rank.
+const ANNOUNCEMENTS: &str = "S";
+
+/// Alignment of regions in a workspace.
+const REGION_ALIGNMENT: usize = 256;
+
+/// A program for pairs of ranks.
+pub(crate) struct PairProgram {
+    /// The kernel of each of its two ranks.
+    pub(crate) sections: [SectionInstance; 2],
+    /// Tensors that are the count of a message; the others are its data.
+    pub(crate) counts: &'static [&'static str],
+    /// Error of mismatched announcements, for each of its ranks.
+    pub(crate) tell: [Arc<TellDifference>; 2],
+    /// What its ranks do, for errors.
+    pub(crate) operations: [&'static str; 2],
+}
+
+/// Division of a rank's counts and signals among lines.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct PairState {
+    world: usize,
+    /// Lanes of the program.
+    pub(super) lanes: usize,
+}
+
+impl PairState {
+    /// Index of a line.
+    pub(super) const fn line(self, role: usize, peer: Rank) -> usize {
+        role * self.world + peer
+    }
+
+    /// Index of the first signal for a peer.
+    pub(super) const fn first_signal(self, peer: Rank) -> usize {
+        2 * self.lanes * peer
+    }
+
+    /// Offset of the verdict on a line's announcements; they follow the counts.
+    const fn verdict(self, line: usize) -> usize {
+        EPOCH_BYTES * 2 * self.world * self.lanes + VERDICT_BYTES * line
+    }
+
+    /// Words of all counts and verdicts.
+    const fn words(self) -> usize {
+        self.verdict(2 * self.world).div_ceil(EPOCH_BYTES)
+    }
+}
+
+/// Mismatched announcements of a line, which a kernel has recorded.
+#[derive(Debug)]
+pub(crate) struct PairDifference {
+    pub(crate) peer: Rank,
+    pub(crate) role: usize,
+    pub(crate) own: Vec<u32>,
+    pub(crate) theirs: Vec<u32>,
+}
+
+/// Programs of pairs that share a workspace: messages of each may follow those of others.
+pub(crate) struct Pairs {
+    device: Arc<dyn Device>,
+    workspace: SharedWorkspace,
+    kernels: Vec<LoadedKernel>,
+    signals: DeviceSlice,
+    counts: DeviceSlice,
+    state: PairState,
+    threads: u32,
+    /// Words that are the same in every launch.
+    fixed: [u64; FIXED_WORDS],
+    /// For each line, the announcements of this rank and of the peer.
+    announced: Vec<[Announcements; 2]>,
+    /// Whether anything was ever enqueued; if not, the device need not be queried.
+    used: AtomicBool,
+}
+
+/// The kernel of a program.
+struct LoadedKernel {
+    kernel: SerialKernel,
+    /// Maximum blocks of a launch that may start early.
+    early_blocks: u32,
+}
+
+impl Pairs {
+    /// Allocates a workspace and maps those of the peers; data is published beside that of `beside`. The
+    /// programs have the same lanes and threads. Collective: every rank calls it with the same programs.
+    /// Blocks until all have: all succeed, or none does.
+    pub(crate) fn join(
+        context: &RankContext,
+        beside: &SharedWorkspace,
+        programs: Vec<PairProgram>,
+    ) -> Result<Self> {
+        let (rank, world) = (context.rank(), context.world());
+        let first = programs.first().map(|program| &program.sections[0]);
+        let first = first.ok_or_else(|| Error::new(ErrorKind::Internal, "no program of pairs"))?;
+        let (threads, state) = (
+            first.threads as u32,
+            PairState {
+                world,
+                lanes: first.lanes,
+            },
+        );
+        let scratch = programs.iter().map(|program| &program.sections[0].scratch);
+        let layout = WorkspaceLayout::of(scratch.flat_map(|scratch| scratch.iter()));
+        let region = layout.bytes().next_multiple_of(REGION_ALIGNMENT);
+        let workspace = beside.join_beside(
+            context,
+            WorkspaceLayout::plain(region * world),
+            state.words(),
+        )?;
+        let mapped = |slice: Option<&DeviceSlice>| slice.cloned().ok_or_else(not_mapped);
+        let (counts, rest) = workspace.state()?;
+        let own_signals = mapped(workspace.signals(rank))?;
+        let own = mapped(workspace.memory(rank))?;
+        let (mut reaches, mut announced) = (Vec::new(), Vec::new());
+        for role in 0..2 {
+            for peer in 0..world {
+                let theirs = mapped(workspace.memory(peer))?;
+                let mut regions = [
+                    own.slice(region * peer..region * (peer + 1))?,
+                    theirs.slice(region * rank..region * (rank + 1))?,
+                ];
+                let mut signals = [own_signals.clone(), mapped(workspace.signals(peer))?];
+                if role == 1 {
+                    regions.reverse();
+                    signals.reverse();
+                }
+                announced.push(announcements(first, &layout, (role, &regions))?);
+                reaches.push(Reach {
+                    layout: layout.clone(),
+                    workspaces: regions.map(Some).into(),
+                    signals: signals.map(Some).into(),
+                    state: counts.clone(),
+                    lanes: state.lanes,
+                    ranks_per_device: 1,
+                    tensors: vec![Default::default(); 2],
+                });
+            }
+        }
+        let mut fixed = [0; FIXED_WORDS];
+        for peer in 0..world {
+            fixed[peer] = mapped(workspace.memory(peer))?.address();
+            fixed[MAX_RANKS + peer] = mapped(workspace.signals(peer))?.address();
+        }
+        let count = rest.address() + (VERDICT_BYTES * world) as u64;
+        let tables = workspace.tables().clone();
+        let last = [
+            counts.address(),
+            count,
+            tables.address(),
+            rank as u64,
+            world as u64,
+        ];
+        fixed[2 * MAX_RANKS..FIXED_WORDS - 1].copy_from_slice(&last);
+        let shape = PairLayout { layout, region };
+        let reaches: Arc<[Reach]> = reaches.into();
+        let direct = workspace.direct_word()?;
+        let (serial, sharing) = (SerialKernels::default(), context.ranks_per_device()?);
+        let load = |program: PairProgram| -> Result<LoadedKernel> {
+            let sections = program.sections.map(Arc::new);
+            let lanes = PairLanes {
+                rank,
+                sections: sections.clone(),
+                caches: <[StepCache; 2]>::default(),
+                memory: memory(&sections[0], program.counts),
+                state,
+                reaches: reaches.clone(),
+                direct: direct.clone(),
+                tables: tables.clone(),
+                tell: program.tell,
+                operations: program.operations,
+                fault: context.fault.clone(),
+            };
+            let shape = shape.clone();
+            let text = move || pair_text(&sections, &shape, program.counts);
+            let source = ModuleSource::new("messages")
+                .with_written_cuda(text)
+                .with_host_lanes(KERNEL, world, lanes);
+            // SAFETY: the kernel accesses the workspaces within its regions, which the verifier has checked, and the
+            // memory of a launch's messages within the lengths that its words state.
+            let kernel = unsafe { context.device.load_module(&source)? }.kernel(KERNEL)?;
+            let all = 2 * state.lanes * world;
+            let launch = Launch::new(all as u32, threads);
+            // All lanes of a launch may wait for one another's peers, so they must be resident together.
+            kernel.check_together(&launch, sharing)?;
+            let early = |blocks: &u32| kernel.early(Launch::new(*blocks, threads), sharing).early;
+            // The largest number of blocks that may start early.
+            let numbers: Vec<u32> = (1..=all as u32).collect();
+            let early_blocks = numbers.partition_point(early) as u32;
+            Ok(LoadedKernel {
+                // Prepared at joining, where waiting for the device is allowed.
+                kernel: serial.ready(kernel, &launch, Readying::Always)?,
+                early_blocks,
+            })
+        };
+        let kernels = programs.into_iter().map(load).collect::<Result<Vec<_>>>();
+        Ok(Self {
+            device: context.device.clone(),
+            kernels: context.agree_on(kernels)?,
+            workspace,
+            signals: own_signals,
+            counts,
+            state,
+            threads,
+            fixed,
+            announced,
+            used: AtomicBool::new(false),
+        })
+    }
+
+    /// Location of `slice` among this rank's published memory, for a message of a launch on `stream`, which may be
+    /// recorded by a graph; `None` for memory that cannot be published. Does not block.
+    pub(crate) fn place(&self, slice: &DeviceSlice, stream: (&Stream, bool)) -> Option<Published> {
+        self.workspace.place(slice, stream)
+    }
+
+    /// Enqueues messages of a program, by its number: those of one line in order, all others concurrently. Does not
+    /// block.
+    pub(crate) fn enqueue(
+        &self,
+        program: usize,
+        messages: &[PairMessage<'_>],
+        stream: &Stream,
+    ) -> Result<()> {
+        let LoadedKernel {
+            kernel,
+            early_blocks,
+        } = &self.kernels[program];
+        let (words, blocks) = encode(&self.fixed, messages)?;
+        let memory: Vec<&DeviceSlice> = messages.iter().flat_map(PairMessage::memory).collect();
+        let arguments = SerialArguments {
+            words: &words,
+            signals: &self.signals,
+            memory: &memory,
+        };
+        // A larger launch would occupy space that kernels of other streams need.
+        let launch = Launch::new(blocks, self.threads);
+        let launch = launch.with_early_start(blocks <= *early_blocks);
+        // Relaxed: a hint that only saves queries; the stream orders the data.
+        self.used.store(true, Ordering::Relaxed);
+        kernel.launch(stream, &launch, &arguments)
+    }
+
+    /// Number of lanes that found the data of both ends reachable. Blocks while it reads some bytes of the device.
+    pub(crate) fn direct_lanes(&self) -> Result<u64> {
+        self.workspace.direct_lanes()
+    }
+
+    /// A line whose next message has begun here but not at the peer, as its role and peer. Blocks while it reads some
+    /// bytes of the device.
+    pub(crate) fn awaited(&self) -> Result<Option<(usize, Rank)>> {
+        // Relaxed: a hint that saves the query, as in `enqueue`.
+        if !self.used.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let device = &*self.device;
+        for role in 0..2 {
+            for peer in 0..self.state.world {
+                let line = self.state.line(role, peer);
+                let from = EPOCH_BYTES * line * self.state.lanes;
+                let mut epoch = [0; EPOCH_BYTES];
+                device.download(&self.counts.slice(from..from + EPOCH_BYTES)?, &mut epoch)?;
+                let epoch = u64::from_le_bytes(epoch);
+                // Devices flag packets with the lower half of the epoch, closures with `packet_flag`.
+                let flags = [packet_flag(epoch), (epoch + 1) as u32].map(u32::to_le_bytes);
+                let has_begun = |announced: &Announcements| -> Result<bool> {
+                    let mut packet = [0; 16];
+                    device.download(&announced[(epoch % 2) as usize], &mut packet)?;
+                    Ok(flags.iter().any(|flag| packet[4..8] == *flag))
+                };
+                let [own, theirs] = &self.announced[line];
+                if has_begun(own)? && !has_begun(theirs)? {
+                    return Ok(Some((role, peer)));
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    /// Mismatched announcements, if a kernel has recorded any. Blocks while it reads some bytes of the device. Devices
+    /// that take closures fail the stream instead.
+    pub(crate) fn disagreement(&self) -> Result<Option<PairDifference>> {
+        // Relaxed: a hint that saves the query, as in `enqueue`.
+        if !self.used.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        let lines = 2 * self.state.world;
+        let mut bytes = vec![0; VERDICT_BYTES * lines];
+        let from = self.state.verdict(0);
+        let verdicts = self.counts.slice(from..from + bytes.len())?;
+        self.device.download(&verdicts, &mut bytes)?;
+        for (line, verdict) in bytes.chunks_exact(VERDICT_BYTES).enumerate() {
+            let (theirs, rest) = verdict.split_at(VERDICT_WORDS_BYTES);
+            let (differ, own) = rest.split_at(rest.len() - VERDICT_WORDS_BYTES);
+            if differ.iter().all(|byte| *byte == 0) {
+                continue;
+            }
+            let words = |bytes: &[u8]| -> Vec<u32> {
+                let words = bytes.chunks_exact(4);
+                words
+                    .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+                    .collect()
+            };
+            let (theirs, mut own) = (words(theirs), words(own));
+            // Only packets that differ are recorded of this rank's.
+            for packet in 0..own.len() / 2 {
+                if differ[packet] == 0 {
+                    let of_packet = 2 * packet..2 * packet + 2;
+                    own[of_packet.clone()].copy_from_slice(&theirs[of_packet]);
+                }
+            }
+            return Ok(Some(PairDifference {
+                peer: line % self.state.world,
+                role: line / self.state.world,
+                own,
+                theirs,
+            }));
+        }
+        Ok(None)
+    }
+}
+
+/// Memory of a message that each tensor of a program is.
+fn memory(section: &SectionInstance, counts: &[&str]) -> Vec<MessageMemory> {
+    let mut memory = Vec::new();
+    for tensor in &section.tensors {
+        if let SectionMemory::Tensor(id) = tensor.memory {
+            if memory.len() <= id {
+                memory.resize(id + 1, MessageMemory::Data);
+            }
+            if counts.contains(&&*tensor.name) {
+                memory[id] = MessageMemory::Count;
+            }
+        }
+    }
+    memory
+}
+
+/// Packets by which lane 0 announces a message.
+type Announcements = [DeviceSlice; 2];
+
+/// Announcements in both slots by the program's rank `role`, and by the other one; `regions` are the memory of both.
+fn announcements(
+    section: &SectionInstance,
+    layout: &WorkspaceLayout,
+    (role, regions): (usize, &[DeviceSlice; 2]),
+) -> Result<[Announcements; 2]> {
+    let mut scratch = section.scratch.iter();
+    let rows = scratch.find(|scratch| &*scratch.name == ANNOUNCEMENTS);
+    let rows = rows
+        .filter(|rows| rows.strides.len() == 4)
+        .ok_or_else(|| Error::new(ErrorKind::Internal, "a program of pairs announces nothing"))?;
+    let area = layout.area(rows.packing).offset_bytes;
+    let packet = |of: usize, slot: usize| {
+        let packet = rows.packed(slot * rows.strides[0] + of * rows.strides[2], 1);
+        let packet = packet.unwrap_or_default();
+        regions[1 - of].slice(area + packet.start..area + packet.end)
+    };
+    let of = |of: usize| -> Result<Announcements> { Ok([packet(of, 0)?, packet(of, 1)?]) };
+    Ok([of(role)?, of(1 - role)?])
+}
+
+fn not_mapped() -> Error {
+    Error::new(
+        ErrorKind::Internal,
+        "a workspace for messages is not mapped",
+    )
+}
