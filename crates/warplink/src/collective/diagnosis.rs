@@ -3,7 +3,7 @@
 use super::comparison::{CallComparison, PATIENCE, QueryResult};
 use super::experts::{COMBINE, describe_combine};
 use super::fused::{FUSED, describe_fused};
-use super::messages::{Lines, Messages};
+use super::messages::Messages;
 use super::{Call, Collectives, Inner};
 use crate::deadline::Deadline;
 use crate::device::{InUse, Priority};
@@ -71,10 +71,7 @@ impl JoinedCollectives {
                 return Err(error);
             }
             let messages = collectives.messages.as_ref();
-            let of_messages = messages.map_or(Ok(None), Messages::disagreement)?;
-            let lines = collectives.lines.as_ref();
-            let of_rows = lines.map_or(Ok(None), Lines::disagreement)?;
-            if let Some(error) = of_messages.or(of_rows) {
+            if let Some(error) = messages.map_or(Ok(None), Messages::disagreement)? {
                 let error = error.with_rank(collectives.context.rank());
                 collectives.context.fault.fail(error.clone());
                 return Err(error);
@@ -198,11 +195,10 @@ fn last_call(collectives: &Inner) -> String {
 
 /// Error of a timed-out wait for a message that has begun on this rank only.
 fn awaited_message(collectives: &Inner) -> Option<Error> {
-    let messages = collectives.messages.as_ref()?.awaited();
-    let device = &*collectives.context.device;
-    let rows = || collectives.lines.as_ref()?.awaited(device).ok()?;
     // Omit information that cannot be obtained.
-    let (peer, direction) = messages.ok().flatten().or_else(rows)?;
+    let device = &*collectives.context.device;
+    let awaited = collectives.messages.as_ref()?.awaited(device);
+    let (peer, direction) = awaited.ok().flatten()?;
     let text = match direction {
         Direction::Send => "the peer has not posted the receive for this rank's send",
         Direction::Receive => "the peer has not posted the send for this rank's receive",

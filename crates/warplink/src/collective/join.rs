@@ -4,7 +4,7 @@ use super::choice::Machine;
 use super::direct::{Direct, MAX_BLOCKS};
 use super::engine::EngineCollectives;
 use super::estimate::Estimates;
-use super::messages::{Lines, Messages};
+use super::messages::Messages;
 use super::{
     Call, CollectiveOptions, CollectivePath, Collectives, Inner, MAX_DIRECT_RANKS,
     MIN_BYTES_PER_RANK,
@@ -123,18 +123,15 @@ impl Collectives {
             }
             None => Self::either(&context, &machine, options, topology.as_ref())?,
         };
-        let (messages, lines) = match &path {
+        let messages = match &path {
             Paths::Direct(direct) if machine.cube.is_none() => {
                 // Messages use the same workspace publication, but memory of their own.
                 let bytes = messages_bytes(options.workspace_bytes, &context.device.properties());
                 let most = options.multiprocessors.unwrap_or(usize::MAX);
                 let beside = &direct.workspace;
-                let fewest = fewest.min(most);
-                let messages = Messages::join(&context, beside, bytes, fewest)?;
-                let lines = Lines::join(&context, beside, bytes, fewest)?;
-                (Some(messages), Some(lines))
+                Some(Messages::join(&context, beside, bytes, fewest.min(most))?)
             }
-            _ => (None, None),
+            _ => None,
         };
         let in_flight = context.in_flight.clone();
         let inner = Inner {
@@ -143,7 +140,6 @@ impl Collectives {
             machine,
             path,
             messages,
-            lines,
             last: Mutex::default(),
             executor: OnceLock::new(),
         };

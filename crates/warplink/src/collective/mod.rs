@@ -76,7 +76,7 @@ pub(crate) use diagnosis::JoinedCollectives;
 use engine::EngineCollectives;
 use join::Paths;
 use launches::Overlap;
-use messages::{Lines, Messages};
+use messages::Messages;
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -174,9 +174,8 @@ struct Inner {
     machine: Machine,
     path: Paths,
     turns: Turns,
-    /// Messages between pairs of ranks, on the direct path; and those of rows or lengths in device memory.
+    /// Messages between pairs of ranks, on the direct path.
     messages: Option<Messages>,
-    lines: Option<Lines>,
     /// The most recent call, for errors.
     last: Mutex<Option<Call>>,
     /// Executor of bound calls.
@@ -268,8 +267,7 @@ impl Collectives {
         let of_calls = direct.map_or(Ok(0), |direct| direct.workspace.direct_lanes())?;
         let messages = self.0.messages.as_ref();
         let of_messages = messages.map_or(Ok(0), Messages::direct_lanes)?;
-        let of_rows = self.0.lines.as_ref().map_or(Ok(0), Lines::direct_lanes)?;
-        Ok(of_calls + of_messages + of_rows)
+        Ok(of_calls + of_messages)
     }
 
     /// A rank's workspace as mapped here. Its contents are undefined, and it must not be written; to share

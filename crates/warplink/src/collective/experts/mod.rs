@@ -14,7 +14,7 @@ mod kernels;
 
 use super::Collectives;
 use super::choice::Machine;
-use super::messages::{Count, Entry, check_apart};
+use super::messages::{Count, Entry, Messages, check_apart};
 use crate::device::{AllocationKind, DeviceSlice, InUse, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -162,7 +162,8 @@ impl Collectives {
         let inner = &self.0;
         let world = inner.machine.world;
         options.check(world)?;
-        let lines = inner.lines.as_ref().ok_or_else(no_direct_path)?;
+        let lines = inner.messages.as_ref().map(Messages::rows);
+        let lines = lines.ok_or_else(no_direct_path)?;
         // Before memory is allocated: a row must fit a chunk, since it is not split.
         lines.check_unit(options.row_bytes())?;
         let device = &inner.context.device;
@@ -420,10 +421,8 @@ impl Layer {
     }
 
     fn enqueue(&self, entries: &[Entry<'_>], stream: (&Stream, bool)) -> Result<()> {
-        match &self.collectives.0.lines {
-            Some(lines) => lines.enqueue(entries, stream),
-            None => Ok(()),
-        }
+        let messages = self.collectives.0.messages.as_ref();
+        messages.map_or(Ok(()), |messages| messages.rows().enqueue(entries, stream))
     }
 }
 

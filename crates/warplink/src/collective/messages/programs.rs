@@ -33,34 +33,34 @@ const COUNTED: usize = 1;
 
 /// One end of a message.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::collective) struct End<'a> {
-    pub(in crate::collective) peer: Rank,
-    pub(in crate::collective) direction: Direction,
-    pub(in crate::collective) data: &'a DeviceSlice,
+pub(super) struct End<'a> {
+    pub(super) peer: Rank,
+    pub(super) direction: Direction,
+    pub(super) data: &'a DeviceSlice,
 }
 
 /// One end of a message whose length the sender's memory has.
 #[derive(Clone, Copy, Debug)]
-pub(in crate::collective) struct CountedEnd<'a> {
+pub(super) struct CountedEnd<'a> {
     /// Its data has the most that there may be.
-    pub(in crate::collective) end: End<'a>,
+    pub(super) end: End<'a>,
     /// Bytes of a unit.
-    pub(in crate::collective) unit: usize,
+    pub(super) unit: usize,
     /// Number of units, of 64 bits: read by the sender, written by the receiver.
-    pub(in crate::collective) count: &'a DeviceSlice,
+    pub(super) count: &'a DeviceSlice,
 }
 
-/// A rank's state for messages.
-pub(in crate::collective) struct Messages {
+/// A rank's state for messages by programs.
+pub(super) struct Programs {
     pairs: Pairs,
     shape: Shape,
 }
 
-impl Messages {
+impl Programs {
     /// Joins with `bytes` of chunks; receives use the publication of the direct path `beside`. A launch uses at most
     /// `multiprocessors`, equal on all ranks, or two for each rank if that is more. Collective: all ranks succeed or
     /// none.
-    pub(in crate::collective) fn join(
+    pub(super) fn join(
         context: &RankContext,
         beside: &SharedWorkspace,
         bytes: usize,
@@ -84,11 +84,7 @@ impl Messages {
     }
 
     /// Enqueues messages: those of one pair and direction in order, all others concurrently. Does not block.
-    pub(in crate::collective) fn enqueue(
-        &self,
-        ends: &[End<'_>],
-        stream: (&Stream, bool),
-    ) -> Result<()> {
+    pub(super) fn enqueue(&self, ends: &[End<'_>], stream: (&Stream, bool)) -> Result<()> {
         // The host device lists the steps of a lane, so that they have a limit.
         let most = self
             .shape
@@ -120,7 +116,7 @@ impl Messages {
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] for more than a tensor of a program may have.
-    pub(in crate::collective) fn enqueue_counted(
+    pub(super) fn enqueue_counted(
         &self,
         ends: &[CountedEnd<'_>],
         stream: (&Stream, bool),
@@ -170,20 +166,20 @@ impl Messages {
     }
 
     /// Number of lanes that stored directly. Blocks while it reads some bytes of the device.
-    pub(in crate::collective) fn direct_lanes(&self) -> Result<u64> {
+    pub(super) fn direct_lanes(&self) -> Result<u64> {
         self.pairs.direct_lanes()
     }
 
     /// Peer of a message that has begun here but not there, and its direction. Blocks while it reads some bytes of the
     /// device.
-    pub(in crate::collective) fn awaited(&self) -> Result<Option<(Rank, Direction)>> {
+    pub(super) fn awaited(&self) -> Result<Option<(Rank, Direction)>> {
         let awaited = self.pairs.awaited()?;
         Ok(awaited.map(|(role, peer)| (peer, direction(role))))
     }
 
     /// Error of mismatched ends, if a kernel recorded one. Blocks while it reads some bytes of the device. The host
     /// device fails the stream instead.
-    pub(in crate::collective) fn disagreement(&self) -> Result<Option<Error>> {
+    pub(super) fn disagreement(&self) -> Result<Option<Error>> {
         let found = self.pairs.disagreement()?;
         Ok(found.map(|found| {
             let error = told(direction(found.role), &found.own, &found.theirs);

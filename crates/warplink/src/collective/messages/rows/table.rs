@@ -37,6 +37,9 @@ const WIDE: u64 = 1 << 10;
 /// Bytes of a 64-bit count.
 const WIDE_BYTES: usize = 8;
 
+/// Unit of a message that covers its memory completely.
+const WHOLE_UNIT: usize = 16;
+
 /// A message of a launch.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::collective) struct Entry<'a> {
@@ -56,6 +59,8 @@ pub(in crate::collective) struct Entry<'a> {
 /// Number of units: known to the host, or in device memory of 32 or 64 bits, depending on its length.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::collective) enum Count<'a> {
+    /// All that its bytes hold.
+    All,
     /// Read from this memory.
     Given(&'a DeviceSlice),
     /// Stated by the sender, and stored here.
@@ -63,12 +68,30 @@ pub(in crate::collective) enum Count<'a> {
 }
 
 impl<'a> Entry<'a> {
+    /// A message of all of `data`.
+    pub(in crate::collective) fn whole(
+        peer: Rank,
+        direction: Direction,
+        data: &'a DeviceSlice,
+    ) -> Self {
+        Self {
+            peer,
+            direction,
+            data,
+            bytes: data.bytes(),
+            unit: WHOLE_UNIT,
+            count: Count::All,
+            index: None,
+        }
+    }
+
     /// All local memory that it references, in the order of [`Decoded::memory`].
     pub(super) fn memory(&self) -> impl Iterator<Item = &'a DeviceSlice> {
-        let (Count::Given(count) | Count::Stated(count)) = self.count;
-        [Some(self.data), Some(count), self.index]
-            .into_iter()
-            .flatten()
+        let count = match self.count {
+            Count::All => None,
+            Count::Given(count) | Count::Stated(count) => Some(count),
+        };
+        [Some(self.data), count, self.index].into_iter().flatten()
     }
 
     fn line(&self) -> (Rank, bool) {
@@ -154,14 +177,15 @@ impl Table {
             words[1] = entry.data.address();
             words[2] = entry.bytes as u64;
             words[3] = entry.unit as u64;
-            let (Count::Given(count) | Count::Stated(count)) = entry.count;
-            if matches!(entry.count, Count::Stated(_)) {
-                words[0] |= TELLS;
+            if let Count::Given(count) | Count::Stated(count) = entry.count {
+                if matches!(entry.count, Count::Stated(_)) {
+                    words[0] |= TELLS;
+                }
+                if count.bytes() == WIDE_BYTES {
+                    words[0] |= WIDE;
+                }
+                words[4] = count.address();
             }
-            if count.bytes() == WIDE_BYTES {
-                words[0] |= WIDE;
-            }
-            words[4] = count.address();
             words[5] = entry.index.map_or(0, DeviceSlice::address);
             words[6] = published(entry).map_or(0, Published::word);
         }
