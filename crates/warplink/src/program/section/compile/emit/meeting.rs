@@ -2,11 +2,18 @@
 
 use super::code::{Code, bare, comma};
 use super::{Emitter, MAX_PLACES, Result};
-use crate::program::section::Announcement;
 use crate::program::section::compile::scope::Scope;
+use crate::program::section::{Announcement, Step, StepKind};
 
 /// Maximum number of words in an announcement.
 const MAX_ANNOUNCED: usize = 8;
+
+/// Whether any signal names its target lane.
+pub(super) fn names_lanes(steps: &[Step]) -> bool {
+    Step::actions(steps).any(|(_, kind)| {
+        matches!(kind, StepKind::Signal(receivers) if receivers.iter().any(|each| each.item.lane.is_some()))
+    })
+}
 
 impl Emitter<'_> {
     /// Rank and lane that receive a signal; without an explicit lane, the lane of the same number.

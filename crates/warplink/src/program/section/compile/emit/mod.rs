@@ -92,13 +92,6 @@ struct EmittedOperand {
     replaced: Option<(String, Literal)>,
 }
 
-/// Whether any signal names its target lane.
-fn names_lanes(steps: &[Step]) -> bool {
-    Step::actions(steps).any(|(_, kind)| {
-        matches!(kind, StepKind::Signal(receivers) if receivers.iter().any(|each| each.item.lane.is_some()))
-    })
-}
-
 /// Writes the body of a kernel.
 struct Emitter<'s> {
     instance: &'s SectionInstance,
@@ -144,7 +137,7 @@ impl<'s> Emitter<'s> {
             lines: MAX_LINES,
             waits: false,
             signals: false,
-            shares_words: names_lanes(&instance.section.body),
+            shares_words: meeting::names_lanes(&instance.section.body),
             traced: false,
             accesses: false,
             paired: false,
