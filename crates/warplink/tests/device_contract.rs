@@ -166,7 +166,7 @@ fn an_event_is_reached_where_it_was_recorded_last_also_after_a_capture() {
     let event = device.create_event(false).unwrap();
     let set = |word| third.memory_ops(&[MemoryOp::Write { word, value: 1 }]);
     for (stream, word) in [(&first, &a), (&second, &b)] {
-        await_word(&stream, word, 1);
+        await_word(stream, word, 1);
     }
     first.record(&event).unwrap();
     third.begin_capture().unwrap();
