@@ -11,6 +11,7 @@ mod children;
 mod elements;
 pub mod hosts;
 mod network;
+mod processes;
 mod room;
 mod stopwatch;
 mod timed_barrier;
@@ -19,6 +20,7 @@ mod waiting_kernel;
 pub use children::{Ended, wait_all};
 pub use elements::{decode, encode};
 pub use network::{has_network, leave_out};
+pub use processes::{kill, processes_of, resume, stop_self, wait_until_stopped};
 pub use room::{device_of_thread, runs_case, share_gpus, waiting_streams, world, worlds};
 use room::{gpus, ranks_per_gpu};
 use std::collections::BTreeMap;
@@ -367,31 +369,6 @@ pub fn lose(comm: &Communicator, victim: usize, call: impl FnOnce() -> Result<()
     assert!(took < Duration::from_secs(5), "{error} came after {took:?}");
 }
 
-/// Stops this process until another [`resume`]s it.
-pub fn stop_self() {
-    rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::STOP)
-        .unwrap();
-    // Another thread may take the signal, and this one runs on until it does, or a machine that is busy
-    // comes to it. From then on no call of the system returns.
-    const STOP: u64 = 1 << 18;
-    let is_pending = || {
-        let status = std::fs::read_to_string("/proc/self/status").unwrap();
-        let pending = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
-        u64::from_str_radix(pending.unwrap().trim(), 16).unwrap() & STOP != 0
-    };
-    while is_pending() {
-        std::thread::yield_now();
-    }
-}
-
-/// The process of every rank, for [`resume`]. Every rank calls it.
-pub fn processes_of(comm: &Communicator) -> Vec<i32> {
-    let own = rustix::process::getpid().as_raw_pid().to_le_bytes();
-    let all = comm.all_gather_bytes(&own).unwrap();
-    let number = |bytes: Vec<u8>| i32::from_le_bytes(bytes.try_into().unwrap());
-    all.into_iter().map(number).collect()
-}
-
 /// Waits until the library's threads have ended. One of them gives the GPU's context back; compute-sanitizer, which
 /// looks at contexts when a process exits, does not stand that at the same time.
 fn wait_for_threads() {
@@ -407,37 +384,6 @@ fn wait_for_threads() {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-}
-
-/// Waits until a process is stopped, all of it.
-pub fn wait_until_stopped(process: i32) {
-    let is_stopped = |task: std::fs::DirEntry| {
-        let stat = std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
-        // Behind the name, which is in parentheses and may contain anything.
-        stat.rsplit_once(") ")
-            .is_some_and(|(_, rest)| rest.starts_with('T'))
-    };
-    let until = Instant::now() + LIMIT / 2;
-    loop {
-        let mut tasks = std::fs::read_dir(format!("/proc/{process}/task")).unwrap();
-        if tasks.all(|task| task.is_ok_and(is_stopped)) {
-            return;
-        }
-        assert!(Instant::now() < until, "process {process} was not stopped");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-/// Lets a process go on that has stopped itself.
-pub fn resume(process: i32) {
-    let process = rustix::process::Pid::from_raw(process).unwrap();
-    rustix::process::kill_process(process, rustix::process::Signal::CONT).unwrap();
-}
-
-/// Kills a process, be it stopped or not.
-pub fn kill(process: i32) {
-    let process = rustix::process::Pid::from_raw(process).unwrap();
-    rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
 }
 
 /// Rounds in a ring of `comm`, each checked; `before` is called with the round's number first.
