@@ -335,11 +335,9 @@ impl Pairs {
             };
             let (theirs, mut own) = (words(theirs), words(own));
             // Only packets that differ are recorded of this rank's.
-            for packet in 0..own.len() / 2 {
-                if differ[packet] == 0 {
-                    let of_packet = 2 * packet..2 * packet + 2;
-                    own[of_packet.clone()].copy_from_slice(&theirs[of_packet]);
-                }
+            let packets = own.chunks_exact_mut(2).zip(theirs.chunks_exact(2));
+            for ((own, theirs), _) in packets.zip(differ).filter(|(_, differs)| **differs == 0) {
+                own.copy_from_slice(theirs);
             }
             return Ok(Some(PairDifference {
                 peer: line % self.state.world,
