@@ -6,7 +6,7 @@
 mod common;
 
 use common::{
-    Ranks, Stopwatch, assert_says, config_of_thread, delays, from_first, kind, processes, threads,
+    Ranks, Stopwatch, assert_says, config_of_thread, delays, kind, processes, threads,
     threads_with, values, world,
 };
 use std::net::{IpAddr, Ipv4Addr};
@@ -115,7 +115,10 @@ fn groups_of_one_list_are_told_apart_by_their_order() {
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let mut transfers = Vec::new();
         for group in &order {
-            let request = from_first(comm, &region, 0);
+            let request = match comm.rank() {
+                0 => TransferRequest::send(&region, 1 - group.rank(), 0),
+                _ => TransferRequest::receive(&region, 1 - group.rank(), 0),
+            };
             transfers.extend(group.exchange(&[request]).unwrap());
         }
         if comm.rank() == 0 {

@@ -1,0 +1,61 @@
+//! Shorthands for what most tests do with errors, memory, words and transfers.
+
+use warplink::device::{AllocationKind, DeviceSlice, MemoryOp, Stream, Word};
+use warplink::memory::Region;
+use warplink::p2p::TransferRequest;
+use warplink::{Communicator, Error, ErrorKind, Rank};
+
+/// Fails unless `error` has this kind and names this peer.
+pub fn assert_names_peer(error: &Error, kind: ErrorKind, peer: Rank) {
+    let found = (error.kind(), error.peer());
+    assert_eq!(found, (kind, Some(peer)), "{error}");
+}
+
+/// Fails unless `error` has this kind and its text contains every part.
+pub fn assert_error(error: &Error, kind: ErrorKind, parts: &[&str]) {
+    assert_eq!(error.kind(), kind, "{error}");
+    assert_says(error, parts);
+}
+
+/// Fails with both texts where `error` does not contain every part.
+pub fn assert_says(error: &Error, parts: &[&str]) {
+    let text = error.to_string();
+    for part in parts {
+        assert!(text.contains(part), "'{text}' does not say '{part}'");
+    }
+}
+
+/// Memory of the rank's device that is its alone until it is published.
+pub fn allocate(comm: &Communicator, bytes: usize) -> DeviceSlice {
+    let allocated = comm.device().allocate(bytes, AllocationKind::Plain);
+    allocated.unwrap()
+}
+
+/// The bytes of memory of the rank's device.
+pub fn downloaded(comm: &Communicator, slice: &DeviceSlice) -> Vec<u8> {
+    let mut bytes = vec![0; slice.bytes()];
+    comm.device().download(slice, &mut bytes).unwrap();
+    bytes
+}
+
+/// Enqueues a wait until a word is at least `value`.
+pub fn await_word(stream: &Stream, word: &Word, value: u64) {
+    stream
+        .memory_ops(&[MemoryOp::Wait { word, value }])
+        .unwrap();
+}
+
+/// Enqueues a write of a word.
+pub fn write_word(stream: &Stream, word: &Word, value: u64) {
+    stream
+        .memory_ops(&[MemoryOp::Write { word, value }])
+        .unwrap();
+}
+
+/// This rank's end of a transfer of `region` from rank 0 to rank 1.
+pub fn from_first(comm: &Communicator, region: &Region, tag: u64) -> TransferRequest {
+    match comm.rank() {
+        0 => TransferRequest::send(region, 1, tag),
+        _ => TransferRequest::receive(region, 0, tag),
+    }
+}
