@@ -31,7 +31,7 @@ fn made(
     let options = ExpertOptions {
         experts: experts * world,
         top_k: experts,
-        max_tokens: 5,
+        max_tokens: 3,
         max_rows: Some(4),
         elements,
         dtype: DType::BF16,
@@ -45,10 +45,10 @@ fn made(
 fn combine_is_verified_for_every_world() {
     for (world, shape) in [
         (1, (1, 1, 0)),
-        (2, (1, 2, 2)),
-        (2, (3, 1, 0)),
-        (2, (9, 2, 3)),
-        (3, (2, 2, 2)),
+        (2, (1, 2, 0)),
+        (2, (3, 1, 1)),
+        (2, (9, 1, 2)),
+        (3, (2, 1, 1)),
     ] {
         let (program, given) = made(world, shape, 24);
         if let Err(found) = verify(&program, world, 1, &given) {
@@ -60,12 +60,12 @@ fn combine_is_verified_for_every_world() {
 /// The sums are the expected ones whatever memory is accessible, with slots without an expert among them.
 #[test]
 fn combine_meets_its_expectation() {
-    for (world, experts, from) in [(1, 1, 0), (2, 3, 0), (2, 9, 2), (3, 2, 0)] {
+    for (world, experts, from) in [(1, 1, 0), (2, 3, 0), (2, 9, 1), (3, 2, 0)] {
         let inputs = |rank: usize, number: usize, tensor: &TensorInstance| {
             let at = |element: usize| (7 * element + 5 * number + 3 * rank) % 11;
             let elements = 0..tensor.bytes / tensor.dtype.size();
             let bytes = |element: usize| match tensor.dtype {
-                DType::I32 => ((5 - rank) as u32).to_le_bytes().to_vec(),
+                DType::I32 => ((3 - rank) as u32).to_le_bytes().to_vec(),
                 // Four rows of each rank, and no expert.
                 DType::U32 => (at(element) as u32 % (4 * world as u32 + 1))
                     .to_le_bytes()
@@ -87,28 +87,28 @@ fn combine_meets_its_expectation() {
     }
 }
 
-/// Combines may precede and follow collectives, and those of other layers, in their workspace.
+/// Combines may precede and follow a collective in its workspace.
 #[test]
 fn combine_shares_the_workspace_of_collectives() {
-    let machine = with_lanes(2, 2);
-    let mut programs = vec![made(2, (1, 2, 3), 24), made(2, (9, 1, 4), 24)];
-    for algorithm in [Algorithm::TwoShot, Algorithm::Direct] {
-        let call = Call {
-            kind: CollectiveKind::AllReduce,
-            op: Some(ReduceOp::Sum),
-            dtype: DType::F32,
-            count: 100,
-            root: None,
-        };
-        let choice = crate::collective::Choice {
-            lanes: 2,
-            threads: 128,
-            ..machine.shape(algorithm, &call)
-        };
-        let program = algorithm.program(call.kind).unwrap().unwrap().clone();
-        programs.push((program, machine.parameters(&call, &choice)));
-    }
-    let given: Vec<(&Program, &Parameters)> = programs.iter().map(|(a, b)| (a, b)).collect();
+    let machine = with_lanes(2, 1);
+    let (combine, of_combine) = made(2, (1, 1, 2), 24);
+    let call = Call {
+        kind: CollectiveKind::AllReduce,
+        op: Some(ReduceOp::Sum),
+        dtype: DType::F32,
+        count: 100,
+        root: None,
+    };
+    let choice = crate::collective::Choice {
+        lanes: 1,
+        threads: 128,
+        ..machine.shape(Algorithm::Direct, &call)
+    };
+    let program = Algorithm::Direct.program(call.kind).unwrap().unwrap();
+    let given = [
+        (&combine, &of_combine),
+        (program, &machine.parameters(&call, &choice)),
+    ];
     if let Err(found) = verify_sharing(&given, 2, 1) {
         panic!("{}", found[0]);
     }
