@@ -57,26 +57,28 @@ impl RowFunction {
                 all[if all.len() == 1 { 0 } else { element }]
             };
             let count = if uniform[number] { 1 } else { width };
-            let each = |one: &dyn Fn(usize) -> V| (0..count).map(one).collect::<Vec<V>>();
             let all = match *node {
-                RowNode::Number(number) => each(&|_| V::number(number.value())),
-                RowNode::Width => each(&|_| V::number(width as f32)),
-                RowNode::Argument(argument) => each(&|element| {
+                RowNode::Number(number) => vec![V::number(number.value()); count],
+                RowNode::Width => vec![V::number(width as f32); count],
+                RowNode::Argument(argument) => each(count, |element| {
                     let all = &arguments[argument];
                     all[if all.len() == 1 { 0 } else { element }]
                 }),
                 RowNode::OfBlock(argument, size) => {
-                    each(&|element| arguments[argument][element / size])
+                    each(count, |element| arguments[argument][element / size])
                 }
-                RowNode::Unary(function, a) => each(&|element| at(a, element).unary(function)),
+                RowNode::Unary(function, a) => {
+                    each(count, |element| at(a, element).unary(function))
+                }
                 RowNode::Binary(function, a, b) => {
-                    each(&|element| at(a, element).binary(function, at(b, element)))
+                    let both = [&values[a][..], &values[b][..]];
+                    pairwise(count, both, |a: V, b| a.binary(function, b))
                 }
-                RowNode::Select(comparison, [a, b, yes, no]) => each(&|element| {
+                RowNode::Select(comparison, [a, b, yes, no]) => each(count, |element| {
                     let [a, b, yes, no] = [a, b, yes, no].map(|operand| at(operand, element));
                     V::select(comparison, a, b, yes, no)
                 }),
-                RowNode::Round(dtype, a) => each(&|element| at(a, element).round(dtype)),
+                RowNode::Round(dtype, a) => each(count, |element| at(a, element).round(dtype)),
                 RowNode::Row(reduction, a) => {
                     let mut row = (0..width).map(|element| at(a, element));
                     vec![V::row(reduction, &mut row, order)]
@@ -90,7 +92,7 @@ impl RowFunction {
                     });
                     blocks.collect()
                 }
-                RowNode::Pairs(a) => each(&|element| {
+                RowNode::Pairs(a) => each(count, |element| {
                     let [low, high] = [element / 2 * 2, element / 2 * 2 + 1];
                     let missing = V::number(0.0);
                     let high = if high < width { at(a, high) } else { missing };
@@ -112,6 +114,21 @@ impl RowFunction {
     }
 }
 
+/// Values of elements. Not through a reference to a function, since rows have thousands of elements.
+fn each<V>(count: usize, one: impl Fn(usize) -> V) -> Vec<V> {
+    (0..count).map(one).collect()
+}
+
+/// Values of the elements of two rows, or of single values.
+fn pairwise<V: Copy>(count: usize, [a, b]: [&[V]; 2], one: impl Fn(V, V) -> V) -> Vec<V> {
+    match (a, b) {
+        (&[a], &[b]) => vec![one(a, b); count],
+        (&[a], b) => b.iter().map(|b| one(a, *b)).collect(),
+        (a, &[b]) => a.iter().map(|a| one(*a, b)).collect(),
+        (a, b) => a.iter().zip(b).map(|(a, b)| one(*a, *b)).collect(),
+    }
+}
+
 impl RowValue for f32 {
     fn number(value: f32) -> Self {
         value
@@ -130,6 +147,8 @@ impl RowValue for f32 {
         }
     }
 
+    // Inlined, so that the operator is chosen once for a row.
+    #[inline]
     fn binary(self, function: RowBinary, other: Self) -> Self {
         match function {
             RowBinary::Add => self + other,
