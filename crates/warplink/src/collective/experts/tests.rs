@@ -42,6 +42,10 @@ fn made(
 }
 
 #[test]
+#[cfg_attr(
+    warplink_tsan,
+    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
+)]
 fn combine_is_verified_for_every_world() {
     for (world, shape) in [
         (1, (1, 1, 0)),
@@ -89,6 +93,10 @@ fn combine_meets_its_expectation() {
 
 /// Combines may precede and follow a collective in its workspace.
 #[test]
+#[cfg_attr(
+    warplink_tsan,
+    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
+)]
 fn combine_shares_the_workspace_of_collectives() {
     let machine = with_lanes(2, 1);
     let (combine, of_combine) = made(2, (1, 1, 2), 24);
@@ -116,6 +124,10 @@ fn combine_shares_the_workspace_of_collectives() {
 
 /// The program with one fault is rejected for that fault.
 #[test]
+#[cfg_attr(
+    warplink_tsan,
+    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
+)]
 fn faulty_variants_are_refused() {
     let variants = [
         // Scratch of the previous launch is overwritten while a rank may still read it.
