@@ -119,10 +119,10 @@ pub(crate) unsafe fn device_communicator(
     if !has_real()? {
         return Err(only_real("device communicators"));
     }
-    let RealHandle(real) = joined.real()?;
     // SAFETY: as above.
-    let code = unsafe { functions::DevCommCreate(real, wanted, made) }?;
-    Failure::check_real(code, "ncclDevCommCreate")
+    joined.by_real("ncclDevCommCreate", |real| unsafe {
+        functions::DevCommCreate(real, wanted, made)
+    })
 }
 
 /// # Safety

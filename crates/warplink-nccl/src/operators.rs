@@ -191,10 +191,10 @@ pub(crate) unsafe fn destroy(op: c_int, comm: Handle) -> Outcome {
     let (Some(number), Ok(joined)) = (made.real, comm.joined()) else {
         return Ok(());
     };
-    let RealHandle(real) = joined.real()?;
     // SAFETY: the operator is the real library's, of this communicator.
-    let code = unsafe { real::RedOpDestroy(number, real) }?;
-    Failure::check_real(code, "ncclRedOpDestroy")
+    joined.by_real("ncclRedOpDestroy", |comm| unsafe {
+        real::RedOpDestroy(number, comm)
+    })
 }
 
 impl Scalar {

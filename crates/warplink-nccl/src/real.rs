@@ -3,7 +3,7 @@
 //! It is opened by absolute path, never by the SONAME that this library shares, and with `RTLD_LOCAL` and
 //! `RTLD_DEEPBIND`, so that its internal calls bind to itself.
 
-use crate::abi::UniqueId;
+use crate::abi::{Handle, UniqueId};
 use crate::communicator::{Joined, RealHandle, gather, lock};
 use crate::leave;
 use crate::status::{Failure, Outcome};
@@ -223,6 +223,16 @@ impl Joined {
             return Ok(real);
         }
         Ok(*real.insert(self.make_real()?))
+    }
+
+    /// Has the real library make `call` with its communicator; `name` is the function's, for errors.
+    pub(crate) fn by_real(
+        &self,
+        name: &str,
+        call: impl FnOnce(Handle) -> Outcome<c_int>,
+    ) -> Outcome {
+        let RealHandle(real) = self.real()?;
+        Failure::check_real(call(real)?, name)
     }
 
     /// The real library's communicator, if it was created before.

@@ -80,10 +80,10 @@ pub(crate) unsafe fn register(
     check(memory, "buff")?;
     check(window, "win")?;
     if has_real()? {
-        let RealHandle(real) = joined.real()?;
         // SAFETY: the caller's pointers are passed on, with the real library's communicator in place of ours.
-        let code = unsafe { functions::CommWindowRegister(real, memory, bytes, window, flags) }?;
-        return Failure::check_real(code, "ncclCommWindowRegister");
+        return joined.by_real("ncclCommWindowRegister", |real| unsafe {
+            functions::CommWindowRegister(real, memory, bytes, window, flags)
+        });
     }
     let address = memory as usize;
     let handle = NEXT_WINDOW.fetch_add(16, Ordering::Relaxed);
@@ -228,14 +228,12 @@ pub(crate) unsafe fn put_signal(
     let owner = find(comm)?;
     let joined = owner.usable()?;
     let Some(served) = served_here(&joined)? else {
-        let RealHandle(real) = joined.real()?;
         // SAFETY: the caller's arguments are passed on, with the real library's communicator in place of ours.
-        let code = unsafe {
+        return joined.by_real("ncclPutSignal", |real| unsafe {
             functions::PutSignal(
                 memory, count, datatype, peer, window, offset, signal, context, flags, real, stream,
             )
-        }?;
-        return Failure::check_real(code, "ncclPutSignal");
+        });
     };
     let started = Instant::now();
     let to = Place::new(&owner, peer, signal, context)?;
@@ -275,10 +273,10 @@ pub(crate) unsafe fn signal(
     let owner = find(comm)?;
     let joined = owner.usable()?;
     let Some(served) = served_here(&joined)? else {
-        let RealHandle(real) = joined.real()?;
         // SAFETY: the caller's arguments are passed on, with the real library's communicator in place of ours.
-        let code = unsafe { functions::Signal(peer, signal, context, flags, real, stream) }?;
-        return Failure::check_real(code, "ncclSignal");
+        return joined.by_real("ncclSignal", |real| unsafe {
+            functions::Signal(peer, signal, context, flags, real, stream)
+        });
     };
     let started = Instant::now();
     let to = Place::new(&owner, peer, signal, context)?;
@@ -300,10 +298,10 @@ pub(crate) unsafe fn wait_signal(
     let owner = find(comm)?;
     let joined = owner.usable()?;
     let Some(served) = served_here(&joined)? else {
-        let RealHandle(real) = joined.real()?;
         // SAFETY: the caller's arguments are passed on, with the real library's communicator in place of ours.
-        let code = unsafe { functions::WaitSignal(count, awaited, real, stream) }?;
-        return Failure::check_real(code, "ncclWaitSignal");
+        return joined.by_real("ncclWaitSignal", |real| unsafe {
+            functions::WaitSignal(count, awaited, real, stream)
+        });
     };
     check(awaited, "signalDescs")?;
     let count = usize::try_from(count).ok().filter(|count| *count > 0);

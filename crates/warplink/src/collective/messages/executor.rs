@@ -1,7 +1,7 @@
 //! Execution of messages: by programs, or by the kernel for rows where programs have not been measured.
 
 use super::programs::{CountedEnd, End, Programs};
-use super::rows::{Count, Entry, Lines};
+use super::rows::{Count, Entry, RowMessages};
 use crate::device::{Device, DeviceKind, Stream};
 use crate::error::{Error, Rank, Result};
 use crate::p2p::Direction;
@@ -19,7 +19,7 @@ const fn by_programs(kind: DeviceKind) -> bool {
 /// A rank's state for messages.
 pub(in crate::collective) struct Messages {
     programs: Option<Programs>,
-    rows: Lines,
+    rows: RowMessages,
 }
 
 impl Messages {
@@ -36,7 +36,7 @@ impl Messages {
             .then(|| Programs::join(context, beside, bytes, multiprocessors));
         Ok(Self {
             programs: programs.transpose()?,
-            rows: Lines::join(context, beside, bytes, multiprocessors)?,
+            rows: RowMessages::join(context, beside, bytes, multiprocessors)?,
         })
     }
 
@@ -76,7 +76,7 @@ impl Messages {
     }
 
     /// Messages of rows by index.
-    pub(in crate::collective) const fn rows(&self) -> &Lines {
+    pub(in crate::collective) const fn rows(&self) -> &RowMessages {
         &self.rows
     }
 

@@ -33,7 +33,7 @@ use table::{LINE_DATA, SLOT_BYTES, Table};
 const KERNEL: &str = "messages";
 
 /// A rank's state for messages of rows.
-pub(in crate::collective) struct Lines {
+pub(in crate::collective) struct RowMessages {
     workspace: SharedWorkspace,
     kernel: SerialKernel,
     shape: Shape,
@@ -88,7 +88,7 @@ impl Shape {
     }
 }
 
-impl Lines {
+impl RowMessages {
     /// Allocates a workspace with `bytes` for chunks and maps the peers'. Receives use the publication of the direct
     /// path `beside`. A launch uses at most `multiprocessors`, equal on all ranks, or two for each rank if that is
     /// more. Collective: all ranks succeed or none.
