@@ -3,6 +3,8 @@
 use crate::bootstrap::JoinConfig;
 use crate::channel::{ProxyConfig, StagingConfig};
 use crate::device::{self, Delays, DeviceConfig, DeviceKind, Pretend};
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Result};
 use crate::memory::IdleMappings;
 use crate::named::{Named, alternatives, parse};

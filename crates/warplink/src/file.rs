@@ -1,5 +1,7 @@
 //! Reads files that a user or the environment names.
 
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Result};
 use rustix::fs::OFlags;
 use std::fs::File;

@@ -1,5 +1,7 @@
 //! Environment variables as text.
 
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Result};
 use std::ffi::OsString;
 use std::path::PathBuf;

@@ -2,6 +2,8 @@
 
 use super::secret::Secret;
 use super::unique_id::UniqueId;
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Rank, Result};
 use std::fmt;
 use std::net::SocketAddr;

@@ -3,6 +3,8 @@
 use super::config::{JoinConfig, Rendezvous};
 use super::member::MIN_HEARTBEAT_LIMIT;
 use super::nodelist;
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Result};
 use sha2::{Digest, Sha256};
 use std::ffi::OsString;

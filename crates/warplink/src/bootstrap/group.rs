@@ -6,6 +6,8 @@ use super::message::{Bytes, GatherId, Purpose, Reply, Request};
 use super::store::wire_ranks;
 use crate::deadline::Deadline;
 use crate::debug::debug_fields;
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
 use std::sync::Arc;

@@ -4,6 +4,8 @@ use super::client::Client;
 use super::message::{Bytes, OnReady, Reply, Request};
 use crate::deadline::Deadline;
 use crate::debug::debug_fields;
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Rank, Result};
 use std::sync::Arc;
 use std::time::Duration;

@@ -3,6 +3,8 @@
 use super::secret::Secret;
 use super::socket;
 use crate::debug::debug_fields;
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Result};
 use sha2::{Digest, Sha256};
 use std::fmt;

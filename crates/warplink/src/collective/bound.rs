@@ -9,6 +9,8 @@ use super::join::{CallPath, cannot_map};
 use super::launches::Overlap;
 use crate::debug::debug_fields;
 use crate::device::{DeviceSlice, Stream};
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Rank, Result};
 use crate::p2p::Path;
 use crate::program::execute::{Bindings, Executor, Plan, PrepareOptions, RankContext};

@@ -7,6 +7,8 @@ use super::join::CallPath;
 use super::launches::{CallKey, Overlap};
 use crate::device::{DeviceSlice, ReduceOp, Stream};
 use crate::dtype::DType;
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
 use std::ops::Range;

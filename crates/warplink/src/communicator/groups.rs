@@ -1,6 +1,8 @@
 //! Sub-communicators.
 
 use super::{Communicator, losses};
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
 use std::sync::Arc;

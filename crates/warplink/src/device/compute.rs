@@ -4,6 +4,8 @@ use super::elementwise::Elementwise;
 use super::slice::DeviceSlice;
 use super::stream::Stream;
 use crate::dtype::DType;
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Result};
 use crate::named::alternatives;
 use std::fmt;

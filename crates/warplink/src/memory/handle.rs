@@ -5,6 +5,8 @@
 
 use crate::debug::debug_fields;
 use crate::device::{DeviceIdentity, DeviceKind};
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Rank, Result};
 use hmac::{Hmac, Mac};
 use sha2::Sha256;

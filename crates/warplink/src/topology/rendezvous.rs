@@ -5,6 +5,8 @@ use super::mesh::LinkCounts;
 use super::place::RankLocation;
 use super::survey::{RankAnswer, Topology};
 use crate::device::{Attachment, Device, LinkQuery};
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Rank, Result};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};

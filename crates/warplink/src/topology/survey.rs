@@ -5,6 +5,8 @@ use super::cube;
 use super::mesh::{LinkCounts, Mesh};
 use super::obstacle::Obstacle;
 use super::place::RankLocation;
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Rank, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;

@@ -25,6 +25,8 @@ use super::Collectives;
 use super::call::{Call, CollectiveKind};
 use crate::device::{ReduceOp, Stream};
 use crate::dtype::DType;
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Result};
 use crate::named::named;
 use memory::Form;

@@ -8,6 +8,8 @@ use crate::device::channel::fifo::stopped;
 use crate::device::channel::trigger::{MAX_TRIGGER_BYTES, Movement, Trigger};
 use crate::device::channel::{ChannelParts, ProxyEnd, Side};
 use crate::device::{At, ChannelMemory, DeviceSlice};
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Result};
 
 /// A channel as seen by one block of a host-device kernel. The calls correspond to those of

@@ -7,6 +7,8 @@ use super::{check_kind, memory, stream};
 use crate::debug::debug_text;
 use crate::device::module::{HostKernel, KernelBackend, ModuleBackend, unknown_kernel};
 use crate::device::{Argument, DeviceKind, DeviceSlice, Launch, ModuleSource, Stream};
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Result};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};

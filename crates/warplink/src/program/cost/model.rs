@@ -10,6 +10,8 @@ use super::fields::{
 };
 use super::gemm::{Gemm, Grid};
 use super::lanes::{BLOCK_THREADS, Lanes};
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Result};
 use crate::p2p::TransferKernels;
 use serde::{Deserialize, Serialize};
