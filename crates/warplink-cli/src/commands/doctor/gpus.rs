@@ -170,7 +170,7 @@ pub(super) fn compile(gpus: &[Capabilities]) -> Found {
     } else {
         present.iter().map(String::as_str).collect()
     };
-    match cuda::compile_all(&architectures) {
+    match cuda::compile_all(&architectures, &[]) {
         Ok(kernels) => Found::ok(format!(
             "{} kernel files for {}",
             kernels.len() / architectures.len(),

@@ -326,12 +326,13 @@ pub fn compile(name: &str, text: &str, architecture: &str, further: &[String]) -
     Compiler::get()?.compile(name, text, &options, architecture)
 }
 
-/// Compiles every kernel for each of `architectures`, such as `sm_90`, bypassing the cache. Needs no GPU.
+/// Compiles every kernel for each of `architectures`, such as `sm_90`, with additional options of NVRTC, bypassing the
+/// cache. Needs no GPU.
 ///
 /// # Errors
 /// [`ErrorKind::LibraryMissing`] without NVRTC; [`ErrorKind::Driver`] with the compiler's messages if a
 /// kernel does not compile.
-pub fn compile_all(architectures: &[&str]) -> Result<Vec<CompiledKernel>> {
+pub fn compile_all(architectures: &[&str], further: &[String]) -> Result<Vec<CompiledKernel>> {
     let compiler = Compiler::get()?;
     let pairs = SOURCES.iter().flat_map(|source| {
         architectures
@@ -340,7 +341,7 @@ pub fn compile_all(architectures: &[&str]) -> Result<Vec<CompiledKernel>> {
     });
     pairs
         .map(|(source, architecture)| {
-            let options = options(architecture, &[]);
+            let options = options(architecture, further);
             let code = compiler.compile(source.name, source.text, &options, architecture)?;
             let bytes = code.len();
             Ok(CompiledKernel {
