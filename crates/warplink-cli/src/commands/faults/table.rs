@@ -18,7 +18,7 @@ pub(super) fn text(report: &Report, faults: &[Fault], phases: &[Phase]) -> Strin
         table.row([name_of(&fault)].into_iter().chain(cells));
     }
     let mut text = format!(
-        "errors of the other ranks when rank {} of {} fails ({}, in {:.0} s), and their delays\n\n{table}",
+        "errors on the other ranks after rank {} of {} failed, and their delays ({}, measured in {:.0} s)\n\n{table}",
         report.victim, report.ranks, report.device, report.seconds
     );
     for judged in &report.cells {

@@ -10,7 +10,7 @@ mod verify;
 
 pub(crate) use cost::named_model;
 
-use crate::options::{Options, Unused};
+use crate::options::{Options, Unused, at_least};
 use crate::report::RefusedProgram;
 use anyhow::{Result, ensure};
 use clap::{Args, Subcommand};
@@ -79,7 +79,7 @@ pub(crate) struct ProgramSource {
     #[arg(long = "with", value_name = "NAME")]
     tensors: Vec<String>,
     /// Streams in the pool
-    #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u8).range(1..))]
+    #[arg(long, value_name = "N", default_value = "2", value_parser = at_least::<u8>(1))]
     pub(crate) streams: u8,
 }
 

@@ -144,12 +144,12 @@ impl fmt::Display for Choice {
         let rank = if self.is_fastest() {
             "the fastest"
         } else {
-            "without an exchange of handles, and almost as fast as the fastest"
+            "almost as fast as the fastest, and needs no exchange of handles"
         };
         let why = match self.decision {
             Decision::Request => "as requested".to_owned(),
-            Decision::Model => format!("{rank} in the cost model"),
-            Decision::Trial => format!("{rank} on the machine"),
+            Decision::Model => format!("by the cost model {rank}"),
+            Decision::Trial => format!("when measured {rank}"),
         };
         writeln!(f, "{}: {}, {why}", self.subject, self.name())?;
         for estimate in &self.estimates {

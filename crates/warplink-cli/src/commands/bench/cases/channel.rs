@@ -7,6 +7,7 @@ use crate::commands::bench::case::{Case, Setup, SizeRange, by_device};
 use crate::commands::bench::clock::{BenchClock, Times, Work};
 use crate::commands::bench::report::{Figures, Live, Row, job, or_empty};
 use crate::memory;
+use crate::options::at_least;
 use crate::report::Object;
 use crate::report::bytes::ByteSize;
 use anyhow::{Context, Result};
@@ -44,7 +45,7 @@ use warplink::{Communicator, DeviceKind};
 )]
 pub(crate) struct Channel {
     /// Time limit for one row
-    #[arg(long, value_name = "SECONDS", default_value = "20", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "SECONDS", default_value = "20", value_parser = at_least::<u16>(1))]
     limit: u16,
     /// Rows to measure, by the names above; the rows they are compared with are measured too
     #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = NAMES)]

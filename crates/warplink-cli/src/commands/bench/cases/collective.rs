@@ -10,7 +10,7 @@ use crate::commands::bench::report::{Figures, compared, job, or_empty};
 use crate::commands::bench::shape::CallShape;
 use crate::memory;
 use crate::names::{OneOf, OneOrBoth, name_of, names_of};
-use crate::options::Options;
+use crate::options::{Options, at_least};
 use crate::report::Object;
 use crate::report::bytes::ByteSize;
 use anyhow::{Context, Result, bail, ensure};
@@ -24,6 +24,7 @@ use template::{Template, TemplateKind};
 use warplink::collective::Algorithm;
 use warplink::device::ReduceOp;
 use warplink::file::read_regular;
+use warplink::named::alternatives;
 use warplink::{Communicator, DType, DeviceKind};
 
 /// The largest file of figures that is read.
@@ -58,7 +59,7 @@ pub(crate) struct CollectiveBench {
         help = format!("How elements are reduced: {}", ReduceOp::forms()))]
     op: ReduceOp,
     /// The root, for collectives that have one
-    #[arg(long, value_name = "RANK", default_value = "0")]
+    #[arg(long, value_name = "RANK", default_value = "0", value_parser = at_least::<usize>(0))]
     root: usize,
     /// Where the output goes: out (separate memory), in (the memory of the input) or both
     #[arg(long, value_name = "PLACE", default_value = "out")]
@@ -72,7 +73,7 @@ pub(crate) struct CollectiveBench {
     #[arg(long, value_enum, value_delimiter = ',')]
     peers: Vec<CollectivePeer>,
     /// Calls in a sample [default: 4 to 50, by size, and on the host device by the processors of a rank]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", value_parser = at_least::<u16>(1))]
     calls: Option<u16>,
     /// Show figures of another program as well, such as scripts/torch_collectives.py
     #[arg(long = "beside", value_name = "FILE.json")]
@@ -154,15 +155,12 @@ impl Case for CollectiveBench {
                 bail!("--algorithm is {algorithm}; expected none, since messages have only one");
             };
             let fitting = Algorithm::ALL.into_iter();
-            let fitting: Vec<&str> = fitting
-                .filter(|other| other.supports(kind))
-                .map(Algorithm::name)
-                .collect();
+            let fitting: Vec<Algorithm> = fitting.filter(|other| other.supports(kind)).collect();
             ensure!(
                 algorithm.supports(kind),
                 "--algorithm is {algorithm}, which has no {}; expected {}",
                 template::name(self.collective),
-                fitting.join(", ")
+                alternatives(&fitting)
             );
             ensure!(
                 self.bound || algorithm != Algorithm::CopyEngine,
@@ -183,7 +181,7 @@ impl Case for CollectiveBench {
             );
             ensure!(
                 self.dtype.is_float(),
-                "--op is {} and --dtype is {}; expected floats",
+                "--op is {} and --dtype is {}; expected a floating-point type",
                 self.op,
                 self.dtype
             );

@@ -8,6 +8,7 @@ use crate::commands::bench::clock::Times;
 use crate::commands::bench::report::{Figures, compared, job};
 use crate::memory;
 use crate::names::{OneOf, name_of};
+use crate::options::at_least;
 use crate::report::Object;
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
@@ -34,16 +35,16 @@ use warplink::{Communicator, DType};
     warplink bench expert-parallel --device host -n 4 --to 64 --elements 256 --json")]
 pub(crate) struct ExpertParallel {
     /// Elements of a row
-    #[arg(long, value_name = "N", default_value = "7168", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value = "7168", value_parser = at_least::<u32>(1))]
     elements: u32,
     /// Element type: bf16, f16 or f32
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::MATMUL))]
     dtype: DType,
     /// Experts of all ranks
-    #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value = "64", value_parser = at_least::<u32>(1))]
     experts: u32,
     /// Experts of a token
-    #[arg(long, value_name = "N", default_value = "8", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value = "8", value_parser = at_least::<u32>(1))]
     top_k: u32,
     /// Distribution of tokens over experts
     #[arg(long, value_enum, default_value = "random")]
@@ -52,7 +53,7 @@ pub(crate) struct ExpertParallel {
     #[arg(long, value_enum, default_value = "nccl")]
     peer: ExpertPeer,
     /// Calls in a sample
-    #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", default_value = "10", value_parser = at_least::<u16>(1))]
     calls: u16,
 }
 

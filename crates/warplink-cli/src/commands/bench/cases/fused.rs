@@ -7,6 +7,7 @@ use crate::commands::bench::report::{Figures, compared, job, or_empty};
 use crate::commands::bench::shape::CallShape;
 use crate::memory;
 use crate::names::OneOf;
+use crate::options::at_least;
 use crate::report::Object;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
@@ -36,7 +37,7 @@ use warplink::{Communicator, DType};
     warplink bench fused --device host -n 2 --to 8 --width 256 --json")]
 pub(crate) struct Fused {
     /// Elements of a row
-    #[arg(long, value_name = "N", default_value = "8192", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value = "8192", value_parser = at_least::<u32>(1))]
     width: u32,
     /// Element type: bf16, f16 or f32
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::MATMUL))]
@@ -54,7 +55,7 @@ pub(crate) struct Fused {
     #[command(flatten)]
     shape: CallShape,
     /// Calls in a sample
-    #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", default_value = "20", value_parser = at_least::<u16>(1))]
     calls: u16,
 }
 

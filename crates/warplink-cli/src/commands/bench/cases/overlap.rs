@@ -14,7 +14,7 @@ use crate::commands::program::named_model;
 use crate::gemm::inputs::Random;
 use crate::gemm::{Op, Problem, check_lowerings, common_seed, lowering_name};
 use crate::names::OneOf;
-use crate::options::Options;
+use crate::options::{Options, at_least, between};
 use crate::report::{Object, counted, print_result};
 use anyhow::{Context, Result};
 use clap::Args;
@@ -52,7 +52,7 @@ pub(crate) struct Overlap {
     ddlb: bool,
     /// Measure N random shapes: sizes from 1 to 16384 (256 on host), and random operations and element
     /// types unless --operation and --dtype are given. The same --seed gives the same shapes
-    #[arg(long, value_name = "N", conflicts_with_all = ["shapes", "ddlb"])]
+    #[arg(long, value_name = "N", conflicts_with_all = ["shapes", "ddlb"], value_parser = at_least::<u16>(0))]
     random: Option<u16>,
     /// Instead of measuring, repeat the choice for the shapes in FILE (written by --output), and report those
     /// for which it is not among the fastest; needs --model
@@ -75,13 +75,13 @@ pub(crate) struct Overlap {
     #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = lowering_name)]
     lowerings: Vec<String>,
     /// Streams that GEMMs alternate on [default: 2]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=32))]
+    #[arg(long, value_name = "N", value_parser = between::<u8>(1, 32))]
     streams: Option<u8>,
     /// Link rate in GB/s (10^9 bytes), for the link limit [default: from the hardware model]
     #[arg(long, value_name = "GB/S", value_parser = positive)]
     link: Option<f64>,
     /// Seed of the inputs [default: random]
-    #[arg(long, value_name = "SEED")]
+    #[arg(long, value_name = "SEED", value_parser = at_least::<u64>(0))]
     seed: Option<u64>,
     /// Write a Perfetto trace of one run of each lowering to this folder
     #[arg(long, value_name = "FOLDER")]

@@ -87,7 +87,7 @@ impl<'a> FusedRunner<'a> {
             match peer {
                 FusedPeer::None => {}
                 FusedPeer::Pair => {
-                    names.push("its own two steps".to_owned());
+                    names.push("Warplink's all-reduce and a kernel".to_owned());
                     // Options are those of the fused kernel.
                     others.push((method, comm.collectives()?));
                 }
