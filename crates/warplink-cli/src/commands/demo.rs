@@ -42,7 +42,7 @@ pub(crate) struct Demo {
     /// Columns of B [default: 3584 on cuda, 512 on host]
     #[arg(long = "n", value_name = "N", value_parser = at_least::<usize>(0))]
     columns: Option<usize>,
-    /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
+    /// Element type [default: bf16 on cuda, f32 on host]
     #[arg(long, value_name = "TYPE", value_parser = OneOf(&DType::MATMUL))]
     dtype: Option<DType>,
     /// Store B transposed, N x K, as the weights of a linear layer: [out, in]

@@ -22,7 +22,7 @@ use warplink::file;
 use warplink::program::parameters::ParameterKind;
 use warplink::program::{self, Diagnostic, Parameters, Report, Value};
 
-/// Show, verify, cost and run host programs
+/// Show, verify, run and estimate host programs
 ///
 /// A host program describes what each rank enqueues: transfers, GEMMs and collectives, on several
 /// streams. Examples are in examples/programs.

@@ -141,7 +141,7 @@ impl RunCommand {
             None => "not captured".to_owned(),
         };
         let mut lines = vec![format!(
-            "{program}: {} on rank 0 of {}, {device}; {:.1} us, {times}",
+            "{program}: {} on rank 0 of {}, {device}; {:.1} us eager, {times}",
             counted(plan.operations(), "operation"),
             comm.world(),
             eager.median * 1e6,

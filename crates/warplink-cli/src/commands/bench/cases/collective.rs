@@ -32,11 +32,11 @@ const MAX_FIGURES_BYTES: usize = 16 << 20;
 
 /// Measure a collective
 ///
-/// The size is that of nccl-tests: of the larger of input and output. So are the two bandwidths: 'GB/s' is the
-/// size divided by the time, and 'bus GB/s' corrects it for what has to pass each link in any case, so that it
-/// can be compared with a link's rate for every number of ranks. Each time is the median of the samples, of the
-/// slowest rank; a sample is a number of calls back to back. 'host us' is how long a call takes to return, where
-/// calls are submitted one by one. Warplink and its peers take turns.
+/// Size and bandwidths are defined as in nccl-tests: the size is that of the larger of input and output, 'GB/s' is the
+/// size divided by the time, and 'bus GB/s' multiplies it by the share of the data that must cross each link, so that
+/// it can be compared with a link's rate for any number of ranks. Each time is the median of the samples, of the
+/// slowest rank; a sample is a number of calls back to back. 'host us' is the time until an eager call returns.
+/// Samples of Warplink and its peers alternate.
 ///
 /// Every method runs once on fresh data, and each element of every rank's output is compared with the exact
 /// result: 'wrong' is the number of elements that differ. 'speedup' is the time of the fastest peer divided by Warplink's: below 1,
@@ -72,7 +72,7 @@ pub(crate) struct CollectiveBench {
     /// Method to compare with [default: nccl on cuda, substitute on host]
     #[arg(long, value_enum, value_delimiter = ',')]
     peers: Vec<CollectivePeer>,
-    /// Calls in a sample [default: 4 to 50, by size, and on the host device by the processors of a rank]
+    /// Calls in a sample [default: 4 to 50, depending on the size, and on the host device on the processors]
     #[arg(long, value_name = "N", value_parser = at_least::<u16>(1))]
     calls: Option<u16>,
     /// Show figures of another program as well, such as scripts/torch_collectives.py

@@ -17,14 +17,15 @@ use serde::Serialize;
 use warplink::collective::ExpertOptions;
 use warplink::{Communicator, DType};
 
-/// Measure dispatch and combine of a layer of experts
+/// Measure dispatch and combine of a mixture-of-experts layer
 ///
-/// Each rank has the same number of tokens; each token goes to the ranks of its experts, and comes back as a weighted sum. The
-/// routing is in device memory alone. Each time is the median of the samples, of the slowest rank.
+/// Each rank has the same number of tokens; each token is sent to the ranks of its experts, and a weighted sum of the
+/// results returns. The host does not know the routing, which is in device memory. Each time is the median of the
+/// samples, of the slowest rank.
 ///
-/// The peer is the vendor's library as one would use it: the ranks exchange their counts, the host waits for them, and
-/// groups of sends and receives move the rows. It starts from rows that are packed for each rank, and does not sum what
-/// comes back, so it does less work than Warplink.
+/// The peer is the vendor's library, used in the usual way: the ranks exchange their counts, the host waits for them,
+/// and groups of sends and receives move the rows. It cannot be captured. It starts from rows that are packed for each
+/// rank, and does not add up the results, so it does less work than Warplink.
 ///
 /// Warplink's result is compared once for each size with the exact sums: 'wrong' is the number of elements that differ.
 /// 'speedup' is the peer's time for dispatch and combine divided by Warplink's: below 1, the peer is faster.
@@ -37,13 +38,13 @@ pub(crate) struct ExpertParallel {
     /// Elements of a row
     #[arg(long, value_name = "N", default_value = "7168", value_parser = at_least::<u32>(1))]
     elements: u32,
-    /// Element type: bf16, f16 or f32
+    /// Element type
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::MATMUL))]
     dtype: DType,
-    /// Experts of all ranks
+    /// Number of experts on all ranks together
     #[arg(long, value_name = "N", default_value = "64", value_parser = at_least::<u32>(1))]
     experts: u32,
-    /// Experts of a token
+    /// Experts for each token
     #[arg(long, value_name = "N", default_value = "8", value_parser = at_least::<u32>(1))]
     top_k: u32,
     /// Distribution of tokens over experts

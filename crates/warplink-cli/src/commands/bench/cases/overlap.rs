@@ -64,7 +64,7 @@ pub(crate) struct Overlap {
     /// Operation to measure; may be repeated [default: both]
     #[arg(long = "operation", value_name = "OPERATION")]
     ops: Vec<Op>,
-    /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
+    /// Element type [default: bf16 on cuda, f32 on host]
     #[arg(long, value_name = "TYPE", value_parser = OneOf(&DType::MATMUL))]
     dtype: Option<DType>,
     /// Store B transposed, N x K, as the weights of a linear layer: [out, in]

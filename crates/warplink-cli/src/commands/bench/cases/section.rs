@@ -23,7 +23,7 @@ use warplink::program::ir::{Role, Statement, StatementKind};
 use warplink::program::{Bindings, Executor, KernelReport, Parameters, PrepareOptions, Program};
 use warplink::{Communicator, ErrorKind};
 
-/// Time a program of kernel sections
+/// Measure a program of kernel sections
 ///
 /// Runs the program in graphs of many runs, for each size and each combination of the values to try, alternating
 /// with the vendor's collective. The program has one input and one output. Times are medians for a
