@@ -152,7 +152,7 @@ impl ProgramSource {
             !["/dev", "/proc"]
                 .iter()
                 .any(|own| self.file.starts_with(own)),
-            "read {}: it is another file in each rank; expected a file that all ranks can read",
+            "read {}: each rank would read another file; expected one that all ranks can read",
             self.file.display()
         );
         self.read_by(file::read_regular)

@@ -54,7 +54,7 @@ const MEASUREMENTS: [(&str, Measurement); 9] = [
     ("algorithms", algorithms::measure),
     ("collectives", collective::measure),
     ("matrices", gemm::measure),
-    ("work beside work", interference::measure),
+    ("concurrent work", interference::measure),
 ];
 
 /// Measure this machine for the cost model
@@ -107,7 +107,7 @@ impl Tune {
                 let directory = find::directory().context(NO_DIRECTORY)?;
                 std::fs::create_dir_all(&directory).map_err(|error| {
                     let directory = directory.display();
-                    anyhow!("make {directory}: {error}; help: use --output FILE")
+                    anyhow!("create {directory}: {error}; help: use --output FILE")
                 })?;
             }
         }

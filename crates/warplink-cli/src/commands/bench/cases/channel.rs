@@ -381,7 +381,7 @@ fn row(
         .key("transport", transport)
         .words("transport", by)
         .key("bytes", bytes)
-        .number("bytes", size)
+        .number("size", size)
         .count("blocks", blocks.into())
         .key("time", time)
         .number("us", digits(micros))

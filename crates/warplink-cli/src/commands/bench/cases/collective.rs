@@ -147,7 +147,7 @@ impl Case for CollectiveBench {
         setup.check_least(least, &each)?;
         ensure!(
             !self.place.0.contains(&Placement::In) || self.collective.has_in_place(),
-            "{} in place is not compared, since NCCL has none; help: use --place out",
+            "NCCL has no in-place {} for comparison; help: use --place out",
             template::name(self.collective)
         );
         if let Some(algorithm) = self.shape.algorithm {
@@ -158,7 +158,7 @@ impl Case for CollectiveBench {
             let fitting: Vec<Algorithm> = fitting.filter(|other| other.supports(kind)).collect();
             ensure!(
                 algorithm.supports(kind),
-                "--algorithm is {algorithm}, which has no {}; expected {}",
+                "--algorithm is {algorithm}, which does not implement {}; expected {}",
                 template::name(self.collective),
                 alternatives(&fitting)
             );

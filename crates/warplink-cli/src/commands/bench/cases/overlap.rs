@@ -34,6 +34,10 @@ use warplink::{Communicator, DType, DeviceKind};
 /// that start with a barrier; the slowest rank counts. Samples of all alternate, because GPU clocks
 /// drift. All results are checked. '*' marks the lowering that a plan chooses, and the last lines rate
 /// the choices.
+///
+/// Columns: 'least' and 'most' are the extremes of the faster of eager and captured. 'of GEMM' is the time of the
+/// GEMM alone divided by this time, 'over link' this time divided by that of the link alone, 'x collective' the time
+/// of the collective and one GEMM divided by this time; 'estimate' is that of the cost model.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench overlap\n  \
@@ -189,7 +193,7 @@ impl Case for Overlap {
         let title = format!(
             "{}{}; {}, {}link {link:.1} GB/s",
             job(comm),
-            or_empty(nccl.as_ref(), |nccl| format!(", beside {nccl}")),
+            or_empty(nccl.as_ref(), |nccl| format!(", compared with {nccl}")),
             counted(samples, "sample"),
             or_empty(self.streams, |count| counted(count.into(), "stream") + ", "),
         );

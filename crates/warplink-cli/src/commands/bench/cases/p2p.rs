@@ -127,7 +127,7 @@ impl P2pTimes {
         let time = self.latency.unwrap_or(self.transfer).median * 1e6;
         Row::of(&size)
             .key("bytes", self.bytes)
-            .number("bytes", &size)
+            .number("size", &size)
             .name("method", &method)
             .name("submission", &submission)
             .key("latency", self.latency)
