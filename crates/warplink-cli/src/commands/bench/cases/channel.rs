@@ -8,8 +8,8 @@ use crate::commands::bench::clock::{BenchClock, Times, Work};
 use crate::commands::bench::report::{Figures, Live, Row, job, or_empty};
 use crate::memory;
 use crate::options::at_least;
-use crate::report::Object;
 use crate::report::bytes::ByteSize;
+use crate::report::{Object, counted};
 use anyhow::{Context, Result};
 use clap::Args;
 use kernels::{DATA, Kernels};
@@ -372,8 +372,14 @@ fn row(
 ) -> Row {
     let by = or_empty(transport, |transport| transport.to_string());
     let size = ByteSize(bytes);
-    let label = or_empty(transport, |transport| format!("{transport}, "));
-    let label = format!("{what}, {label}{size}, {blocks} blocks");
+    let parts = [
+        Some(what.to_owned()),
+        transport.map(|transport| transport.to_string()),
+        (bytes > 0).then(|| size.to_string()),
+        (blocks > 0).then(|| counted(blocks as usize, "block")),
+    ];
+    let parts: Vec<String> = parts.into_iter().flatten().collect();
+    let label = parts.join(", ");
     let digits = |value: f64| format!("{value:.3}");
     let micros = time.median * 1e6;
     let row = Row::of("")

@@ -125,7 +125,7 @@ impl P2pTimes {
             None => "time per transfer in us",
         };
         let time = self.latency.unwrap_or(self.transfer).median * 1e6;
-        Row::of(&size)
+        let row = Row::of(&size)
             .key("bytes", self.bytes)
             .number("size", &size)
             .name("method", &method)
@@ -137,14 +137,18 @@ impl P2pTimes {
             .key("bandwidth", bandwidth)
             .number("GB/s", format!("{bandwidth:.2}"))
             .key("of_raw", of_raw)
-            .number("of raw", format!("{of_raw:.3}"))
-            .point(format!("{submission}: {what}"), &method, time, true)
-            .point(
-                format!("{submission}: bandwidth in GB/s"),
-                &method,
-                bandwidth,
-                false,
-            )
+            .number("of raw", format!("{of_raw:.3}"));
+        let row = match self.method {
+            // It has no latency, so its times would need a panel of their own.
+            Method::RawGet => row,
+            _ => row.point(format!("{submission}: {what}"), &method, time, true),
+        };
+        row.point(
+            format!("{submission}: bandwidth in GB/s"),
+            &method,
+            bandwidth,
+            false,
+        )
     }
 }
 
