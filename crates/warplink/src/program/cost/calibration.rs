@@ -75,7 +75,7 @@ fn read(path: &Path, machine: &str) -> Result<Option<Figures>> {
         serde_json::from_str(&text).map_err(|error| wrong(error.to_string()))?;
     if read.format != FORMAT || read.machine != machine {
         return Err(wrong(
-            "it is of another version or machine than its name says".to_owned(),
+            "it has another version or machine than its name".to_owned(),
         ));
     }
     read.figures.check()?;
