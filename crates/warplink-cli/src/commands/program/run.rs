@@ -42,7 +42,7 @@ pub(super) struct RunCommand {
     /// Announced tensor that kernels treat as unreachable, on the host device; may be repeated
     #[arg(long, value_name = "TENSOR")]
     unreachable: Vec<String>,
-    /// Maximum multiprocessors of kernels that wait for other ranks; a program with more lanes is refused
+    /// Maximum multiprocessors of kernels that wait for other ranks; a program with more lanes is rejected
     #[arg(long, value_name = "N", value_parser = at_least::<u16>(1))]
     multiprocessors: Option<u16>,
     /// Run even if the verifier finds violations; the program may hang until the timeout
