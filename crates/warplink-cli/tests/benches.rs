@@ -142,7 +142,7 @@ fn sizes_and_submissions_are_selected_alike() {
         (&["--from", "0"], "--from is 0 B; expected at least 1"),
         (
             &["--submission", "later"],
-            "expected eager or captured or both",
+            "expected eager, captured or both",
         ),
     ] {
         let arguments = [&["bench", "p2p"], more, &all].concat();
