@@ -55,7 +55,11 @@ impl<T: ValueEnum> FromStr for OneOrBoth<T> {
             "both" => Ok(Self(all.to_vec())),
             text => T::from_str(text, false)
                 .map(|one| Self(vec![one]))
-                .map_err(|_| format!("expected {} or both", names_of(all))),
+                .map_err(|_| {
+                    let names: Vec<String> = all.iter().map(name_of).collect();
+                    let names = names.iter().map(String::as_str).chain(["both"]);
+                    format!("expected {}", named::listed(names))
+                }),
         }
     }
 }
@@ -76,10 +80,7 @@ mod tests {
         for (text, values) in [
             ("there", Ok(vec![Way::There])),
             ("both", Ok(vec![Way::There, Way::BackAgain])),
-            (
-                "back",
-                Err("expected there or back-again or both".to_owned()),
-            ),
+            ("back", Err("expected there, back-again or both".to_owned())),
         ] {
             let read = text.parse().map(|OneOrBoth(values)| values);
             assert_eq!(read, values, "{text}");

@@ -5,14 +5,17 @@ use crate::report::{has_colour, print_message};
 use anyhow::{Context, Result, ensure};
 use clap::{Arg, Args};
 use std::io;
+use std::path::Path;
 use tracing_subscriber::EnvFilter;
 use warplink::DeviceKind;
 use warplink::{device, variables};
 
 /// Maximum ranks on one machine: far more than useful, but low enough to catch typing errors.
-const MAX_RANKS: usize = 1024;
+const MAX_RANKS: u64 = 1024;
 
 const DEVICE_VARIABLE: &str = "WARPLINK_DEVICE";
+
+const CACHE_VARIABLE: &str = "WARPLINK_CACHE_DIR";
 
 const LOG_VARIABLE: &str = "WARPLINK_LOG";
 
@@ -25,11 +28,11 @@ pub(crate) struct Options {
     pub(crate) device: Option<DeviceKind>,
 
     /// Number of ranks [default: one per GPU, times --ranks-per-gpu; 2 on the host device]
-    #[arg(short = 'n', long, global = true, value_name = "N", value_parser = rank_count)]
+    #[arg(short = 'n', long, global = true, value_name = "N", value_parser = between::<usize>(1, MAX_RANKS))]
     pub(crate) ranks: Option<usize>,
 
     /// Ranks per GPU, sharing it through CUDA's multi-process service; for tests only, since timings are not meaningful
-    #[arg(long, global = true, value_name = "N", value_parser = rank_count)]
+    #[arg(long, global = true, value_name = "N", value_parser = between::<usize>(1, MAX_RANKS))]
     ranks_per_gpu: Option<usize>,
 
     /// Print the result as one JSON object on standard output
@@ -121,7 +124,7 @@ impl Unused {
                 .value_parser(OneOf(&DeviceKind::ALL)),
             Self::RanksPerGpu => Arg::new("ranks_per_gpu")
                 .long("ranks-per-gpu")
-                .value_parser(rank_count),
+                .value_parser(between::<usize>(1, MAX_RANKS)),
         }
         .hide(true)
     }
@@ -134,21 +137,44 @@ pub(crate) fn without_ranks(ranks: &'static str, unused: &[Unused]) -> Vec<Arg> 
         .short('n')
         .long("ranks")
         .value_name("N")
-        .value_parser(rank_count)
+        .value_parser(between::<usize>(1, MAX_RANKS))
         .help(ranks)
         .help_heading("Global options");
     let unused = unused.iter().map(|option| option.argument());
     unused.chain([ranks]).collect()
 }
 
-fn rank_count(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(count) if (1..=MAX_RANKS).contains(&count) => Ok(count),
-        _ => Err(format!("expected a number from 1 to {MAX_RANKS}")),
+/// Parser of a whole number of at least `least`. Its errors state that, unlike those of the standard library and clap.
+pub(crate) fn at_least<T: TryFrom<u64>>(
+    least: u64,
+) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync {
+    move |text| {
+        let number = text.parse().ok().filter(|number| *number >= least);
+        let number = number.ok_or_else(|| match least {
+            0 => "expected a whole number".to_owned(),
+            _ => format!("expected a whole number of at least {least}"),
+        })?;
+        T::try_from(number).map_err(|_| "the number is too large".to_owned())
     }
 }
 
-/// Fails if a variable read by this command or the library is not UTF-8, since it would count as unset.
+/// Parser of a whole number from `least` to `most`.
+pub(crate) fn between<T: TryFrom<u64>>(
+    least: u64,
+    most: u64,
+) -> impl Fn(&str) -> Result<T, String> + Clone + Send + Sync {
+    move |text| {
+        let number = text
+            .parse()
+            .ok()
+            .filter(|number| (least..=most).contains(number));
+        let number = number.and_then(|number| T::try_from(number).ok());
+        number.ok_or_else(|| format!("expected a whole number from {least} to {most}"))
+    }
+}
+
+/// Fails if a variable read by this command or the library is not UTF-8, or a cache directory that the library would not use,
+/// since these would count as unset.
 pub(crate) fn check_variables() -> Result<()> {
     let of_others = [
         "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -163,6 +189,11 @@ pub(crate) fn check_variables() -> Result<()> {
             variables::read(&name)?;
         }
     }
+    let cache = variables::read(CACHE_VARIABLE)?.unwrap_or_default();
+    ensure!(
+        cache.is_empty() || Path::new(&cache).is_absolute(),
+        "{CACHE_VARIABLE} is '{cache}'; expected an absolute path"
+    );
     Ok(())
 }
 

@@ -135,14 +135,14 @@ fn sizes_and_submissions_are_selected_alike() {
     for (more, said) in [
         (
             &["--sizes", "4"][..],
-            "the least of --sizes is 4 B; expected at least 8",
+            "the smallest of --sizes is 4 B; expected at least 8",
         ),
         (&["--sizes", "8", "--to", "16"], "cannot be used with"),
         (&["--sizes", "0"], "--sizes has 0"),
         (&["--from", "0"], "--from is 0 B; expected at least 1"),
         (
             &["--submission", "later"],
-            "expected eager or captured or both",
+            "expected eager, captured or both",
         ),
     ] {
         let arguments = [&["bench", "p2p"], more, &all].concat();

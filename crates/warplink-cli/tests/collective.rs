@@ -297,10 +297,7 @@ fn a_file_that_cannot_be_written_costs_no_figures() {
 #[test]
 fn arguments_that_do_not_go_together_are_refused_once() {
     for (more, said) in [
-        (
-            &["all-to-all", "--place", "in"][..],
-            "in place is not compared",
-        ),
+        (&["all-to-all", "--place", "in"][..], "no in-place"),
         (
             &["broadcast", "--root", "2"],
             "--root is 2; expected a rank below 2",
@@ -311,7 +308,7 @@ fn arguments_that_do_not_go_together_are_refused_once() {
         ),
         (
             &["all-gather", "--algorithm", "two-shot"],
-            "--algorithm is two-shot, which has no all-gather; expected one-shot, chunks, direct",
+            "--algorithm is two-shot, which does not implement all-gather; expected one-shot, chunks, direct",
         ),
         (&["everything"], "invalid value 'everything'"),
         (

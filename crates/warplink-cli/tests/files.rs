@@ -246,7 +246,7 @@ fn programs_that_ranks_read_again_are_not_read_from_standard_input() {
         assert_refused(&output, &format!("{args:?}"));
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(
-            text.contains("another file in each rank") && text.lines().count() == 1,
+            text.contains("each rank would read another file") && text.lines().count() == 1,
             "{text}"
         );
     }

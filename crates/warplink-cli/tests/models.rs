@@ -78,7 +78,7 @@ fn a_machine_is_measured_once() {
         let output = bench(cache.path());
         assert_right(&output, case);
         assert!(
-            stderr(&output).contains("is made anew"),
+            stderr(&output).contains("will be replaced"),
             "{case}: {}",
             stderr(&output)
         );
@@ -94,7 +94,7 @@ fn a_cache_that_cannot_be_written_stops_nobody() {
     fs::write(&file, "").unwrap();
     let output = bench(&file);
     assert_right(&output, "a file in the place of the directory");
-    assert_contains(&stderr(&output), &["is not kept"]);
+    assert_contains(&stderr(&output), &["cannot be cached"]);
     assert_right(&bench(Path::new("/dev/full")), "a device");
 }
 

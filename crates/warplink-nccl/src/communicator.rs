@@ -122,7 +122,7 @@ fn notice_forks() {
     REGISTERED.call_once(|| {
         // SAFETY: declared as in C; the handler only stores a flag.
         if unsafe { pthread_atfork(None, None, Some(forked)) } != 0 {
-            tracing::warn!("forked processes cannot be told from their parent");
+            tracing::warn!("forked processes cannot be distinguished from their parent");
         }
     });
 }

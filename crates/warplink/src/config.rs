@@ -141,14 +141,14 @@ impl Config {
     ///
     /// | variable | meaning |
     /// |---|---|
-    /// | `WARPLINK_DEVICE` | `host` or `cuda`; a GPU where there is one |
-    /// | `WARPLINK_PROTOCOL` | `get` or `put`; put |
-    /// | `WARPLINK_TIMEOUT` | limit of waits on the host, in seconds; 60 |
-    /// | `WARPLINK_NETWORK_DEVICES` | network devices of connections to other machines, such as `eth0`; all |
-    /// | `WARPLINK_NETWORK_MEMORY` | `auto`, `staged` or `direct`: whether the network's library moves memory of GPUs by itself ([`DeviceAccess`](crate::device::network::DeviceAccess)); `auto` |
-    /// | `WARPLINK_TOPOLOGY` | `fully-connected`, `hybrid-cube-mesh` or `unknown`, whatever the devices' links are; for tests |
-    /// | `WARPLINK_PRETEND` | `no-peer-access` or `no-atomics`: what the device does without ([`Pretend`]), on any rank; for tests |
-    /// | `WARPLINK_HOST_DELAY_US` | largest random delay, in microseconds, before every operation of the host device, to bring out missing waits |
+    /// | `WARPLINK_DEVICE` | `host` or `cuda`; default: `cuda` if a GPU is usable |
+    /// | `WARPLINK_PROTOCOL` | `get` or `put`; default: `put` |
+    /// | `WARPLINK_TIMEOUT` | timeout of host waits in whole seconds; default: 60 |
+    /// | `WARPLINK_NETWORK_DEVICES` | network devices of connections to other machines, such as `eth0`; default: all |
+    /// | `WARPLINK_NETWORK_MEMORY` | `auto`, `staged` or `direct`: whether UCX accesses GPU memory directly ([`DeviceAccess`](crate::device::network::DeviceAccess)); default: `auto` |
+    /// | `WARPLINK_TOPOLOGY` | `fully-connected`, `hybrid-cube-mesh` or `unknown`: overrides the class of the topology, for tests |
+    /// | `WARPLINK_PRETEND` | `no-peer-access` or `no-atomics`: disables access features between devices ([`Pretend`]), for tests |
+    /// | `WARPLINK_HOST_DELAY_US` | maximum random delay before each operation of the host device, in microseconds, to expose missing waits |
     ///
     /// The GPU is the one with the local rank's ordinal, or the only one that the process sees.
     pub fn from_env() -> Result<Self> {

@@ -139,7 +139,12 @@ impl Error {
         let message = match kind {
             // The system's text for a timeout is "resource temporarily unavailable".
             ErrorKind::Timeout => Cow::Borrowed("the other side did not answer in time"),
-            _ => Cow::Owned(error.to_string()),
+            // Without "(os error N)": the error has the code as a field.
+            _ => {
+                let text = error.to_string();
+                let end = text.find(" (os error ").unwrap_or(text.len());
+                Cow::Owned(text[..end].to_owned())
+            }
         };
         let made = Self::new(kind, message).with_operation(operation);
         match error.raw_os_error() {

@@ -438,7 +438,7 @@ fn a_cost_explains_itself() {
         text.starts_with("1.0 us on made up, bound by link\n"),
         "{text}"
     );
-    assert!(text.contains("every rank is busy: "), "{text}");
+    assert!(text.contains("busy on each rank: "), "{text}");
 }
 
 /// Pairs of four ranks take as long as two ranks alone, one list after the other.

@@ -262,7 +262,7 @@ fn a_transfer_is_named_by_the_indices_of_its_loops() {
             "wait s[j + 1]",
             "",
             "",
-            "s[j + 1] stands for s[0][1], which is not shared before",
+            "s[j + 1] refers to s[0][1], which is not shared before",
         ),
         (
             "",

@@ -281,7 +281,7 @@ fn a_stream_that_only_signals_join_is_not_joined_in_a_graph() {
         C = copy(W[1])";
     let says = "with which the caller's stream does not synchronize afterwards";
     runs(&body.replace("JOIN", ""), Some(says), [2.0, 1.0]);
-    let says = "posts 'give', which nothing waits for afterwards";
+    let says = "posts 'give' without a later wait for it";
     runs(
         &body.replace("JOIN", "synchronize pool(0)"),
         Some(says),

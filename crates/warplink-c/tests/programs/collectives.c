@@ -126,7 +126,7 @@ static void chosen(warplink_collectives open, warplink_stream stream, warplink_r
     HOLDS(strcmp(choice.path, "direct") == 0 && strcmp(choice.algorithm, "two-shot") == 0);
     made = call(WARPLINK_COLLECTIVE_KIND_ALL_GATHER, WARPLINK_REDUCE_OP_NONE, -1, COUNT);
     FAILS(warplink_collectives_choice(forced, &made, &choice), WARPLINK_STATUS_UNSUPPORTED,
-        "the algorithm two-shot does not do");
+        "algorithm two-shot does not support");
     FAILS(warplink_collectives_choice(forced, &made, NULL), WARPLINK_STATUS_UNSUPPORTED, "two-shot");
     OK(warplink_collectives_free(forced));
     options.algorithm = "chunks";
@@ -149,7 +149,7 @@ static void bound(warplink_collectives open, warplink_stream stream, warplink_re
     int32_t *input = (int32_t *)address, *output = input + COUNT;
     options.algorithm = "copy-engine";
     OK(warplink_collectives_join(comm, &options, &copying));
-    FAILS(warplink_collective(copying, &made, output, input, stream), WARPLINK_STATUS_UNSUPPORTED, "copy-engine does not do");
+    FAILS(warplink_collective(copying, &made, output, input, stream), WARPLINK_STATUS_UNSUPPORTED, "copy-engine does not support");
     OK(warplink_bind_collective(copying, &made, output, input, &call_of[0]));
     OK(warplink_bind_collective(open, &made, output, input, &call_of[1]));
     OK(warplink_bound_call_choice(call_of[0], &choice));

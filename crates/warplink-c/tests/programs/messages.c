@@ -379,9 +379,9 @@ int main(int argc, char **argv) {
         HOLDS(path != NULL && strcmp(path, "engine") == 0);
         FAILS(warplink_all_to_all_v_on_device(collectives, WARPLINK_ELEMENT_TYPE_I32, base, (uint64_t *)(void *)(base + 64),
             base + 128, (const uint64_t *)(void *)(base + 192), 0, stream), WARPLINK_STATUS_UNSUPPORTED,
-            "takes no counts from device memory");
+            "cannot read counts from device memory");
         FAILS(warplink_experts_create(collectives, &experts, &layer), WARPLINK_STATUS_UNSUPPORTED,
-            "takes no counts from device memory");
+            "cannot read counts from device memory");
         OK(warplink_collectives_free(collectives));
     }
     OK(warplink_destroy(comm));

@@ -9,7 +9,7 @@ use crate::gemm::{
     DistributedGemm, Op, Problem, check_lowerings, common_seed, gather_lowering_name,
 };
 use crate::names::OneOf;
-use crate::options::Options;
+use crate::options::{Options, at_least};
 use crate::report::table::{Align, Table};
 use crate::report::{self, Object};
 use anyhow::{Context, Result, ensure};
@@ -34,15 +34,15 @@ use warplink::{Communicator, DType, DeviceKind};
 pub(crate) struct Demo {
     /// Rows of A on all ranks together [default: 8192 on cuda, 512 on host, rounded up to a multiple of
     /// the ranks]
-    #[arg(long, value_name = "M")]
+    #[arg(long, value_name = "M", value_parser = at_least::<usize>(0))]
     m: Option<usize>,
     /// Columns of A [default: 8192 on cuda, 1024 on host]
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", value_parser = at_least::<usize>(0))]
     k: Option<usize>,
     /// Columns of B [default: 3584 on cuda, 512 on host]
-    #[arg(long = "n", value_name = "N")]
+    #[arg(long = "n", value_name = "N", value_parser = at_least::<usize>(0))]
     columns: Option<usize>,
-    /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
+    /// Element type [default: bf16 on cuda, f32 on host]
     #[arg(long, value_name = "TYPE", value_parser = OneOf(&DType::MATMUL))]
     dtype: Option<DType>,
     /// Store B transposed, N x K, as the weights of a linear layer: [out, in]
@@ -53,10 +53,10 @@ pub(crate) struct Demo {
     #[arg(long, value_name = "NAME|FILE.wlp", value_parser = gather_lowering_name)]
     lowering: Option<String>,
     /// Seed of the inputs [default: random]
-    #[arg(long, value_name = "SEED")]
+    #[arg(long, value_name = "SEED", value_parser = at_least::<u64>(0))]
     seed: Option<u64>,
     /// Samples per time [default: 20 on cuda, 5 on host]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", value_parser = at_least::<u16>(1))]
     samples: Option<u16>,
 }
 
@@ -132,14 +132,14 @@ impl Demo {
         let choice: Choice = plan.choice().clone();
         // The demo shows overlap even if the collective is expected to be as fast.
         let with_overlap = choice.estimates.iter().find(|one| !one.needs_engine);
-        let mut reason = format!("Estimated by the cost model, and not measured:\n{choice}");
+        let mut reason = format!("Estimates of the cost model (not measured):\n{choice}");
         if !requested
             && choice.needs_engine()
             && let Some(fastest) = with_overlap
         {
             plan = gemm.plan(&overlap::Options::only(fastest.lowered.lowering.clone()))?;
             reason = format!(
-                "A plan would use the collective here; the demo runs the fastest lowering with overlap instead.\n\n{reason}"
+                "Here, a plan would choose the collective without overlap; the demo ran the fastest lowering with overlap.\n\n{reason}"
             );
         }
         let name = plan.choice().name().to_owned();

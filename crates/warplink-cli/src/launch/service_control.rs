@@ -156,7 +156,7 @@ fn find_in(search: &OsStr, folders: &[&str]) -> Result<PathBuf> {
     let all = env::join_paths(env::split_paths(search).chain(folders)).unwrap_or_default();
     find_program(OsStr::new(CONTROL), &all).map_err(|_| {
         anyhow!(
-            "{CONTROL} was not found in PATH or beside the driver; help: install the compute part of \
+            "{CONTROL} was not found in PATH or next to the driver; help: install the compute part of \
              the NVIDIA driver (nvidia-compute-utils), or start one rank per GPU"
         )
     })

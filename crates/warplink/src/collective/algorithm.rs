@@ -138,7 +138,7 @@ static ALL_GATHER_IN_PLACE: ProgramEntry = ProgramEntry::new(
 
 macro_rules! programs {
     ($($kind:ident $algorithm:ident $file:literal),* $(,)?) => {
-        static PROGRAMS: [ProgramEntry; 29] = [$(
+        static PROGRAMS: [ProgramEntry; [$($file),*].len()] = [$(
             ProgramEntry::new(
                 CollectiveKind::$kind,
                 Algorithm::$algorithm,

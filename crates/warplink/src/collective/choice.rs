@@ -413,7 +413,7 @@ impl Machine {
     fn not_linked(&self, call: &Call) -> Error {
         let rows = Algorithm::Cube.rows(CollectiveKind::AllReduce, self.world, 1);
         Error::unsupported(format!(
-                "the direct path does not do {call} in a hybrid cube mesh; expected an all_reduce of 1 to {} bytes",
+                "the direct path does not support {call} in a hybrid cube mesh; expected an all_reduce of 1 to {} bytes",
                 self.packet_room(call, rows) / PART_UNIT as usize * PART_UNIT as usize * call.dtype.size()
             ),
         )
@@ -423,7 +423,7 @@ impl Machine {
 
     fn not_forced(&self, forced: Algorithm, call: &Call) -> Error {
         Error::unsupported(format!(
-                "the algorithm {forced} does not do {call} on {} ranks",
+                "algorithm {forced} does not support {call} on {} ranks",
                 self.world
             ),
         )

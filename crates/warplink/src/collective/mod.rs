@@ -13,7 +13,9 @@
 //! | `choice`, `estimate` | selection of the algorithm; its estimated time |
 //! | `direct` | the direct path: our own kernels |
 //! | `engine` | the engine path: the vendor's library |
+//! | `enqueue` | validation of a call's memory, and its launch |
 //! | `experts` | expert parallelism: dispatch and combine |
+//! | `fused` | collectives of rows with an epilogue |
 //! | `join` | selecting and joining a path |
 //! | `launches` | cache of call kernels |
 //! | `pieces` | splitting calls that exceed one launch |

@@ -70,14 +70,14 @@ pub(crate) const DRIVER: Wanted = Wanted {
 pub(crate) const NVRTC: Wanted = Wanted {
     name: "NVRTC",
     sonames: &["libnvrtc.so.13", "libnvrtc.so.12"],
-    help: "install the CUDA toolkit, or `pip install nvidia-cuda-nvrtc`, and if it is in an unusual place name its directory in WARPLINK_LIBRARY_PATH",
+    help: "install the CUDA toolkit, or `pip install nvidia-cuda-nvrtc`; if it is not found there, set WARPLINK_LIBRARY_PATH to its directory",
     toolkit: true,
 };
 
 pub(crate) const CUBLAS_LT: Wanted = Wanted {
     name: "cuBLASLt",
     sonames: &["libcublasLt.so.13", "libcublasLt.so.12"],
-    help: "install the CUDA toolkit, or `pip install nvidia-cublas`, and if it is in an unusual place name its directory in WARPLINK_LIBRARY_PATH",
+    help: "install the CUDA toolkit, or `pip install nvidia-cublas`; if it is not found there, set WARPLINK_LIBRARY_PATH to its directory",
     toolkit: true,
 };
 
@@ -91,7 +91,7 @@ pub(crate) const CUBLAS: Wanted = Wanted {
 pub(crate) const NCCL: Wanted = Wanted {
     name: "NCCL",
     sonames: &["libnccl.so.2"],
-    help: "install NCCL, or `pip install nvidia-nccl-cu13`, and if it is in an unusual place name its directory in WARPLINK_LIBRARY_PATH",
+    help: "install NCCL, or `pip install nvidia-nccl-cu13`; if it is not found there, set WARPLINK_LIBRARY_PATH to its directory",
     toolkit: true,
 };
 
@@ -105,7 +105,7 @@ pub(crate) const NVML: Wanted = Wanted {
 pub(crate) const UCX: Wanted = Wanted {
     name: "UCX",
     sonames: &["libucp.so.0"],
-    help: "install UCX 1.13 or newer (libucx0 on Debian and Ubuntu), and if it is in an unusual place name its directory in WARPLINK_LIBRARY_PATH",
+    help: "install UCX 1.13 or newer (libucx0 on Debian and Ubuntu); if it is not found there, set WARPLINK_LIBRARY_PATH to its directory",
     toolkit: false,
 };
 

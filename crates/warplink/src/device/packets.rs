@@ -13,7 +13,6 @@
 //! flag of epoch e - 2 is never mistaken for e: the low 32 bits of the epoch, which are the flag, differ.
 //! Fresh scratch is zero and the first epoch is 1. It is not enough that e was *sent*: a sender that only
 //! sends could then run ahead of the receiver by any number of epochs.
-//! only sends would otherwise run ahead of a receiver by any number of epochs.
 //!
 //! ```text
 //! scratch of either end:    epochs       8 bytes a block, written by this end's blocks

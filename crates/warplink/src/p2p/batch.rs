@@ -17,7 +17,6 @@ use crate::signal::{SignalOp, SignalWord};
 ///
 /// In a graph, a second post of a transfer waits until its first post is done. If a graph waits for all posts of a
 /// batch, a wait for one of them on another stream is ordered after the whole batch.
-/// batch are waited for in it, a wait for one of them on another stream comes behind the whole batch.
 #[derive(Clone, Debug, Default)]
 pub struct Batch<'a> {
     parts: Vec<BatchPart<'a>>,

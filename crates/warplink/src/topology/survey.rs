@@ -102,7 +102,11 @@ impl Topology {
     /// # Errors
     /// [`ErrorKind::Parse`] if the text is invalid.
     pub fn from_json(text: &str) -> Result<Self> {
-        let malformed = |message: String| Error::parse(message).with_operation("read a topology");
+        let malformed = |message: String| {
+            Error::parse(message)
+                .with_operation("parse a topology")
+                .with_help("record one with `warplink topo --json`")
+        };
         let recorded: Recorded =
             serde_json::from_str(text).map_err(|error| malformed(error.to_string()))?;
         if recorded.ranks.is_empty() {

@@ -384,7 +384,7 @@ fn layers_that_cannot_be_are_refused() {
         );
         if let Some(collectives) = library(comm) {
             let error = collectives.experts(&good).unwrap_err();
-            assert_says(&error, &["takes no counts from device memory"]);
+            assert_says(&error, &["cannot read counts from device memory"]);
         }
     });
 }

@@ -350,7 +350,7 @@ fn memory_that_does_not_fit_is_refused() {
             assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
             assert_says(
                 &error,
-                &["takes no counts from device memory", "all_to_all"],
+                &["cannot read counts from device memory", "all_to_all"],
             );
         }
     });

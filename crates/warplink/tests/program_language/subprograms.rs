@@ -192,12 +192,12 @@ fn what_does_not_fit_a_call_is_refused() {
         (
             "other(m = 4)",
             "malformed",
-            "'other' is not a program that stands before this one",
+            "'other' is not a program defined before this one",
         ),
         (
             "p(n = 4, A = A, B = B, C = B)",
             "malformed",
-            "'p' is not a program that stands before this one",
+            "'p' is not a program defined before this one",
         ),
     ];
     for (call, kind, said) in cases {

@@ -8,7 +8,7 @@ use super::plot;
 use super::report::Figures;
 use crate::commands::ranks;
 use crate::names::OneOrBoth;
-use crate::options::Options;
+use crate::options::{Options, at_least};
 use crate::report::bytes::ByteSize;
 use crate::report::progress::Progress;
 use crate::report::{Object, check_output, exit_code, print_result, write_file};
@@ -134,7 +134,7 @@ pub(crate) fn by_device<T: Copy>(kind: DeviceKind, [cuda, host]: [T; 2]) -> T {
 // Options without a comment above their struct: it would become the help of the benchmark.
 #[derive(Debug, Args)]
 struct Common {
-    #[arg(long, value_name = "N", display_order = 900, value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", display_order = 900, value_parser = at_least::<u16>(1))]
     samples: Option<u16>,
     /// Write the result as JSON to this file
     #[arg(long, value_name = "FILE.json", display_order = 901)]
@@ -150,7 +150,7 @@ struct Sizes {
     from: Option<ByteSize>,
     #[arg(long, display_order = 2)]
     to: Option<ByteSize>,
-    #[arg(long, value_name = "N", display_order = 3, value_parser = factor)]
+    #[arg(long, value_name = "N", display_order = 3, value_parser = at_least::<u64>(2))]
     step: Option<u64>,
     /// These sizes instead, separated by commas
     #[arg(long, value_delimiter = ',', display_order = 4, conflicts_with_all = ["from", "to", "step"])]
@@ -191,8 +191,13 @@ impl<C: Case> Args for Bench<C> {
         if let Some(range) = C::SIZES {
             let show = |size| range.show(size).replace(' ', "");
             let [cuda, host] = range.to.map(show);
+            let to = if cuda == host {
+                cuda
+            } else {
+                format!("{cuda} on cuda, {host} on host")
+            };
             let to = format!(
-                "Largest {}, which is measured in any case [default: {cuda} on cuda, {host} on host; --from if that is larger]",
+                "Largest {}, always measured [default: {to}; --from if that is larger]",
                 range.noun
             );
             let from = format!(
@@ -308,7 +313,7 @@ impl<C: Case> Bench<C> {
             samples: samples.unwrap_or(by_device(kind, C::SAMPLES)).into(),
             sizes,
             smallest: if is_list {
-                "the least of --sizes"
+                "the smallest of --sizes"
             } else {
                 "--from"
             },
@@ -328,12 +333,6 @@ struct BenchReport<'a> {
     head: Object,
     #[serde(flatten)]
     figures: &'a Object,
-}
-
-/// Parses the factor between sizes.
-fn factor(text: &str) -> Result<u64, String> {
-    let factor = text.parse().ok().filter(|factor| *factor >= 2);
-    factor.ok_or_else(|| "expected a whole number of at least 2".to_owned())
 }
 
 impl Sizes {

@@ -20,14 +20,17 @@ const BELOW: i32 = 26;
 /// Room for a number to the right of the longest bar.
 const NUMBER: i32 = 120;
 
-/// The first of several lines is Warplink's.
-const COLOURS: [RGBColor; 6] = [
+/// Colours of lines, of which the first is Warplink's; as many as `bench p2p` has methods.
+const COLOURS: [RGBColor; 9] = [
     RGBColor(30, 85, 150),
     RGBColor(214, 140, 60),
     RGBColor(110, 160, 70),
     RGBColor(170, 80, 130),
     RGBColor(120, 120, 120),
     RGBColor(80, 180, 190),
+    RGBColor(200, 60, 60),
+    RGBColor(130, 95, 60),
+    RGBColor(20, 20, 20),
 ];
 
 /// Bars of the same kind have the same colour.

@@ -55,9 +55,8 @@ impl Figures {
 }
 
 struct RowCell {
-    /// Identifies the column in all rows.
+    /// Its heading, which identifies the column in all rows.
     column: String,
-    heading: String,
     align: Align,
     text: String,
 }
@@ -109,7 +108,6 @@ impl Row {
 
     fn cell(mut self, column: String, align: Align, text: String) -> Self {
         self.cells.push(RowCell {
-            heading: column.clone(),
             column,
             align,
             text,
@@ -125,14 +123,6 @@ impl Row {
     /// A cell with a number.
     pub(crate) fn number(self, heading: impl Into<String>, text: impl ToString) -> Self {
         self.cell(heading.into(), Align::Right, text.to_string())
-    }
-
-    /// Changes the heading of the last cell, for columns with equal headings.
-    pub(crate) fn headed(mut self, heading: &str) -> Self {
-        if let Some(cell) = self.cells.last_mut() {
-            cell.heading = heading.to_owned();
-        }
-        self
     }
 
     /// A cell with a number, empty without a value.
@@ -231,7 +221,7 @@ fn table(rows: &[Row]) -> Table {
         }
     }
     let headings = columns.iter();
-    let mut table = Table::new(headings.map(|cell| (cell.heading.as_str(), cell.align)));
+    let mut table = Table::new(headings.map(|cell| (cell.column.as_str(), cell.align)));
     for row in rows {
         table.row(columns.iter().map(|column| {
             let mut cells = row.cells.iter();
@@ -292,7 +282,7 @@ impl Live {
             json,
             rows: Vec::new(),
         };
-        let heading = cells_in(widths, row, |cell| &cell.heading);
+        let heading = cells_in(widths, row, |cell| &cell.column);
         live.print(&format!("{}\n\n{heading}\n", comm.device().name()))?;
         Ok(live)
     }
@@ -332,13 +322,12 @@ mod tests {
                 .number("bytes", 64)
                 .words("peer", "a")
                 .number("wrong", 7)
-                .number("peer wrong", 8)
-                .headed("wrong"),
+                .number("peer wrong", 8),
         ];
         let lines = [
-            "bytes  peer  wrong  wrong",
+            "bytes  peer  wrong  peer wrong",
             "    1            0",
-            "   64  a         7      8",
+            "   64  a         7           8",
         ];
         assert_eq!(
             table(&rows).to_string(),
@@ -351,7 +340,7 @@ mod tests {
         let row = Row::of("").words("what", "puts").number("us", "1.500");
         let widths = [8, 6];
         assert_eq!(
-            cells_in(&widths, &row, |cell| &cell.heading),
+            cells_in(&widths, &row, |cell| &cell.column),
             "what          us"
         );
         assert_eq!(

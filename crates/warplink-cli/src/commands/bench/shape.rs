@@ -1,6 +1,7 @@
 //! Options that fix how Warplink executes the calls of a benchmark, instead of its choice by size.
 
 use crate::names::OneOf;
+use crate::options::{at_least, between};
 use clap::Args;
 use warplink::collective::{Algorithm, CollectiveOptions};
 
@@ -10,13 +11,13 @@ pub(super) struct CallShape {
     #[arg(long, value_name = "NAME", value_parser = OneOf(&Algorithm::ALL))]
     pub(super) algorithm: Option<Algorithm>,
     /// Maximum number of multiprocessors for one of Warplink's calls
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(2..))]
+    #[arg(long, value_name = "N", value_parser = at_least::<u16>(2))]
     multiprocessors: Option<u16>,
     /// Number of lanes that move data in one of Warplink's calls [default: chosen by size]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=128))]
+    #[arg(long, value_name = "N", value_parser = between::<u16>(1, 128))]
     lanes: Option<u16>,
     /// Threads of each lane [default: chosen by size]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    #[arg(long, value_name = "N", value_parser = between::<u16>(1, 1024))]
     threads: Option<u16>,
 }
 

@@ -154,10 +154,13 @@ fn peer_access(gpus: &[Capabilities]) -> Found {
     if apart.is_empty() {
         Found::ok("between every pair")
     } else {
-        Found::missing(
-            format!("not from {}", apart.join(", ")),
-            "choose GPUs that reach one another with CUDA_VISIBLE_DEVICES (see `nvidia-smi topo -p2p \
-             r`), and turn off IOMMU and PCI ACS",
+        Found::warning(
+            format!(
+                "not from {}; data between these passes through host memory",
+                apart.join(", ")
+            ),
+            "for speed, choose GPUs with access to one another by CUDA_VISIBLE_DEVICES (see `nvidia-smi topo \
+             -p2p r`), and turn off IOMMU and PCI ACS",
         )
     }
 }

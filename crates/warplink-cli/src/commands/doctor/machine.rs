@@ -161,7 +161,7 @@ fn boot_id() -> Found {
     const PATH: &str = "/proc/sys/kernel/random/boot_id";
     match std::fs::read_to_string(PATH) {
         Ok(text) if text.chars().filter(char::is_ascii_hexdigit).count() == 32 => {
-            Found::ok(text.trim())
+            Found::ok(format!("{}; identifies this machine", text.trim()))
         }
         _ => Found::warning(
             format!("{PATH} cannot be read; machines cannot be distinguished"),

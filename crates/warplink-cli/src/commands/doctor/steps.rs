@@ -31,7 +31,7 @@ pub(super) enum TrialKind {
 /// The arguments of the hidden subcommand.
 #[derive(Debug, Args)]
 pub(crate) struct TrialArgs {
-    /// TrialKind to try
+    /// Trial to run
     #[arg(value_enum)]
     pub(super) what: TrialKind,
 }

@@ -21,7 +21,7 @@ pub(crate) use rank::{FAULT_RANK_COMMAND, FaultRank};
 
 use crate::commands::ranks::launch_self;
 use crate::launch::{self, GpuAssignment, Variable};
-use crate::options::Options;
+use crate::options::{Options, at_least};
 use crate::report;
 use anyhow::{Context, Result, ensure};
 use cell::{Cell, Fault, Phase};
@@ -71,11 +71,11 @@ pub(crate) struct Faults {
     phase: Vec<Phase>,
 
     /// The rank that fails [default: the last]
-    #[arg(long, value_name = "RANK")]
+    #[arg(long, value_name = "RANK", value_parser = at_least::<usize>(0))]
     victim: Option<usize>,
 
     /// Number of concurrent cells [default: 3 on the host device, 1 on GPUs]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least::<usize>(1))]
     jobs: Option<usize>,
 }
 
@@ -94,7 +94,6 @@ impl Faults {
             ranks >= 2,
             "{ranks} rank has no peers; expected at least 2 ranks"
         );
-        ensure!(self.jobs != Some(0), "--jobs is 0; expected at least 1");
         let victim = self.victim.unwrap_or(ranks - 1);
         ensure!(
             victim < ranks,

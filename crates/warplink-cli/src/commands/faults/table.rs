@@ -17,8 +17,11 @@ pub(super) fn text(report: &Report, faults: &[Fault], phases: &[Phase]) -> Strin
             .map(|&phase| cell(report, Cell { fault, phase }));
         table.row([name_of(&fault)].into_iter().chain(cells));
     }
+    if report.cells.is_empty() {
+        return format!("no cell was finished, {} were not run\n", report.not_run);
+    }
     let mut text = format!(
-        "errors of the other ranks when rank {} of {} fails ({}, in {:.0} s), and their delays\n\n{table}",
+        "errors on the other ranks after rank {} of {} failed, and their delays ({}, measured in {:.0} s)\n\n{table}",
         report.victim, report.ranks, report.device, report.seconds
     );
     for judged in &report.cells {

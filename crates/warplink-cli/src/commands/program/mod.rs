@@ -10,7 +10,7 @@ mod verify;
 
 pub(crate) use cost::named_model;
 
-use crate::options::{Options, Unused};
+use crate::options::{Options, Unused, at_least};
 use crate::report::RefusedProgram;
 use anyhow::{Result, ensure};
 use clap::{Args, Subcommand};
@@ -22,7 +22,7 @@ use warplink::file;
 use warplink::program::parameters::ParameterKind;
 use warplink::program::{self, Diagnostic, Parameters, Report, Value};
 
-/// Show, verify, cost and run host programs
+/// Show, verify, run and estimate host programs
 ///
 /// A host program describes what each rank enqueues: transfers, GEMMs and collectives, on several
 /// streams. Examples are in examples/programs.
@@ -79,7 +79,7 @@ pub(crate) struct ProgramSource {
     #[arg(long = "with", value_name = "NAME")]
     tensors: Vec<String>,
     /// Streams in the pool
-    #[arg(long, value_name = "N", default_value = "2", value_parser = clap::value_parser!(u8).range(1..))]
+    #[arg(long, value_name = "N", default_value = "2", value_parser = at_least::<u8>(1))]
     pub(crate) streams: u8,
 }
 
@@ -152,7 +152,7 @@ impl ProgramSource {
             !["/dev", "/proc"]
                 .iter()
                 .any(|own| self.file.starts_with(own)),
-            "read {}: it is another file in each rank; expected a file that all ranks can read",
+            "read {}: each rank would read another file; expected one that all ranks can read",
             self.file.display()
         );
         self.read_by(file::read_regular)

@@ -7,7 +7,7 @@ use crate::commands::bench::clock::{BenchClock, Submission};
 use crate::commands::ranks;
 use crate::gemm::common_seed;
 use crate::memory;
-use crate::options::Options;
+use crate::options::{Options, at_least};
 use crate::report::{Object, check_output, counted, exit_code, print_result, write_trace};
 use anyhow::Result;
 use clap::Args;
@@ -34,16 +34,16 @@ pub(super) struct RunCommand {
     #[arg(long, value_name = "FILE.json")]
     trace: Option<PathBuf>,
     /// Samples per time
-    #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", default_value = "10", value_parser = at_least::<u16>(1))]
     samples: u16,
     /// Seed of the inputs [default: random]
-    #[arg(long, value_name = "SEED")]
+    #[arg(long, value_name = "SEED", value_parser = at_least::<u64>(0))]
     seed: Option<u64>,
     /// Announced tensor that kernels treat as unreachable, on the host device; may be repeated
     #[arg(long, value_name = "TENSOR")]
     unreachable: Vec<String>,
-    /// Maximum multiprocessors of kernels that wait for other ranks; a program with more lanes is refused
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    /// Maximum multiprocessors of kernels that wait for other ranks; a program with more lanes is rejected
+    #[arg(long, value_name = "N", value_parser = at_least::<u16>(1))]
     multiprocessors: Option<u16>,
     /// Run even if the verifier finds violations; the program may hang until the timeout
     #[arg(long)]
@@ -141,7 +141,7 @@ impl RunCommand {
             None => "not captured".to_owned(),
         };
         let mut lines = vec![format!(
-            "{program}: {} on rank 0 of {}, {device}; {:.1} us, {times}",
+            "{program}: {} on rank 0 of {}, {device}; {:.1} us eager, {times}",
             counted(plan.operations(), "operation"),
             comm.world(),
             eager.median * 1e6,

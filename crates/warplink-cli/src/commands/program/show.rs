@@ -2,7 +2,7 @@
 
 use super::diagnostics::{with_calls, with_site};
 use super::{ProgramSource, Text};
-use crate::options::{Options, Unused, without_ranks};
+use crate::options::{Options, Unused, at_least, without_ranks};
 use crate::report::{Object, print_result};
 use anyhow::{Result, ensure};
 use clap::Args;
@@ -26,7 +26,7 @@ pub(super) struct Show {
     #[command(flatten)]
     source: ProgramSource,
     /// The rank whose operations are printed, with --ranks [default: 0]
-    #[arg(long, value_name = "RANK", requires = "ranks")]
+    #[arg(long, value_name = "RANK", requires = "ranks", value_parser = at_least::<usize>(0))]
     rank: Option<usize>,
     /// Print the CUDA C++ of its kernel sections instead, with --ranks
     #[arg(long, requires = "ranks")]

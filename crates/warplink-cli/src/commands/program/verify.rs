@@ -15,9 +15,9 @@ use warplink::program::{self, Diagnostic, Report};
 /// Check a program for deadlocks, races, lost signals and uninitialized bytes
 ///
 /// Analyses the program of every rank without running it. Then computes its outputs for random inputs on this
-/// host and compares them with its `expect` statements, for every set of tensors that kernels may not reach. Prints
-/// each violation with the lines involved; the exit status is 1 if there are any. If the computation would take
-/// longer than a few seconds, it is skipped, and the output gives the reason.
+/// host and compares them with its `expect` statements, for every combination of reachable and unreachable tensors.
+/// Prints each violation with the lines involved; the exit status is 1 if there are any. If the computation would
+/// take longer than a few seconds, it is skipped, and the output gives the reason.
 #[derive(Debug, Args)]
 #[command(
     after_help = "Example:\n  \

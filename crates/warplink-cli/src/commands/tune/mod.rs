@@ -14,7 +14,7 @@ mod report;
 
 use crate::commands::ranks;
 use crate::names::OneOf;
-use crate::options::Options;
+use crate::options::{Options, at_least};
 use crate::report::bytes::ByteSize;
 use crate::report::progress::Progress;
 use crate::report::{check_output, counted, print_result, write_file};
@@ -54,7 +54,7 @@ const MEASUREMENTS: [(&str, Measurement); 9] = [
     ("algorithms", algorithms::measure),
     ("collectives", collective::measure),
     ("matrices", gemm::measure),
-    ("work beside work", interference::measure),
+    ("concurrent work", interference::measure),
 ];
 
 /// Measure this machine for the cost model
@@ -79,13 +79,13 @@ pub(crate) struct Tune {
     #[arg(long, value_name = "T,…", value_delimiter = ',', value_parser = OneOf(&DType::MATMUL))]
     dtypes: Vec<DType>,
     /// Largest extent of a matrix [default: 16384 on cuda, 512 on host]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = at_least::<usize>(0))]
     largest_shape: Option<usize>,
     /// Largest transfer [default: 256MiB on cuda, 1MiB on host]
     #[arg(long, value_name = "BYTES")]
     largest_transfer: Option<ByteSize>,
     /// Samples of each figure
-    #[arg(long, value_name = "N", default_value = "5", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", default_value = "5", value_parser = at_least::<u16>(1))]
     samples: u16,
     /// Also measure the fastest algorithm of Warplink's collectives for each length and element size; otherwise
     /// estimates decide
@@ -107,7 +107,7 @@ impl Tune {
                 let directory = find::directory().context(NO_DIRECTORY)?;
                 std::fs::create_dir_all(&directory).map_err(|error| {
                     let directory = directory.display();
-                    anyhow!("make {directory}: {error}; help: use --output FILE")
+                    anyhow!("create {directory}: {error}; help: use --output FILE")
                 })?;
             }
         }

@@ -7,8 +7,8 @@ use warplink::program::cost::HardwareModel;
 /// Key figures of `model`. Those equal to `assumed`, the previous model, were not measured.
 pub(super) fn text(model: &HardwareModel, assumed: &HardwareModel) -> String {
     let columns = [
-        ("", Align::Left),
-        ("figure", Align::Right),
+        ("measurement", Align::Left),
+        ("value", Align::Right),
         ("", Align::Left),
     ];
     let mut table = Table::new(columns);
@@ -31,40 +31,61 @@ fn scalars(model: &HardwareModel) -> Vec<(&'static str, String)> {
     let beside = &model.interference;
     let lanes = model.lanes();
     vec![
-        ("memory, sum", rate(model.memory.rate)),
-        ("put, one pair", rate(link.put.peak())),
-        ("get, one pair", rate(link.get.peak())),
-        ("put, all at once", rate(link.put_ring)),
-        ("get, all at once", rate(link.get_ring)),
-        ("put, all to all in turn", rate(link.put_rotated)),
-        ("get, all to all in turn", rate(link.get_rotated)),
-        ("results stored at peers", rate(link.stored)),
-        ("signal", micros(2.0 * latency.word)),
+        ("memory bandwidth of a sum", rate(model.memory.rate)),
+        ("put, one pair of ranks", rate(link.put.peak())),
+        ("get, one pair of ranks", rate(link.get.peak())),
+        ("put, all ranks to a neighbour", rate(link.put_ring)),
+        ("get, all ranks from a neighbour", rate(link.get_ring)),
+        (
+            "put, all ranks to each other in turn",
+            rate(link.put_rotated),
+        ),
+        (
+            "get, all ranks from each other in turn",
+            rate(link.get_rotated),
+        ),
+        ("matmul results stored to peers", rate(link.stored)),
+        ("signal between streams", micros(2.0 * latency.word)),
         ("signal between kernels", micros(2.0 * latency.kernel_word)),
-        ("event", micros(latency.event)),
-        ("kernel that does nothing", micros(model.memory.kernel)),
-        ("kernel behind a word", micros(latency.launch)),
-        ("more for a copy in a graph", micros(latency.captured_copy)),
-        ("more for a single collective", micros(latency.collective)),
-        ("host, a matmul", micros(host.matmul)),
-        ("host, a transfer", micros(host.transfer)),
-        ("host, a wait", micros(host.word)),
-        ("host, a collective", micros(host.collective)),
-        ("matmul beside a put", percent(beside.matmul_beside_put)),
-        ("matmul beside a get", percent(beside.matmul_beside_get)),
-        ("copy beside a matmul", percent(beside.copy_beside_matmul)),
-        ("kernel section that does nothing", micros(lanes.launch)),
-        ("signal of a lane", micros(lanes.signal)),
-        ("more for what was stored before", micros(lanes.fence)),
-        ("packet", micros(lanes.packet)),
-        ("round of packets", micros(lanes.packet_round)),
-        ("load of a lane", micros(lanes.load)),
-        ("load from a peer", micros(lanes.peer_load)),
-        ("lane, own memory", rate(lanes.block_own)),
-        ("lane, stored at peers", rate(lanes.block_stored)),
-        ("lane, loaded from peers", rate(lanes.block_loaded)),
-        ("lanes, stored at peers", rate(lanes.stored)),
-        ("lanes, loaded from peers", rate(lanes.loaded)),
+        ("event between streams of a rank", micros(latency.event)),
+        ("empty kernel", micros(model.memory.kernel)),
+        (
+            "start of a kernel after a copy, word or event",
+            micros(latency.launch),
+        ),
+        ("extra for a copy in a graph", micros(latency.captured_copy)),
+        ("extra for a single collective", micros(latency.collective)),
+        ("host, to enqueue a matmul", micros(host.matmul)),
+        ("host, to enqueue a transfer", micros(host.transfer)),
+        ("host, to enqueue a wait", micros(host.word)),
+        ("host, to enqueue a collective", micros(host.collective)),
+        (
+            "speed of a matmul during a put",
+            percent(beside.matmul_beside_put),
+        ),
+        (
+            "speed of a matmul during a get",
+            percent(beside.matmul_beside_get),
+        ),
+        (
+            "speed of a copy during a matmul",
+            percent(beside.copy_beside_matmul),
+        ),
+        ("empty kernel section", micros(lanes.launch)),
+        ("lane, signal to a peer", micros(lanes.signal)),
+        (
+            "lane, extra if it stored to the peer before",
+            micros(lanes.fence),
+        ),
+        ("lane, packet to a peer", micros(lanes.packet)),
+        ("lane, round of packets", micros(lanes.packet_round)),
+        ("lane, load from own memory", micros(lanes.load)),
+        ("lane, load from a peer", micros(lanes.peer_load)),
+        ("one lane, own memory", rate(lanes.block_own)),
+        ("one lane, stores to peers", rate(lanes.block_stored)),
+        ("one lane, loads from peers", rate(lanes.block_loaded)),
+        ("all lanes, stores to peers", rate(lanes.stored)),
+        ("all lanes, loads from peers", rate(lanes.loaded)),
     ]
 }
 
@@ -81,7 +102,7 @@ fn series(model: &HardwareModel) -> Vec<(String, String)> {
             None | Some(1) => String::new(),
             Some(bytes) => format!(", elements of {}", ByteSize(bytes as u64)),
         };
-        let name = format!("{}{elements}", measured.collective);
+        let name = format!("fastest algorithm of {}{elements}", measured.collective);
         rows.push((name, limits.join(", ")));
     }
     for grid in &model.gemm.grids {
@@ -89,7 +110,7 @@ fn series(model: &HardwareModel) -> Vec<(String, String)> {
         let (m, k, n) = (last(&grid.m), last(&grid.k), last(&grid.n));
         let seconds = grid.seconds.last().copied().unwrap_or(f64::NAN);
         let flops = 2.0 * m as f64 * k as f64 * n as f64 / seconds / 1e12;
-        let name = format!("{}, {m} x {k} x {n}", grid.dtype);
+        let name = format!("matmul of {}, {m} x {k} x {n}", grid.dtype);
         rows.push((name, format!("{flops:.2} TFLOP/s")));
     }
     for times in model
@@ -102,7 +123,7 @@ fn series(model: &HardwareModel) -> Vec<(String, String)> {
             .into_iter()
             .flatten()
         {
-            let name = format!("{} of {}", times.name, ByteSize(*bytes));
+            let name = format!("vendor's {} of {}", times.name, ByteSize(*bytes));
             rows.push((name, micros(*seconds)));
         }
     }

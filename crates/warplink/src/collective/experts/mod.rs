@@ -429,7 +429,7 @@ impl Layer {
 fn no_direct_path() -> Error {
     Error::new(
         ErrorKind::Unsupported,
-        "the vendor's library takes no counts from device memory",
+        "the vendor's library cannot read counts from device memory",
     )
     .with_help("read the counts on the host, and pass them to all_to_all_v")
 }

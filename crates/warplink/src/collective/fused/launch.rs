@@ -3,12 +3,14 @@
 use super::memory::Form;
 use super::program::Way;
 use super::{Described, Fused, FusedMemory};
+use crate::collective::algorithm::Algorithm;
 use crate::collective::choice::{Machine, part};
 use crate::collective::estimate::rounded;
 use crate::collective::launches::section;
 use crate::collective::recent::Recent;
 use crate::device::{DeviceSlice, Readying, Stream};
 use crate::error::{Error, Rank, Result};
+use crate::named::alternatives;
 use crate::program::execute::{
     CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
 };
@@ -113,8 +115,11 @@ impl FusedLaunches {
         if let Some(forced) = machine.forced {
             let way = ways.iter().copied().find(|way| way.algorithm() == forced);
             return way.ok_or_else(|| {
-                let text = format!("the algorithm {forced} does not do this");
-                Error::unsupported(text).with_help("leave the algorithm open")
+                let supported: Vec<Algorithm> = ways.iter().map(|way| way.algorithm()).collect();
+                let expected = alternatives(&supported);
+                let text =
+                    format!("algorithm {forced} cannot execute this call; expected {expected}");
+                Error::unsupported(text).with_help("select one of these, or none")
             });
         }
         let [first, rest @ ..] = ways else {

@@ -101,7 +101,7 @@ impl Collectives {
         let Some(kernel) = &inner.messages else {
             return Err(Error::new(
                 ErrorKind::Unsupported,
-                "the vendor's library takes no counts from device memory; expected the direct path between all ranks",
+                "the vendor's library cannot read counts from device memory; expected the direct path between all ranks",
             )
             .with_help("send whole parts and the counts by two calls of all_to_all, or read the counts on the host and pass them to all_to_all_v"));
         };

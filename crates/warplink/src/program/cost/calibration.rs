@@ -40,7 +40,7 @@ pub(crate) fn known(machine: &str) -> Option<Figures> {
     match read(&path, machine) {
         Ok(figures) => figures,
         Err(error) => {
-            tracing::warn!(%error, "the measurement of this machine is made anew");
+            tracing::warn!(%error, "the cached measurement of this machine is unusable and will be replaced");
             None
         }
     }
@@ -53,7 +53,7 @@ pub(crate) fn keep(machine: &str, figures: &Figures) {
         .insert(machine.to_owned(), figures.clone());
     let Some(path) = path(machine) else { return };
     if let Err(error) = write(&path, machine, figures) {
-        tracing::warn!(%error, "the measurement of this machine is not kept, and made again by the next job");
+        tracing::warn!(%error, "the measurement of this machine cannot be cached; the next job will repeat it");
     }
 }
 
@@ -75,7 +75,7 @@ fn read(path: &Path, machine: &str) -> Result<Option<Figures>> {
         serde_json::from_str(&text).map_err(|error| wrong(error.to_string()))?;
     if read.format != FORMAT || read.machine != machine {
         return Err(wrong(
-            "it is of another version or machine than its name says".to_owned(),
+            "it has another version or machine than its name".to_owned(),
         ));
     }
     read.figures.check()?;

@@ -77,7 +77,7 @@ impl HardwareModel {
             return Ok((model, Origin::Tuned));
         }
         let figures = Figures::expected(&device.properties);
-        let source = "what the driver says of the device; `warplink tune` measures it";
+        let source = "the device's properties; `warplink tune` measures it";
         let model = Self::of_figures(device, &figures, world, source);
         Ok((Arc::new(model), Origin::Derived))
     }

@@ -83,7 +83,7 @@ impl fmt::Display for Cost {
             self.model,
             self.bound
         )?;
-        write!(f, "  longest chain: ")?;
+        write!(f, "  critical path: ")?;
         for (position, (bound, seconds)) in self.critical.parts().iter().enumerate() {
             let lead = if position == 0 { "" } else { ", " };
             write!(f, "{lead}{bound} {:.1} us", micros(*seconds))?;
@@ -91,11 +91,11 @@ impl fmt::Display for Cost {
         writeln!(f)?;
         if let Some(busy) = self.busiest() {
             let whose = if self.symmetric {
-                "every rank".to_owned()
+                "busy on each rank".to_owned()
             } else {
-                format!("rank {}", busy.rank)
+                format!("busy on rank {}", busy.rank)
             };
-            write!(f, "  {whose} is busy: ")?;
+            write!(f, "  {whose}: ")?;
             let parts = [
                 ("matmul", busy.matmul),
                 ("link out", busy.egress),

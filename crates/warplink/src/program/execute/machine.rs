@@ -94,7 +94,7 @@ impl RankContext {
                 figures
             }
         };
-        let source = "what the driver says of the device, and a short measurement; `warplink tune` refines it";
+        let source = "the device's properties and a short measurement; `warplink tune` refines it";
         let world = self.world();
         let model = HardwareModel::of_figures(&description, &figures, world, source);
         tracing::debug!(model = %model.name, ?figures, "the machine's model");
@@ -122,7 +122,7 @@ impl RankContext {
         let all = self.gather_in_step(&[u8::from(regions.is_ok())])?;
         let (Ok(regions), true) = (regions, all.iter().all(|has| has == &[1])) else {
             tracing::warn!(
-                "a rank has no memory to measure the machine with; it is taken for what its devices say"
+                "a rank has no memory for a measurement; the model is estimated from the devices' properties"
             );
             return Ok(None);
         };

@@ -141,15 +141,18 @@ impl fmt::Display for Choice {
     /// Explanation: a line for the decision and one for each lowering.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         // The engine is preferred if it is almost as fast.
-        let rank = if self.is_fastest() {
-            "the fastest"
+        let (rank, reason) = if self.is_fastest() {
+            ("the fastest", "")
         } else {
-            "without an exchange of handles, and almost as fast as the fastest"
+            (
+                "almost as fast as the fastest",
+                ", and needs no exchange of handles",
+            )
         };
         let why = match self.decision {
             Decision::Request => "as requested".to_owned(),
-            Decision::Model => format!("{rank} in the cost model"),
-            Decision::Trial => format!("{rank} on the machine"),
+            Decision::Model => format!("{rank} by the cost model{reason}"),
+            Decision::Trial => format!("{rank} when measured{reason}"),
         };
         writeln!(f, "{}: {}, {why}", self.subject, self.name())?;
         for estimate in &self.estimates {
@@ -258,7 +261,11 @@ pub fn choose(
         } else {
             Decision::Model
         },
-        subject: format!("{} on {world} ranks of {}", problem.subject(), model.name),
+        subject: format!(
+            "{} on {world} ranks (model: {})",
+            problem.subject(),
+            model.name
+        ),
         estimates,
     })
 }

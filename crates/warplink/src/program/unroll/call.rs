@@ -74,8 +74,7 @@ impl<'p> Unroller<'p> {
         let programs = self.called.programs;
         let Some(index) = programs.iter().position(|program| program.name == name) else {
             let message = format!(
-                "'{name}' is not a program that stands before this one in the text; expected one that \
-                 does (no program calls itself)"
+                "'{name}' is not a program defined before this one; expected one that is (no program calls itself)"
             );
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));
         };

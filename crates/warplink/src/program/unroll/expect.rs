@@ -87,7 +87,7 @@ impl<'p> Unroller<'p> {
         }
         let Some(Bound::Function(function)) = self.lookup(&application.function) else {
             let message = format!(
-                "unknown function '{}'; expected a function of rows that stands before",
+                "unknown function '{}'; expected a function of rows defined before",
                 application.function
             );
             return Err(self.diagnostic(DiagnosticKind::Malformed, message));

@@ -169,7 +169,7 @@ impl<'p> Unroller<'p> {
         for name in &names.functions {
             let Some(Bound::Function(function)) = self.lookup(name) else {
                 let message = format!(
-                    "unknown function '{name}'; expected copy, reduce or a function of rows that stands before"
+                    "unknown function '{name}'; expected copy, reduce or a function of rows defined before"
                 );
                 return Err(self.diagnostic(DiagnosticKind::Malformed, message));
             };

@@ -317,7 +317,7 @@ impl<'p> Unroller<'p> {
         let message = match tried {
             Some(key) => {
                 let key: String = key.iter().map(|value| format!("[{value}]")).collect();
-                format!("{reference} stands for {name}{key}, which is not shared before")
+                format!("{reference} refers to {name}{key}, which is not shared before")
             }
             None if fits || indices.len() > depth => format!(
                 "{reference} has {} indices, but '{name}' is declared inside {depth} loops",

@@ -124,12 +124,12 @@ impl Obstacle {
                 rank.transfers[id].name
             ),
             Self::NotAwaited(_, id) => format!(
-                "posts '{}', which nothing waits for afterwards, as a graph has to",
+                "posts '{}' without a later wait for it, which a graph requires",
                 rank.transfers[id].name
             ),
             Self::NotJoined(_) => format!(
-                "is on {stream}, with which the caller's stream does not synchronize afterwards, as a \
-                 graph has to"
+                "is on {stream}, with which the caller's stream does not synchronize afterwards, which a \
+                 graph requires"
             ),
         };
         let message = format!("{said} {why}; the program runs eagerly only");

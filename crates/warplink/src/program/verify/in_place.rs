@@ -26,8 +26,7 @@ pub(super) fn check(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diag
     let merged: Vec<RankProgram> = ranks.iter().map(merged).collect();
     kernel::check(&merged, links, diagnostics);
     for diagnostic in &mut diagnostics.list {
-        diagnostic.message +=
-            "; so it is where the caller has tensors share memory, as 'inout' says";
+        diagnostic.message += "; this happens if tensors share memory, which 'inout' allows";
     }
 }
 

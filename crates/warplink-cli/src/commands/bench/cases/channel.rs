@@ -7,8 +7,9 @@ use crate::commands::bench::case::{Case, Setup, SizeRange, by_device};
 use crate::commands::bench::clock::{BenchClock, Times, Work};
 use crate::commands::bench::report::{Figures, Live, Row, job, or_empty};
 use crate::memory;
-use crate::report::Object;
+use crate::options::at_least;
 use crate::report::bytes::ByteSize;
+use crate::report::{Object, counted};
 use anyhow::{Context, Result};
 use clap::Args;
 use kernels::{DATA, Kernels};
@@ -44,7 +45,7 @@ use warplink::{Communicator, DeviceKind};
 )]
 pub(crate) struct Channel {
     /// Time limit for one row
-    #[arg(long, value_name = "SECONDS", default_value = "20", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "SECONDS", default_value = "20", value_parser = at_least::<u16>(1))]
     limit: u16,
     /// Rows to measure, by the names above; the rows they are compared with are measured too
     #[arg(long, value_name = "NAMES", value_delimiter = ',', value_parser = NAMES)]
@@ -371,8 +372,14 @@ fn row(
 ) -> Row {
     let by = or_empty(transport, |transport| transport.to_string());
     let size = ByteSize(bytes);
-    let label = or_empty(transport, |transport| format!("{transport}, "));
-    let label = format!("{what}, {label}{size}, {blocks} blocks");
+    let parts = [
+        Some(what.to_owned()),
+        transport.map(|transport| transport.to_string()),
+        (bytes > 0).then(|| size.to_string()),
+        (blocks > 0).then(|| counted(blocks as usize, "block")),
+    ];
+    let parts: Vec<String> = parts.into_iter().flatten().collect();
+    let label = parts.join(", ");
     let digits = |value: f64| format!("{value:.3}");
     let micros = time.median * 1e6;
     let row = Row::of("")
@@ -380,7 +387,7 @@ fn row(
         .key("transport", transport)
         .words("transport", by)
         .key("bytes", bytes)
-        .number("bytes", size)
+        .number("size", size)
         .count("blocks", blocks.into())
         .key("time", time)
         .number("us", digits(micros))

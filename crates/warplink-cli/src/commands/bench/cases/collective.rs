@@ -10,7 +10,7 @@ use crate::commands::bench::report::{Figures, compared, job, or_empty};
 use crate::commands::bench::shape::CallShape;
 use crate::memory;
 use crate::names::{OneOf, OneOrBoth, name_of, names_of};
-use crate::options::Options;
+use crate::options::{Options, at_least};
 use crate::report::Object;
 use crate::report::bytes::ByteSize;
 use anyhow::{Context, Result, bail, ensure};
@@ -24,6 +24,7 @@ use template::{Template, TemplateKind};
 use warplink::collective::Algorithm;
 use warplink::device::ReduceOp;
 use warplink::file::read_regular;
+use warplink::named::alternatives;
 use warplink::{Communicator, DType, DeviceKind};
 
 /// The largest file of figures that is read.
@@ -31,11 +32,11 @@ const MAX_FIGURES_BYTES: usize = 16 << 20;
 
 /// Measure a collective
 ///
-/// The size is that of nccl-tests: of the larger of input and output. So are the two bandwidths: 'GB/s' is the
-/// size divided by the time, and 'bus GB/s' corrects it for what has to pass each link in any case, so that it
-/// can be compared with a link's rate for every number of ranks. Each time is the median of the samples, of the
-/// slowest rank; a sample is a number of calls back to back. 'host us' is how long a call takes to return, where
-/// calls are submitted one by one. Warplink and its peers take turns.
+/// Size and bandwidths are defined as in nccl-tests: the size is that of the larger of input and output, 'GB/s' is the
+/// size divided by the time, and 'bus GB/s' multiplies it by the share of the data that must cross each link, so that
+/// it can be compared with a link's rate for any number of ranks. Each time is the median of the samples, of the
+/// slowest rank; a sample is a number of calls back to back. 'host us' is the time until an eager call returns.
+/// Samples of Warplink and its peers alternate.
 ///
 /// Every method runs once on fresh data, and each element of every rank's output is compared with the exact
 /// result: 'wrong' is the number of elements that differ. 'speedup' is the time of the fastest peer divided by Warplink's: below 1,
@@ -58,7 +59,7 @@ pub(crate) struct CollectiveBench {
         help = format!("How elements are reduced: {}", ReduceOp::forms()))]
     op: ReduceOp,
     /// The root, for collectives that have one
-    #[arg(long, value_name = "RANK", default_value = "0")]
+    #[arg(long, value_name = "RANK", default_value = "0", value_parser = at_least::<usize>(0))]
     root: usize,
     /// Where the output goes: out (separate memory), in (the memory of the input) or both
     #[arg(long, value_name = "PLACE", default_value = "out")]
@@ -71,8 +72,8 @@ pub(crate) struct CollectiveBench {
     /// Method to compare with [default: nccl on cuda, substitute on host]
     #[arg(long, value_enum, value_delimiter = ',')]
     peers: Vec<CollectivePeer>,
-    /// Calls in a sample [default: 4 to 50, by size, and on the host device by the processors of a rank]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    /// Calls in a sample [default: 4 to 50, depending on the size, and on the host device on the processors]
+    #[arg(long, value_name = "N", value_parser = at_least::<u16>(1))]
     calls: Option<u16>,
     /// Show figures of another program as well, such as scripts/torch_collectives.py
     #[arg(long = "beside", value_name = "FILE.json")]
@@ -146,7 +147,7 @@ impl Case for CollectiveBench {
         setup.check_least(least, &each)?;
         ensure!(
             !self.place.0.contains(&Placement::In) || self.collective.has_in_place(),
-            "{} in place is not compared, since NCCL has none; help: use --place out",
+            "NCCL has no in-place {} for comparison; help: use --place out",
             template::name(self.collective)
         );
         if let Some(algorithm) = self.shape.algorithm {
@@ -154,15 +155,12 @@ impl Case for CollectiveBench {
                 bail!("--algorithm is {algorithm}; expected none, since messages have only one");
             };
             let fitting = Algorithm::ALL.into_iter();
-            let fitting: Vec<&str> = fitting
-                .filter(|other| other.supports(kind))
-                .map(Algorithm::name)
-                .collect();
+            let fitting: Vec<Algorithm> = fitting.filter(|other| other.supports(kind)).collect();
             ensure!(
                 algorithm.supports(kind),
-                "--algorithm is {algorithm}, which has no {}; expected {}",
+                "--algorithm is {algorithm}, which does not implement {}; expected {}",
                 template::name(self.collective),
-                fitting.join(", ")
+                alternatives(&fitting)
             );
             ensure!(
                 self.bound || algorithm != Algorithm::CopyEngine,
@@ -183,7 +181,7 @@ impl Case for CollectiveBench {
             );
             ensure!(
                 self.dtype.is_float(),
-                "--op is {} and --dtype is {}; expected floats",
+                "--op is {} and --dtype is {}; expected a floating-point type",
                 self.op,
                 self.dtype
             );

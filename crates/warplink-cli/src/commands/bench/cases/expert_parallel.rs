@@ -8,6 +8,7 @@ use crate::commands::bench::clock::Times;
 use crate::commands::bench::report::{Figures, compared, job};
 use crate::memory;
 use crate::names::{OneOf, name_of};
+use crate::options::at_least;
 use crate::report::Object;
 use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
@@ -16,14 +17,15 @@ use serde::Serialize;
 use warplink::collective::ExpertOptions;
 use warplink::{Communicator, DType};
 
-/// Measure dispatch and combine of a layer of experts
+/// Measure dispatch and combine of a mixture-of-experts layer
 ///
-/// Each rank has the same number of tokens; each token goes to the ranks of its experts, and comes back as a weighted sum. The
-/// routing is in device memory alone. Each time is the median of the samples, of the slowest rank.
+/// Each rank has the same number of tokens; each token is sent to the ranks of its experts, and a weighted sum of the
+/// results returns. The host does not know the routing, which is in device memory. Each time is the median of the
+/// samples, of the slowest rank.
 ///
-/// The peer is the vendor's library as one would use it: the ranks exchange their counts, the host waits for them, and
-/// groups of sends and receives move the rows. It starts from rows that are packed for each rank, and does not sum what
-/// comes back, so it does less work than Warplink.
+/// The peer is the vendor's library, used in the usual way: the ranks exchange their counts, the host waits for them,
+/// and groups of sends and receives move the rows. It cannot be captured. It starts from rows that are packed for each
+/// rank, and does not add up the results, so it does less work than Warplink.
 ///
 /// Warplink's result is compared once for each size with the exact sums: 'wrong' is the number of elements that differ.
 /// 'speedup' is the peer's time for dispatch and combine divided by Warplink's: below 1, the peer is faster.
@@ -34,16 +36,16 @@ use warplink::{Communicator, DType};
     warplink bench expert-parallel --device host -n 4 --to 64 --elements 256 --json")]
 pub(crate) struct ExpertParallel {
     /// Elements of a row
-    #[arg(long, value_name = "N", default_value = "7168", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value = "7168", value_parser = at_least::<u32>(1))]
     elements: u32,
-    /// Element type: bf16, f16 or f32
+    /// Element type
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::MATMUL))]
     dtype: DType,
-    /// Experts of all ranks
-    #[arg(long, value_name = "N", default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]
+    /// Number of experts on all ranks together
+    #[arg(long, value_name = "N", default_value = "64", value_parser = at_least::<u32>(1))]
     experts: u32,
-    /// Experts of a token
-    #[arg(long, value_name = "N", default_value = "8", value_parser = clap::value_parser!(u32).range(1..))]
+    /// Experts for each token
+    #[arg(long, value_name = "N", default_value = "8", value_parser = at_least::<u32>(1))]
     top_k: u32,
     /// Distribution of tokens over experts
     #[arg(long, value_enum, default_value = "random")]
@@ -52,7 +54,7 @@ pub(crate) struct ExpertParallel {
     #[arg(long, value_enum, default_value = "nccl")]
     peer: ExpertPeer,
     /// Calls in a sample
-    #[arg(long, value_name = "N", default_value = "10", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", default_value = "10", value_parser = at_least::<u16>(1))]
     calls: u16,
 }
 

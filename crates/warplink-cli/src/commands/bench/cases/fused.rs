@@ -7,6 +7,7 @@ use crate::commands::bench::report::{Figures, compared, job, or_empty};
 use crate::commands::bench::shape::CallShape;
 use crate::memory;
 use crate::names::OneOf;
+use crate::options::at_least;
 use crate::report::Object;
 use anyhow::Result;
 use clap::{Args, ValueEnum};
@@ -20,15 +21,16 @@ use warplink::{Communicator, DType};
 /// stores the sum, and stores its RMSNorm, in the input's type or quantised. Each time is the median of the samples,
 /// of the slowest rank.
 ///
-/// 'pair' is Warplink's all-reduce followed by one kernel for the rest, 'nccl' the vendor's library followed by the
-/// same kernel.
+/// The peers take two steps: 'pair' is Warplink's all-reduce followed by one kernel for the rest, 'nccl' the vendor's
+/// library followed by the same kernel.
 ///
 /// Warplink's result is compared once for each size with the exact sums, and the norm in double precision: 'wrong' is the
 /// number of elements that differ by more than rounding. 'speedup' is the time of the faster peer divided by that of
 /// the fused kernel: below 1, the peer is faster.
 ///
-/// Of the algorithms, one-shot sends all rows as packets, and chunks through scratch, a few at a time; direct has every row
-/// computed by one rank and stored at all, and two-shot the sum alone, from which every rank computes the rest.
+/// Algorithms: with one-shot, every rank gets all rows as packets and computes them all; with chunks, it gets them through
+/// scratch, a few at a time. With direct, one rank computes each row and stores the results on all; with two-shot, it
+/// stores only the sum, from which every rank computes the rest.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench fused -n 2\n  \
@@ -36,9 +38,9 @@ use warplink::{Communicator, DType};
     warplink bench fused --device host -n 2 --to 8 --width 256 --json")]
 pub(crate) struct Fused {
     /// Elements of a row
-    #[arg(long, value_name = "N", default_value = "8192", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "N", default_value = "8192", value_parser = at_least::<u32>(1))]
     width: u32,
-    /// Element type: bf16, f16 or f32
+    /// Element type
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::MATMUL))]
     dtype: DType,
     /// Quantisation of the normalised rows: static, per_token, per_block, per_block_power_of_two, mxfp8
@@ -54,7 +56,7 @@ pub(crate) struct Fused {
     #[command(flatten)]
     shape: CallShape,
     /// Calls in a sample
-    #[arg(long, value_name = "N", default_value = "20", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", default_value = "20", value_parser = at_least::<u16>(1))]
     calls: u16,
 }
 

@@ -14,7 +14,7 @@ use crate::commands::program::named_model;
 use crate::gemm::inputs::Random;
 use crate::gemm::{Op, Problem, check_lowerings, common_seed, lowering_name};
 use crate::names::OneOf;
-use crate::options::Options;
+use crate::options::{Options, at_least, between};
 use crate::report::{Object, counted, print_result};
 use anyhow::{Context, Result};
 use clap::Args;
@@ -34,6 +34,10 @@ use warplink::{Communicator, DType, DeviceKind};
 /// that start with a barrier; the slowest rank counts. Samples of all alternate, because GPU clocks
 /// drift. All results are checked. '*' marks the lowering that a plan chooses, and the last lines rate
 /// the choices.
+///
+/// Columns: 'least' and 'most' are the extremes of the faster of eager and captured. 'of GEMM' is the time of the
+/// GEMM alone divided by this time, 'over link' this time divided by that of the link alone, 'x collective' the time
+/// of the collective and one GEMM divided by this time; 'estimate' is that of the cost model.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench overlap\n  \
@@ -52,7 +56,7 @@ pub(crate) struct Overlap {
     ddlb: bool,
     /// Measure N random shapes: sizes from 1 to 16384 (256 on host), and random operations and element
     /// types unless --operation and --dtype are given. The same --seed gives the same shapes
-    #[arg(long, value_name = "N", conflicts_with_all = ["shapes", "ddlb"])]
+    #[arg(long, value_name = "N", conflicts_with_all = ["shapes", "ddlb"], value_parser = at_least::<u16>(0))]
     random: Option<u16>,
     /// Instead of measuring, repeat the choice for the shapes in FILE (written by --output), and report those
     /// for which it is not among the fastest; needs --model
@@ -64,7 +68,7 @@ pub(crate) struct Overlap {
     /// Operation to measure; may be repeated [default: both]
     #[arg(long = "operation", value_name = "OPERATION")]
     ops: Vec<Op>,
-    /// Element type: bf16, f16 or f32 [default: bf16 on cuda, f32 on host]
+    /// Element type [default: bf16 on cuda, f32 on host]
     #[arg(long, value_name = "TYPE", value_parser = OneOf(&DType::MATMUL))]
     dtype: Option<DType>,
     /// Store B transposed, N x K, as the weights of a linear layer: [out, in]
@@ -75,13 +79,13 @@ pub(crate) struct Overlap {
     #[arg(long, value_name = "A,B", value_delimiter = ',', value_parser = lowering_name)]
     lowerings: Vec<String>,
     /// Streams that GEMMs alternate on [default: 2]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=32))]
+    #[arg(long, value_name = "N", value_parser = between::<u8>(1, 32))]
     streams: Option<u8>,
     /// Link rate in GB/s (10^9 bytes), for the link limit [default: from the hardware model]
     #[arg(long, value_name = "GB/S", value_parser = positive)]
     link: Option<f64>,
     /// Seed of the inputs [default: random]
-    #[arg(long, value_name = "SEED")]
+    #[arg(long, value_name = "SEED", value_parser = at_least::<u64>(0))]
     seed: Option<u64>,
     /// Write a Perfetto trace of one run of each lowering to this folder
     #[arg(long, value_name = "FOLDER")]
@@ -189,7 +193,7 @@ impl Case for Overlap {
         let title = format!(
             "{}{}; {}, {}link {link:.1} GB/s",
             job(comm),
-            or_empty(nccl.as_ref(), |nccl| format!(", beside {nccl}")),
+            or_empty(nccl.as_ref(), |nccl| format!(", compared with {nccl}")),
             counted(samples, "sample"),
             or_empty(self.streams, |count| counted(count.into(), "stream") + ", "),
         );

@@ -26,9 +26,9 @@ use warplink::p2p::{Path, Protocol};
 /// raw      copies into the peer's memory without a protocol; for latency, each copy is followed by
 ///          a write of a word that the peer waits for
 /// raw-get  the same copies issued by the receiver; bandwidth only
-/// put, get send and receive with that protocol, by the path that is the default
+/// put, get send and receive with that protocol, on the default path (the copy engine)
 /// put-fastest, put-one-block, put-multiprocessors, get-multiprocessors
-///          likewise, by that path
+///          the same on the path of that name
 /// nccl     the vendor's library (a substitute on the host device)
 ///
 /// The column 'of raw' is the bandwidth divided by that of the raw copies in the same direction:
@@ -45,7 +45,7 @@ pub(crate) struct P2p {
     /// Let every rank send to its right neighbour at once, and measure bandwidth only
     #[arg(long)]
     ring: bool,
-    /// Measure these methods alone, and the raw copies that they are compared with [default: all]
+    /// Measure only these methods, and the raw copies they are compared with [default: all]
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     methods: Vec<Method>,
     /// Do not measure the vendor's library
@@ -60,7 +60,7 @@ enum Method {
     Raw,
     /// The receiver copies out of the sender's memory.
     RawGet,
-    /// A send and receive in which the sender writes, by the path that is the default.
+    /// A send and receive in which the sender writes, on the default path.
     Put,
     /// The same in which the receiver reads.
     Get,
@@ -125,9 +125,9 @@ impl P2pTimes {
             None => "time per transfer in us",
         };
         let time = self.latency.unwrap_or(self.transfer).median * 1e6;
-        Row::of(&size)
+        let row = Row::of(&size)
             .key("bytes", self.bytes)
-            .number("bytes", &size)
+            .number("size", &size)
             .name("method", &method)
             .name("submission", &submission)
             .key("latency", self.latency)
@@ -137,14 +137,18 @@ impl P2pTimes {
             .key("bandwidth", bandwidth)
             .number("GB/s", format!("{bandwidth:.2}"))
             .key("of_raw", of_raw)
-            .number("of raw", format!("{of_raw:.3}"))
-            .point(format!("{submission}: {what}"), &method, time, true)
-            .point(
-                format!("{submission}: bandwidth in GB/s"),
-                &method,
-                bandwidth,
-                false,
-            )
+            .number("of raw", format!("{of_raw:.3}"));
+        let row = match self.method {
+            // It has no latency, so its times would need a panel of their own.
+            Method::RawGet => row,
+            _ => row.point(format!("{submission}: {what}"), &method, time, true),
+        };
+        row.point(
+            format!("{submission}: bandwidth in GB/s"),
+            &method,
+            bandwidth,
+            false,
+        )
     }
 }
 

@@ -9,7 +9,7 @@ use crate::commands::bench::report::{Figures, Row, job, micros, or_empty};
 use crate::commands::program::{ProgramSource, Text};
 use crate::gemm::common_seed;
 use crate::names::name_of;
-use crate::options::Options;
+use crate::options::{Options, at_least};
 use crate::report::bytes::ByteSize;
 use crate::report::{Object, print_message};
 use anyhow::{Context, Result, ensure};
@@ -23,7 +23,7 @@ use warplink::program::ir::{Role, Statement, StatementKind};
 use warplink::program::{Bindings, Executor, KernelReport, Parameters, PrepareOptions, Program};
 use warplink::{Communicator, ErrorKind};
 
-/// Time a program of kernel sections
+/// Measure a program of kernel sections
 ///
 /// Runs the program in graphs of many runs, for each size and each combination of the values to try, alternating
 /// with the vendor's collective. The program has one input and one output. Times are medians for a
@@ -34,15 +34,15 @@ use warplink::{Communicator, ErrorKind};
 /// that fit a multiprocessor, and the values of --try.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
-    warplink bench section examples/programs/all_reduce_one_shot.wlp -n 2 --param T=bf16 --sizes 1KiB,64KiB\n  \
-    warplink bench section examples/programs/all_reduce_read.wlp -n 2 --try lanes=32,64 --try threads=512,1024")]
+    warplink bench section examples/programs/all_reduce_one_shot.wlp --param T=bf16 --sizes 1KiB\n  \
+    warplink bench section examples/programs/all_reduce_read.wlp -n 2 --try lanes=32,64")]
 pub(crate) struct Section {
     #[command(flatten)]
     source: ProgramSource,
     /// The parameter that is the number of elements
     #[arg(long, value_name = "NAME", default_value = "n")]
     length: String,
-    /// TriedValues of a parameter to try; may be repeated
+    /// Values of a parameter to try, such as lanes=32,64; may be repeated
     #[arg(long = "try", value_name = "NAME=A,B", value_parser = values)]
     tried: Vec<(String, Vec<i64>)>,
     /// The collective that it is compared with, as in program text
@@ -54,7 +54,7 @@ pub(crate) struct Section {
     )]
     against: Against,
     /// Runs in a graph [default: 4 to 100, by size]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
+    #[arg(long, value_name = "N", value_parser = at_least::<u16>(1))]
     runs: Option<u16>,
     /// Do not verify the program first
     #[arg(long)]
@@ -77,7 +77,7 @@ enum Against {
     Nothing,
 }
 
-/// TriedValues of the parameters that are tried.
+/// Values of the parameters of --try.
 type TriedValues = Vec<(String, i64)>;
 
 /// Figures of one size with some values.

@@ -57,8 +57,10 @@ impl Lane<'_> {
             return Ok(own);
         }
         let place = published.places.get(2 * number..2 * number + 2);
-        let &[entry, start] = place.ok_or_else(|| internal("a launch says no place"))? else {
-            return Err(internal("a launch says no place"));
+        let &[entry, start] =
+            place.ok_or_else(|| internal("a launch has no location of a tensor"))?
+        else {
+            return Err(internal("a launch has no location of a tensor"));
         };
         let SectionTensor { offset, dtype, .. } = &self.section.tensors[tensor];
         let SectionMemory::Tensor(id) = self.section.tensors[tensor].memory else {
@@ -92,7 +94,7 @@ impl Lane<'_> {
         }
         let reached = published.tables.reached(published.rank(peer), told);
         let reached =
-            reached.ok_or_else(|| internal("a peer tells of memory that is not mapped"))?;
+            reached.ok_or_else(|| internal("a peer announced memory that is not mapped"))?;
         located.at.push((peer, reached));
         Ok(())
     }

@@ -170,7 +170,7 @@ impl Publisher {
         let rank = self.peers.iter().position(|peer| peer.job_rank == from);
         let rank = rank.filter(|rank| *rank != self.rank);
         if rank.is_none() {
-            tracing::warn!(from, "a rank of another group tells of an allocation");
+            tracing::warn!(from, "a rank of another group published an allocation");
         }
         rank
     }

@@ -99,7 +99,7 @@ impl From<CollectiveRow> for Row {
         };
         let mut row = Self::of(&size)
             .key("bytes", of.bytes)
-            .number("bytes", &size)
+            .number("size", &size)
             .key("count", of.count)
             .name("place", name_of(&of.place))
             .name("submission", submission)
@@ -117,7 +117,6 @@ impl From<CollectiveRow> for Row {
                 .number(format!("{method} GB/s"), digits(measured.bandwidth))
                 .number(format!("{method} bus GB/s"), digits(bus))
                 .number(format!("{method} wrong"), measured.wrong)
-                .headed("wrong")
                 .right(measured.wrong == 0)
                 .point(format!("{group}: time in us"), method, time * 1e6, true)
                 .point(

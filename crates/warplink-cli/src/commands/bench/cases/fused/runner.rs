@@ -87,13 +87,13 @@ impl<'a> FusedRunner<'a> {
             match peer {
                 FusedPeer::None => {}
                 FusedPeer::Pair => {
-                    names.push("its own two steps".to_owned());
+                    names.push("Warplink's all-reduce + kernel".to_owned());
                     // Options are those of the fused kernel.
                     others.push((method, comm.collectives()?));
                 }
                 FusedPeer::Nccl => {
                     if let Some((library, name)) = optional(comm, &method, vendor(comm))? {
-                        names.push(format!("{name} and a kernel"));
+                        names.push(format!("{name} + kernel"));
                         others.push((method, library));
                     }
                 }

@@ -67,14 +67,14 @@ impl ShapeTimes {
             ("", Align::Left),
             ("eager (us)", Align::Right),
             ("captured (us)", Align::Right),
-            ("least", Align::Right),
-            ("most", Align::Right),
+            ("least (us)", Align::Right),
+            ("most (us)", Align::Right),
             ("TFLOP/s", Align::Right),
             ("of GEMM", Align::Right),
             ("over link", Align::Right),
             ("x collective", Align::Right),
             ("error", Align::Right),
-            ("expected", Align::Right),
+            ("estimate (us)", Align::Right),
             ("", Align::Left),
         ]);
         let micros = |seconds: f64| format!("{:.1}", seconds * 1e6);

@@ -204,7 +204,7 @@ impl Emitter<'_> {
         let count = it.words();
         if count > MAX_ANNOUNCED || self.instance.threads < self.instance.world * count {
             let text = format!(
-                "an announcement of {count} words, of which a tensor takes two; expected at most {MAX_ANNOUNCED}"
+                "an announcement of {count} words (two for each tensor); expected at most {MAX_ANNOUNCED}"
             );
             return Err(self.refuse(text, "announce less, or use more threads"));
         }

@@ -91,7 +91,7 @@ impl Emitter<'_> {
             }
             Packing::Packets8 | Packing::Packets16 | Packing::Packets128 => {
                 let text = format!("an integer of {dtype} in {}", word.packing.name());
-                return Err(self.refuse(text, "use packets16, of which a thread reads one alone"));
+                return Err(self.refuse(text, "use packets16, which one thread can read alone"));
             }
         };
         let address = self.address(address, word);
