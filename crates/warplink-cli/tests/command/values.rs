@@ -1,15 +1,8 @@
 //! `warplink program run` compares what a program gave with what it means.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that fails here should stop here"
-)]
-
-#[allow(dead_code, reason = "shared with the tests of endings")]
-mod common;
-
-use common::{assert_contains, stderr, stdout, warplink};
-use std::path::Path;
+use crate::common::{
+    assert_contains, assert_refused, example, object, run, stderr, stdout, succeeded,
+};
 use std::process::Output;
 
 const SLOW: &str = "program slow(n) {
@@ -34,43 +27,20 @@ const SLOW: &str = "program slow(n) {
 }
 ";
 
-fn run(program: &Path, rest: &[&str]) -> Output {
-    let program = program.to_str().unwrap();
-    let args = [
-        &[
-            "program",
-            "run",
-            program,
-            "--device",
-            "host",
-            "--samples",
-            "2",
-        ],
-        rest,
-    ];
-    warplink(&args.concat()).output().unwrap()
-}
-
-fn example(name: &str) -> std::path::PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../examples/programs")
-        .join(name)
+fn run_program(program: &str, rest: &str) -> Output {
+    run(&format!(
+        "program run {program} --device host --samples 2 {rest}"
+    ))
 }
 
 #[test]
 fn right_values_are_said_to_be_right() {
-    let output = run(&example("ring_pass.wlp"), &["-n", "3", "-p", "n=64"]);
-    assert!(output.status.success(), "{}", stderr(&output));
-    let text = stdout(&output);
+    let text = succeeded(&run_program(&example("ring_pass"), "-n 3 -p n=64"));
     assert!(text.contains("'B' is right: exact"), "{text}");
-    let output = run(
-        &example("matmul_reduce_scatter_ring_put.wlp"),
-        &[
-            "-n", "3", "-p", "m=48", "-p", "k=48", "-p", "n=16", "--json",
-        ],
-    );
-    assert!(output.status.success(), "{}", stderr(&output));
-    let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let json = object(&run_program(
+        &example("matmul_reduce_scatter_ring_put"),
+        "-n 3 -p m=48 -p k=48 -p n=16 --json",
+    ));
     let value = &json["values"][0];
     assert_eq!(
         (value["tensor"].as_str(), value["wrong"].as_u64()),
@@ -82,10 +52,9 @@ fn right_values_are_said_to_be_right() {
 
 #[test]
 fn a_result_is_printed_where_its_trace_cannot_be_written() {
-    let args = ["-n", "2", "-p", "n=64", "--trace", "/dev/full"];
-    let output = run(&example("ring_pass.wlp"), &args);
-    assert!(!output.status.success());
-    assert_contains(&stderr(&output), &["write /dev/full"]);
+    let output = run_program(&example("ring_pass"), "-n 2 -p n=64 --trace /dev/full");
+    // Its peers name the cause as well.
+    assert_refused(&output, "warplink: error: write /dev/full");
     assert!(
         stdout(&output).contains("'B' is right: exact"),
         "{}",
@@ -98,22 +67,20 @@ fn a_result_is_printed_where_its_trace_cannot_be_written() {
 #[test]
 fn a_wrong_value_fails_the_command() {
     let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("slow.wlp");
+    let file = folder.path().join("slow.wlp").display().to_string();
     std::fs::write(&file, SLOW).unwrap();
-    let sizes = ["-n", "1", "-p", "n=64"];
-    let refused = run(&file, &sizes);
+    let sizes = "-n 1 -p n=64";
+    let refused = run_program(&file, sizes);
     assert!(stderr(&refused).contains("race"), "{}", stderr(&refused));
-    let output = run(&file, &[&sizes[..], &["--unverified"]].concat());
+    let output = run_program(&file, &format!("{sizes} --unverified"));
     assert!(!output.status.success());
     let text = stdout(&output);
     assert!(text.contains("'C' of rank 0 is wrong in "), "{text}");
     assert_contains(&text, &["elements are wrong, the first is 0"]);
-    let output = run(
+    let text = succeeded(&run_program(
         &file,
-        &[&sizes[..], &["--unverified", "--no-check"]].concat(),
-    );
-    assert!(output.status.success(), "{}", stderr(&output));
-    let text = stdout(&output);
+        &format!("{sizes} --unverified --no-check"),
+    ));
     assert!(text.contains("values are not checked"), "{text}");
 }
 
@@ -121,8 +88,8 @@ fn a_wrong_value_fails_the_command() {
 #[test]
 fn an_output_that_is_not_what_is_expected_fails_the_command() {
     let folder = tempfile::tempdir().unwrap();
-    let run = |from: &str, rest: &[&str]| {
-        let file = folder.path().join("gather.wlp");
+    let gather = |from: &str, rest: &str| {
+        let file = folder.path().join("gather.wlp").display().to_string();
         let text = format!(
             "program gather(n) {{
     input X: f32[n]
@@ -148,17 +115,16 @@ fn an_output_that_is_not_what_is_expected_fails_the_command() {
 "
         );
         std::fs::write(&file, text).unwrap();
-        run(&file, &[&["-n", "3", "-p", "n=40"], rest].concat())
+        run_program(&file, &format!("-n 3 -p n=40 {rest}"))
     };
-    let verify = |rest: &[&str]| {
-        let file = folder.path().join("gather.wlp");
-        let args = ["program", "verify", file.to_str().unwrap(), "-n", "3"];
-        warplink(&[&args[..], rest].concat()).output().unwrap()
+    let verify = |rest: &str| {
+        let file = folder.path().join("gather.wlp").display().to_string();
+        run(&format!("program verify {file} -n 3 {rest}"))
     };
     for from in ["r", "(r + 1) % world"] {
-        let output = run(from, &[]);
+        let output = gather(from, "");
         assert!(output.status.success(), "{}", stderr(&output));
-        let output = run(from, &["--unreachable", "Y"]);
+        let output = gather(from, "--unreachable Y");
         let said = stderr(&output);
         assert_eq!(output.status.success(), from == "r", "{said}");
         assert!(
@@ -166,7 +132,7 @@ fn an_output_that_is_not_what_is_expected_fails_the_command() {
             "{said}"
         );
         // Both branches, without a device.
-        let output = verify(&["-p", "n=40"]);
+        let output = verify("-p n=40");
         let text = stdout(&output);
         assert_eq!(output.status.success(), from == "r", "{text}");
         let found = if from == "r" {
@@ -176,14 +142,14 @@ fn an_output_that_is_not_what_is_expected_fails_the_command() {
         };
         assert!(text.contains(found), "{text}");
     }
-    let output = verify(&["-p", "n=4000000", "--json"]);
+    let output = verify("-p n=4000000 --json");
     let json: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let why = json["expectations"]["not_evaluated"].as_str().unwrap();
     assert!(
         output.status.success() && why.contains("too many to evaluate"),
         "{json}"
     );
-    let output = run("r", &["--unreachable", "Z"]);
+    let output = gather("r", "--unreachable Z");
     let said = stderr(&output);
     assert!(
         !output.status.success() && said.contains("'Z' is not announced"),
@@ -193,9 +159,7 @@ fn an_output_that_is_not_what_is_expected_fails_the_command() {
 
 #[test]
 fn large_programs_are_not_compared() {
-    let output = run(&example("ring_pass.wlp"), &["-n", "2", "-p", "n=2000000"]);
-    assert!(output.status.success(), "{}", stderr(&output));
-    let text = stdout(&output);
+    let text = succeeded(&run_program(&example("ring_pass"), "-n 2 -p n=2000000"));
     assert!(
         text.contains("values are not checked: 8000000 elements")
             && text.contains("expected at most"),

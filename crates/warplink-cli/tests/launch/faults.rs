@@ -1,36 +1,19 @@
 //! A part of the table of faults; `just faults` runs all of it.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    clippy::panic,
-    reason = "a test fails by panicking"
-)]
-
-#[allow(dead_code, reason = "shared with the tests of output")]
-mod common;
-
-use common::{SOON, Stopwatch, assert_contains, stderr, stdout, warplink};
+use crate::common::{SOON, Stopwatch, assert_contains, command, run, stderr, stdout};
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-fn faults(more: &[&str]) -> std::process::Output {
-    let arguments = [&["faults", "--device", "host"], more].concat();
-    warplink(&arguments).output().unwrap()
+fn faults(more: &str) -> std::process::Output {
+    run(&format!("faults --device host {more}"))
 }
 
 #[test]
 fn the_others_get_an_error_or_are_unaffected() {
-    let output = faults(&[
-        "-n",
-        "2",
-        "--fault",
-        "kill,error,cut,disk-full",
-        "--phase",
-        "join,exchange,graph,collective,bind,close",
-        "--json",
-    ]);
+    let output = faults(
+        "-n 2 --fault kill,error,cut,disk-full --phase join,exchange,graph,collective,bind,close --json",
+    );
     let text = stdout(&output);
     assert_eq!(output.status.code(), Some(0), "{text}\n{}", stderr(&output));
     let report: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -54,7 +37,7 @@ fn the_others_get_an_error_or_are_unaffected() {
 /// A stopped rank is given up after the limit of its heartbeats.
 #[test]
 fn a_stopped_rank_is_given_up_and_learns_it() {
-    let output = faults(&["-n", "3", "--fault", "stop", "--phase", "transfer,split"]);
+    let output = faults("-n 3 --fault stop --phase transfer,split");
     let text = stdout(&output);
     assert_eq!(output.status.code(), Some(0), "{text}\n{}", stderr(&output));
     assert!(text.contains("every cell is right"), "{text}");
@@ -64,8 +47,7 @@ fn a_stopped_rank_is_given_up_and_learns_it() {
 /// Ctrl-C ends the command, which prints what it has by then.
 #[test]
 fn an_interrupted_table_has_the_cells_that_ran() {
-    let arguments = ["faults", "--device", "host", "-n", "2", "--jobs", "1"];
-    let mut child = warplink(&[&arguments[..], &["--fault", "kill,error"]].concat())
+    let mut child = command("faults --device host -n 2 --jobs 1 --fault kill,error")
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
@@ -89,11 +71,10 @@ fn an_interrupted_table_has_the_cells_that_ran() {
 /// do not get it, and are ended nevertheless.
 #[test]
 fn each_signal_gives_one_object_at_any_time() {
-    let arguments = ["faults", "--device", "host", "-n", "2", "--json"];
-    let arguments = [&arguments[..], &["--fault", "stop,kill", "--phase", "join"]].concat();
+    let arguments = "faults --device host -n 2 --json --fault stop,kill --phase join";
     for (signal, code) in [("INT", 130), ("TERM", 143), ("HUP", 129), ("QUIT", 131)] {
         for delay in [20, 40, 80, 160, 1000].map(Duration::from_millis) {
-            let mut command = warplink(&arguments);
+            let mut command = command(arguments);
             command.stdout(Stdio::piped()).stderr(Stdio::piped());
             let mut child = command.spawn().unwrap();
             // The guard takes signals once it has a child, the launcher.
@@ -131,12 +112,9 @@ fn each_signal_gives_one_object_at_any_time() {
 #[test]
 fn arguments_that_make_no_sense_are_refused() {
     for (arguments, says) in [
-        (&["-n", "1"][..], "at least 2 ranks"),
-        (
-            &["-n", "2", "--victim", "2"],
-            "--victim is 2; expected a rank below 2",
-        ),
-        (&["--fault", "flood"], "flood"),
+        ("-n 1", "at least 2 ranks"),
+        ("-n 2 --victim 2", "--victim is 2; expected a rank below 2"),
+        ("--fault flood", "flood"),
     ] {
         let output = faults(arguments);
         assert!(!output.status.success());

@@ -1,30 +1,13 @@
 //! The demo, the benchmarks of GEMMs and programs, and `warplink program`, on the host device.
 
-// A test fails by panicking.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-#[allow(dead_code, reason = "shared with the tests of endings")]
-mod common;
-
-use common::{assert_contains, stderr, stdout, warplink};
+use crate::common::{
+    assert_contains, assert_refused, command, example, json, run, stderr, stdout, succeeded,
+};
 use serde_json::Value;
 use warplink::overlap::{AllGatherMatmulLowering, MatmulReduceScatterLowering};
 
 const LOWERINGS: usize =
     AllGatherMatmulLowering::ALL.len() + MatmulReduceScatterLowering::ALL.len();
-
-fn json(args: &[&str]) -> Value {
-    let output = warplink(args).output().unwrap();
-    assert!(output.status.success(), "{args:?}: {}", stderr(&output));
-    serde_json::from_str(&stdout(&output)).unwrap()
-}
-
-fn example(name: &str) -> String {
-    format!(
-        "{}/../../examples/programs/{name}.wlp",
-        env!("CARGO_MANIFEST_DIR")
-    )
-}
 
 fn faulty(name: &str) -> String {
     format!(
@@ -33,18 +16,12 @@ fn faulty(name: &str) -> String {
     )
 }
 
-const SMALL: [&str; 8] = ["--m", "48", "--k", "32", "--n", "24", "--samples", "2"];
+const SMALL: &str = "--m 48 --k 32 --n 24 --samples 2";
 
 #[test]
 fn the_demo_is_right_in_every_type() {
     for dtype in ["bf16", "f16", "f32"] {
-        let args = [
-            &[
-                "demo", "--device", "host", "-n", "3", "--json", "--dtype", dtype,
-            ],
-            &SMALL[..],
-        ]
-        .concat();
+        let args = format!("demo --device host -n 3 --json --dtype {dtype} {SMALL}");
         let result = json(&args);
         assert_eq!(result["right"], true, "{result}");
         assert_eq!(result["ranks"], 3);
@@ -58,10 +35,7 @@ fn the_demo_is_right_in_every_type() {
 /// The default of --m is not a multiple of 3.
 #[test]
 fn the_demo_rounds_its_rows_to_the_ranks() {
-    let args = [
-        "demo", "--device", "host", "-n", "3", "--k", "32", "--n", "24",
-    ];
-    let result = json(&[&args[..], &["--samples", "1", "--json"]].concat());
+    let result = json("demo --device host -n 3 --k 32 --n 24 --samples 1 --json");
     assert_eq!(
         (&result["m"], &result["right"]),
         (&513.into(), &true.into())
@@ -70,27 +44,12 @@ fn the_demo_rounds_its_rows_to_the_ranks() {
 
 #[test]
 fn the_demo_and_the_benchmark_take_transposed_weights() {
-    let args = [
-        &["demo", "--device", "host", "--transposed-b", "--json"],
-        &SMALL[..],
-    ]
-    .concat();
-    let result = json(&args);
+    let result = json(&format!("demo --device host --transposed-b --json {SMALL}"));
     assert_eq!(result["right"], true, "{result}");
     assert_eq!(result["transposed_b"], true);
     assert!(result["reason"].as_str().unwrap().contains("B transposed"));
-    let result = json(&[
-        "bench",
-        "overlap",
-        "--device",
-        "host",
-        "--shape",
-        "32,32,16",
-        "--samples",
-        "1",
-        "--transposed-b",
-        "--json",
-    ]);
+    let result =
+        json("bench overlap --device host --shape 32,32,16 --samples 1 --transposed-b --json");
     let rows = result["shapes"].as_array().unwrap().iter();
     let rows = rows.flat_map(|shape| shape["lowerings"].as_array().unwrap());
     assert_eq!(rows.clone().count(), LOWERINGS);
@@ -101,22 +60,8 @@ fn the_demo_and_the_benchmark_take_transposed_weights() {
 
 #[test]
 fn the_demo_takes_a_lowering_and_a_seed() {
-    let args = [
-        &[
-            "demo",
-            "--device",
-            "host",
-            "--seed",
-            "5",
-            "--lowering",
-            "ring-get",
-        ],
-        &SMALL[..],
-    ]
-    .concat();
-    let output = warplink(&args).output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    let text = stdout(&output);
+    let args = format!("demo --device host --seed 5 --lowering ring-get {SMALL}");
+    let text = succeeded(&run(&args));
     assert_contains(
         &text,
         &[
@@ -132,29 +77,16 @@ fn the_demo_takes_a_lowering_and_a_seed() {
 #[test]
 fn the_demo_refuses_what_cannot_be_shared() {
     for (args, part) in [
-        (["--m", "7"], "m = 7 is not divisible by 2 ranks"),
-        (["--dtype", "f64"], "expected f16, bf16 or f32"),
-        (
-            ["--lowering", "circle"],
-            "one of collective, in-order, push",
-        ),
-        (["--lowering", "rings"], "one of collective, in-order, push"),
-        (["--k", "0"], "--k is 0; expected at least 1"),
-        (["--m", "1000000000"], "GiB of memory"),
+        ("--m 7", "m = 7 is not divisible by 2 ranks"),
+        ("--dtype f64", "expected f16, bf16 or f32"),
+        ("--lowering circle", "one of collective, in-order, push"),
+        ("--lowering rings", "one of collective, in-order, push"),
+        ("--k 0", "--k is 0; expected at least 1"),
+        ("--m 1000000000", "GiB of memory"),
     ] {
-        let args = [&["demo", "--device", "host"], &args[..]].concat();
-        let output = warplink(&args).output().unwrap();
-        assert!(!output.status.success());
-        let text = stderr(&output);
-        assert_eq!(
-            text.matches(part).count(),
-            1,
-            "{part} is not once in:\n{text}"
-        );
+        assert_refused(&run(&format!("demo --device host {args}")), part);
     }
-    let output = warplink(&["demo", "--lowering", "circle"])
-        .output()
-        .unwrap();
+    let output = run("demo --lowering circle");
     let text = stderr(&output);
     assert!(text.starts_with("warplink: error: invalid value"), "{text}");
     assert!(!text.contains("rings"), "{text}");
@@ -164,11 +96,11 @@ fn the_demo_refuses_what_cannot_be_shared() {
 #[test]
 fn lowerings_of_another_operation_are_refused() {
     let ring = example("ring_pass");
-    let gather = ["--operation", "all-gather-matmul"];
+    let gather = "--operation all-gather-matmul";
     for (lowerings, more, part) in [
         (
             "rings",
-            &gather[..],
+            gather,
             "'rings' is not a lowering of all-gather + matmul; expected one of collective",
         ),
         (
@@ -178,45 +110,35 @@ fn lowerings_of_another_operation_are_refused() {
         ),
         (
             ring.as_str(),
-            &[],
+            "",
             "starts with all_gather_matmul or matmul_reduce_scatter",
         ),
-        ("nofile.wlp", &[], "read nofile.wlp"),
+        ("nofile.wlp", "", "read nofile.wlp"),
     ] {
         let all = format!("push,{lowerings}");
-        let args = ["bench", "overlap", "--device", "host", "--lowerings", &all];
-        let output = warplink(&[&args[..], more].concat()).output().unwrap();
-        assert!(!output.status.success());
-        let text = stderr(&output);
-        assert_eq!(
-            text.matches(part).count(),
-            1,
-            "{part} is not once in:\n{text}"
-        );
+        let args = format!("bench overlap --device host --lowerings {all} {more}");
+        assert_refused(&run(&args), part);
     }
 }
 
 #[test]
 fn options_that_a_command_ignores_are_refused() {
     let ring = example("ring_pass");
-    for (args, option) in [
-        (["show", "--device", "host"], "--device"),
-        (["verify", "--device", "host"], "--device"),
-        (["verify", "--ranks-per-gpu", "2"], "--ranks-per-gpu"),
-        (["cost", "--ranks-per-gpu", "2"], "--ranks-per-gpu"),
+    for (command, option, value) in [
+        ("show", "--device", "host"),
+        ("verify", "--device", "host"),
+        ("verify", "--ranks-per-gpu", "2"),
+        ("cost", "--ranks-per-gpu", "2"),
     ] {
-        let args = [&["program"], &args[..], &[&ring]].concat();
-        let output = warplink(&args).output().unwrap();
-        assert!(!output.status.success(), "{args:?}");
+        let output = run(&format!("program {command} {option} {value} {ring}"));
         let said = format!("{option} is given, which this subcommand does not use");
-        assert_contains(&stderr(&output), &[&said]);
-        let help = warplink(&["program", args[1], "--help"]).output().unwrap();
-        let help = stdout(&help);
+        assert_refused(&output, &said);
+        let help = succeeded(&run(&format!("program {command} --help")));
         assert!(!help.contains(&format!("{option} <")), "{help}");
         assert!(help.contains("Global options:"), "{help}");
     }
     // The variable is for every command.
-    let output = warplink(&["program", "verify", &ring, "-p", "n=8"])
+    let output = command(&format!("program verify {ring} -p n=8"))
         .env("WARPLINK_DEVICE", "host")
         .output()
         .unwrap();
@@ -225,56 +147,26 @@ fn options_that_a_command_ignores_are_refused() {
 
 #[test]
 fn bench_overlap_rounds_its_own_shapes_only() {
-    let quick = [
-        "--samples",
-        "1",
-        "--lowerings",
-        "collective",
-        "--device",
-        "host",
-        "-n",
-        "3",
-    ];
-    let args = [&["bench", "overlap", "--json"], &quick[..]].concat();
-    let report = json(&args);
+    let quick = "--samples 1 --lowerings collective --device host -n 3";
+    let report = json(&format!("bench overlap --json {quick}"));
     for shape in report["shapes"].as_array().unwrap() {
         let multiple = |name: &str| shape[name].as_u64().unwrap().is_multiple_of(3);
         assert!(multiple("m") && multiple("k"), "{shape}");
     }
-    let output = warplink(&[&["bench", "overlap", "--shape", "8,9,8"], &quick[..]].concat())
-        .output()
-        .unwrap();
-    let text = stderr(&output);
-    let said = "m = 8 is not divisible by 3 ranks";
-    assert_eq!(
-        (output.status.code(), text.matches(said).count()),
-        (Some(1), 1),
-        "{text}"
-    );
+    let output = run(&format!("bench overlap --shape 8,9,8 {quick}"));
+    assert_eq!(output.status.code(), Some(1));
+    assert_refused(&output, "m = 8 is not divisible by 3 ranks");
 }
 
 #[test]
 fn bench_overlap_measures_every_lowering() {
     let folder = tempfile::tempdir().unwrap();
-    let (file, plot) = (folder.path().join("o.json"), folder.path().join("o.svg"));
-    let traces = folder.path().join("traces");
-    let result = json(&[
-        "bench",
-        "overlap",
-        "--device",
-        "host",
-        "--shape",
-        "32,32,16",
-        "--samples",
-        "2",
-        "--json",
-        "--output",
-        file.to_str().unwrap(),
-        "--plot",
-        plot.to_str().unwrap(),
-        "--traces",
-        traces.to_str().unwrap(),
-    ]);
+    let [file, plot, traces] =
+        ["o.json", "o.svg", "traces"].map(|name| folder.path().join(name).display().to_string());
+    let result = json(&format!(
+        "bench overlap --device host --shape 32,32,16 --samples 2 --json \
+         --output {file} --plot {plot} --traces {traces}"
+    ));
     let written: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
     assert_eq!(result, written);
     let shapes = result["shapes"].as_array().unwrap();
@@ -300,23 +192,11 @@ fn bench_overlap_measures_every_lowering() {
 
 #[test]
 fn bench_overlap_takes_some_lowerings() {
-    let args = [
-        "bench",
-        "overlap",
-        "--device",
-        "host",
-        "--shape",
-        "16,16,16",
-        "--operation",
-        "all-gather-matmul",
-        "--lowerings",
-        "ring-put,collective,../../examples/programs/all_gather_matmul_coarse.wlp",
-        "--samples",
-        "1",
-    ];
-    let output = warplink(&args).output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    let text = stdout(&output);
+    let coarse = example("all_gather_matmul_coarse");
+    let text = succeeded(&run(&format!(
+        "bench overlap --device host --shape 16,16,16 --operation all-gather-matmul \
+         --lowerings ring-put,collective,{coarse} --samples 1"
+    )));
     assert!(
         ["ring-put", "collective", "all_gather_matmul_coarse",]
             .iter()
@@ -332,18 +212,10 @@ fn bench_overlap_takes_some_lowerings() {
 #[test]
 fn bench_overlap_draws_the_same_random_shapes_for_a_seed() {
     let shapes = || {
-        let args = [
-            "bench", "overlap", "--device", "host", "--random", "4", "--seed", "11",
-        ];
-        let more = [
-            "--operation",
-            "all-gather-matmul",
-            "--lowerings",
-            "in-order",
-            "--samples",
-            "1",
-        ];
-        let result = json(&[&args[..], &more[..], &["--json"]].concat());
+        let result = json(
+            "bench overlap --device host --random 4 --seed 11 --operation all-gather-matmul \
+             --lowerings in-order --samples 1 --json",
+        );
         let shapes = result["shapes"].as_array().unwrap().clone();
         shapes
             .iter()
@@ -360,15 +232,7 @@ fn bench_overlap_draws_the_same_random_shapes_for_a_seed() {
 
 #[test]
 fn bench_program_counts_operations() {
-    let result = json(&[
-        "bench",
-        "program",
-        "--device",
-        "host",
-        "--samples",
-        "8",
-        "--json",
-    ]);
+    let result = json("bench program --device host --samples 8 --json");
     let rows = result["rows"].as_array().unwrap();
     // Both operations.
     assert_eq!(rows.len(), LOWERINGS);
@@ -383,33 +247,23 @@ fn bench_program_counts_operations() {
 #[test]
 fn a_program_is_shown() {
     let file = example("ring_pass");
-    let output = warplink(&["program", "show", &file]).output().unwrap();
+    let output = run(&format!("program show {file}"));
     assert!(stdout(&output).starts_with("program ring_pass(n) {"));
-    let output = warplink(&[
-        "program", "show", &file, "-n", "4", "--rank", "2", "-p", "n=8",
-    ])
-    .output()
-    .unwrap();
+    let output = run(&format!("program show {file} -n 4 --rank 2 -p n=8"));
     let text = stdout(&output);
     assert_contains(
         &text,
         &["give(A to 3 tag 0 via get), take(B from 1 tag 0 via get)"],
     );
     for (args, part) in [
+        ("-n 2 --rank 2 -p n=8", "rank 2 is not one of 2"),
         (
-            &["-n", "2", "--rank", "2", "-p", "n=8"][..],
-            "rank 2 is not one of 2",
-        ),
-        (
-            &["-n", "2"],
+            "-n 2",
             "the parameter 'n' of 'ring_pass' has no value; expected an integer; help: give a value with --param n=N",
         ),
-        (&["--rank", "1"], "--ranks"),
+        ("--rank 1", "Usage: warplink program show --ranks <N>"),
     ] {
-        let args = [&["program", "show", &file], args].concat();
-        let output = warplink(&args).output().unwrap();
-        assert!(!output.status.success());
-        assert_contains(&stderr(&output), &[part]);
+        assert_refused(&run(&format!("program show {file} {args}")), part);
     }
 }
 
@@ -419,9 +273,9 @@ fn parameters_without_values_are_named_with_their_options() {
     let file = example("all_gather_matmul_coarse");
     let missing = "the parameters 'm' (an integer), 'n' (a list of integers) of 'all_gather_matmul_coarse' have no values";
     let help = "help: give values with --param m=N --param n=N,…";
-    for command in ["verify", "run", "cost"] {
-        let args = ["program", command, &file, "-p", "k=16", "-n", "2"];
-        let output = warplink(&args)
+    for name in ["verify", "run", "cost"] {
+        let args = format!("program {name} {file} -p k=16 -n 2");
+        let output = command(&args)
             .env("WARPLINK_DEVICE", "host")
             .output()
             .unwrap();
@@ -435,15 +289,14 @@ fn parameters_without_values_are_named_with_their_options() {
 #[test]
 fn a_program_is_verified() {
     let file = example("all_gather_matmul_coarse");
-    let sizes = ["-p", "m=48", "-p", "k=16", "-p", "n=16"];
-    let args = [&["program", "verify", &file, "-n", "3"], &sizes[..]].concat();
-    let output = warplink(&args).output().unwrap();
-    assert!(output.status.success());
-    assert!(stdout(&output).contains("verified for 3 ranks"));
+    let text = succeeded(&run(&format!(
+        "program verify {file} -n 3 -p m=48 -p k=16 -p n=16"
+    )));
+    assert!(text.contains("verified for 3 ranks"), "{text}");
 
     let file = faulty("deadlock-put-ring-step");
-    let args = ["program", "verify", &file, "-n", "3", "-p", "n=16"];
-    let output = warplink(&args).output().unwrap();
+    let args = format!("program verify {file} -n 3 -p n=16");
+    let output = run(&args);
     assert_eq!(output.status.code(), Some(1));
     let text = stdout(&output);
     assert_contains(
@@ -456,9 +309,7 @@ fn a_program_is_verified() {
             "did not pass verification for 3 ranks",
         ],
     );
-    let output = warplink(&[&args[..], &["--json"]].concat())
-        .output()
-        .unwrap();
+    let output = run(&format!("{args} --json"));
     let verdict: Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(verdict["passed"], false);
     assert_eq!(verdict["diagnostics"][0]["kind"], "deadlock");
@@ -471,7 +322,7 @@ fn a_mistake_in_the_text_is_pointed_at() {
     std::fs::write(&file, "program p() {\n    input A: f32[\n}\n").unwrap();
     let file = file.to_str().unwrap();
     for what in ["show", "verify", "run"] {
-        let output = warplink(&["program", what, file]).output().unwrap();
+        let output = run(&format!("program {what} {file}"));
         assert_eq!(output.status.code(), Some(1));
         let text = stderr(&output);
         assert!(
@@ -486,17 +337,17 @@ fn what_is_given_twice_is_an_error() {
     let ring = example("ring_pass");
     for (args, part) in [
         (
-            ["--param", "n=1", "--param", "n=1"],
+            "--param n=1 --param n=1",
             "parameter 'n' is given twice; expected once",
         ),
         (
-            ["--with", "K", "--with", "K"],
+            "--with K --with K",
             "optional tensor 'K' is given twice; expected once",
         ),
     ] {
-        for command in ["show", "verify", "cost", "run"] {
-            let args = [&["program", command, &ring], &args[..]].concat();
-            let output = warplink(&args)
+        for name in ["show", "verify", "cost", "run"] {
+            let args = format!("program {name} {ring} {args}");
+            let output = command(&args)
                 .env("WARPLINK_DEVICE", "host")
                 .output()
                 .unwrap();
@@ -518,9 +369,7 @@ fn one_statement_of_a_line_is_pointed_at() {
 ";
     std::fs::write(&path, text).unwrap();
     let path = path.to_str().unwrap();
-    let output = warplink(&["program", "verify", path, "-n", "1"])
-        .output()
-        .unwrap();
+    let output = run(&format!("program verify {path} -n 1"));
     let text = stdout(&output);
     assert_contains(
         &text,
@@ -531,9 +380,7 @@ fn one_statement_of_a_line_is_pointed_at() {
             "  |                                                                        ^^^^^^^^^^^ rank 0\n",
         ],
     );
-    let output = warplink(&["program", "verify", path, "-n", "1", "--json"])
-        .output()
-        .unwrap();
+    let output = run(&format!("program verify {path} -n 1 --json"));
     let result: Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(result["diagnostics"][0]["places"][1]["column"], 72);
 }
@@ -541,27 +388,11 @@ fn one_statement_of_a_line_is_pointed_at() {
 #[test]
 fn a_program_runs_and_leaves_a_trace() {
     let folder = tempfile::tempdir().unwrap();
-    let trace = folder.path().join("trace.json");
-    let result = json(&[
-        "program",
-        "run",
-        &example("matmul_reduce_scatter_early_sums"),
-        "--device",
-        "host",
-        "-n",
-        "3",
-        "-p",
-        "m=48",
-        "-p",
-        "k=48",
-        "-p",
-        "n=16",
-        "--samples",
-        "2",
-        "--json",
-        "--trace",
-        trace.to_str().unwrap(),
-    ]);
+    let trace = folder.path().join("trace.json").display().to_string();
+    let program = example("matmul_reduce_scatter_early_sums");
+    let result = json(&format!(
+        "program run {program} --device host -n 3 -p m=48 -p k=48 -p n=16 --samples 2 --json --trace {trace}"
+    ));
     assert_eq!(result["ranks"], 3);
     assert!(result["operations"].as_u64().unwrap() > 0);
     let events: Value = serde_json::from_slice(&std::fs::read(&trace).unwrap()).unwrap();
@@ -574,10 +405,7 @@ fn a_program_runs_and_leaves_a_trace() {
 #[test]
 fn a_faulty_program_does_not_run() {
     let file = faulty("deadlock-put-ring-step");
-    let args = [
-        "program", "run", &file, "--device", "host", "-n", "3", "-p", "n=16",
-    ];
-    let output = warplink(&args).output().unwrap();
+    let output = run(&format!("program run {file} --device host -n 3 -p n=16"));
     assert!(!output.status.success());
     assert_contains(&stderr(&output), &["is refused"]);
 }

@@ -1,12 +1,7 @@
 //! Every option that takes a file, with every kind of file: nothing hangs, panics or replaces what is no file, and a
 //! result is written whole or not at all.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-#[allow(dead_code, reason = "shared with the tests of endings")]
-mod common;
-
-use common::warplink;
+use crate::common::{example, warplink};
 use std::collections::BTreeSet;
 use std::fs::{self, File};
 use std::os::unix::fs::{FileTypeExt, symlink};
@@ -16,11 +11,6 @@ use std::time::{Duration, Instant};
 
 /// The longest that a command may take on a busy machine.
 const MAX_TIME: Duration = Duration::from_secs(60);
-
-fn example(name: &str) -> String {
-    let root = env!("CARGO_MANIFEST_DIR");
-    format!("{root}/../../examples/programs/{name}.wlp")
-}
 
 /// Runs the command with `FILE` in `args` replaced. Its end is waited for, with a limit.
 fn run(args: &[String], file: &Path) -> Output {
@@ -123,7 +113,7 @@ fn arguments(line: &str, given: &[(&str, &str)]) -> Vec<String> {
 /// The options and arguments of all commands that take files, as their help has them: the command's words and the option.
 fn options_that_take_files(command: &[&str], found: &mut BTreeSet<String>) {
     let args = [command, &["--help"]].concat();
-    let help = common::stdout(&warplink(&args).output().unwrap());
+    let help = crate::common::stdout(&warplink(&args).output().unwrap());
     let mut section = "";
     // What is explained where, over several lines.
     let mut entries: Vec<(String, String)> = Vec::new();

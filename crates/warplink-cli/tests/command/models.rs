@@ -1,37 +1,15 @@
 //! Which hardware model decides, whatever is where models are kept: ranks always choose alike.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that fails here should stop here"
-)]
-
-#[allow(dead_code, reason = "shared with the tests of endings")]
-mod common;
-
-use common::{assert_contains, launch, stderr, stdout, warplink};
+use crate::common::{assert_contains, command, launch, run, stderr, stdout, succeeded};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Output;
 
-const BENCH: [&str; 14] = [
-    "bench",
-    "collective",
-    "all-reduce",
-    "--device",
-    "host",
-    "-n",
-    "2",
-    "--peers",
-    "none",
-    "--to",
-    "4KiB",
-    "--samples",
-    "1",
-    "--json",
-];
+const BENCH: &str =
+    "bench collective all-reduce --device host -n 2 --peers none --to 4KiB --samples 1 --json";
 
 fn bench(cache: &Path) -> Output {
-    let mut command = warplink(&BENCH);
+    let mut command = command(BENCH);
     command.env("WARPLINK_CACHE_DIR", cache).output().unwrap()
 }
 
@@ -103,30 +81,16 @@ fn a_cache_that_cannot_be_written_stops_nobody() {
 fn ranks_with_different_models_choose_alike() {
     let directory = tempfile::tempdir().unwrap();
     let model = directory.path().join("model.json");
-    let tune = [
-        "tune",
-        "--device",
-        "host",
-        "-n",
-        "2",
-        "--largest-shape",
-        "16",
-    ];
-    let tune = [
-        &tune[..],
-        &["--largest-transfer", "4KiB", "--samples", "1", "--output"],
-    ]
-    .concat();
-    let output = warplink(&[&tune[..], &[model.to_str().unwrap()]].concat());
-    let output = { output }.output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
     let (cache, model) = (directory.path().display(), model.display());
-    let command = [
+    succeeded(&run(&format!(
+        "tune --device host -n 2 --largest-shape 16 --largest-transfer 4KiB --samples 1 --output {model}"
+    )));
+    // The launcher says how many ranks there are.
+    let command = format!(
+        "{} {}",
         env!("CARGO_BIN_EXE_warplink"),
-        &BENCH[..5].join(" "),
-        &BENCH[7..].join(" "),
-    ]
-    .join(" ");
+        BENCH.replace(" -n 2", "")
+    );
     for with in ["0", "1"] {
         let script = format!(
             "export WARPLINK_CACHE_DIR={cache}; \

@@ -1,14 +1,6 @@
 //! Output and exit status of `warplink doctor`, on any kind of machine.
 
-#![allow(
-    clippy::unwrap_used,
-    reason = "a test that fails here should stop here"
-)]
-
-#[allow(dead_code, reason = "shared with the tests of launch")]
-mod common;
-
-use common::{stderr, stdout, warplink};
+use crate::common::{command, run, stderr, stdout, succeeded};
 use serde_json::Value;
 use std::process::Output;
 
@@ -35,9 +27,7 @@ fn statuses(report: &Value, area: &str, name: &str) -> Vec<String> {
 
 #[test]
 fn the_host_device_works_and_is_really_tried() {
-    let output = warplink(&["doctor", "--device", "host", "--json"])
-        .output()
-        .unwrap();
+    let output = run("doctor --device host --json");
     assert!(output.status.success(), "{}", stderr(&output));
     let report = object(&output);
     assert_eq!(report["device"], "host");
@@ -60,9 +50,7 @@ fn the_host_device_works_and_is_really_tried() {
 
 #[test]
 fn people_read_a_verdict_and_what_to_do() {
-    let output = warplink(&["doctor", "--device", "host"]).output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    let text = stdout(&output);
+    let text = succeeded(&run("doctor --device host"));
     assert!(text.ends_with("The host device works.\n"), "{text}");
     if !has_gpu() {
         assert!(text.contains("install the NVIDIA driver"), "{text}");
@@ -74,9 +62,7 @@ fn without_a_gpu_cuda_does_not_work() {
     if has_gpu() {
         return;
     }
-    let output = warplink(&["doctor", "--device", "cuda", "--json"])
-        .output()
-        .unwrap();
+    let output = run("doctor --device cuda --json");
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     let report = object(&output);
     assert_eq!(report["works"], false);
@@ -87,7 +73,7 @@ fn without_a_gpu_cuda_does_not_work() {
 
 #[test]
 fn a_setting_that_keeps_ranks_from_starting_is_reported() {
-    let output = warplink(&["doctor", "--device", "host", "--json"])
+    let output = command("doctor --device host --json")
         .env("WARPLINK_PROTOCOL", "push")
         .output()
         .unwrap();

@@ -1,12 +1,6 @@
 //! `warplink topo`: this machine, and recorded ones.
 
-#![allow(clippy::unwrap_used)]
-
-#[allow(dead_code, reason = "shared with the tests of launch")]
-mod common;
-
-use common::{assert_contains, stderr, stdout, warplink};
-use serde_json::Value;
+use crate::common::{assert_contains, command, object, run, stderr, stdout, succeeded};
 
 fn mesh(name: &str) -> String {
     let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/../warplink/tests/meshes");
@@ -15,11 +9,7 @@ fn mesh(name: &str) -> String {
 
 #[test]
 fn ranks_on_the_host_device_are_connected_by_its_memory() {
-    let output = warplink(&["topo", "--device", "host", "-n", "3"])
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    let text = stdout(&output);
+    let text = succeeded(&run("topo --device host -n 3"));
     assert!(text.contains("mem  mem    -\n"), "{text}");
     let end = "class: fully-connected\ndirect path: possible\n";
     assert!(text.ends_with(end), "{text}");
@@ -27,19 +17,14 @@ fn ranks_on_the_host_device_are_connected_by_its_memory() {
 
 #[test]
 fn what_is_printed_as_json_can_be_shown_again() {
-    let output = warplink(&["topo", "--device", "host", "-n", "2", "--json"])
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    let printed: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let output = run("topo --device host -n 2 --json");
+    let printed = object(&output);
     assert_eq!(printed["class"], "fully-connected");
     assert_eq!(printed["ranks"].as_array().unwrap().len(), 2);
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("machine.json");
     std::fs::write(&path, &output.stdout).unwrap();
-    let again = warplink(&["topo", "--json", "--mesh", path.to_str().unwrap()])
-        .output()
-        .unwrap();
+    let again = run(&format!("topo --json --mesh {}", path.display()));
     assert_eq!(stdout(&again), stdout(&output));
 }
 
@@ -49,11 +34,7 @@ fn a_recorded_mesh_is_explained_and_drawn() {
     let path = directory.path().join("mesh.svg");
     let svg = path.to_str().unwrap();
     let cube = mesh("hybrid-cube-mesh-permuted");
-    let output = warplink(&["topo", "--mesh", &cube, "--svg", svg])
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    let text = stdout(&output);
+    let text = succeeded(&run(&format!("topo --mesh {cube} --svg {svg}")));
     assert_contains(
         &text,
         &[
@@ -76,9 +57,7 @@ fn a_recorded_mesh_is_explained_and_drawn() {
 
 #[test]
 fn what_keeps_ranks_from_the_direct_path_is_said() {
-    let output = warplink(&["topo", "--mesh", &mesh("two-machines")])
-        .output()
-        .unwrap();
+    let output = run(&format!("topo --mesh {}", mesh("two-machines")));
     let text = stdout(&output);
     assert!(text.contains("direct path: not possible\n"), "{text}");
     assert_contains(&text, &["ranks 0, 1 on node-0, ranks 2, 3 on node-1"]);
@@ -87,7 +66,7 @@ fn what_keeps_ranks_from_the_direct_path_is_said() {
 #[test]
 fn a_class_is_forced_by_the_environment() {
     let run = |class: &str| {
-        warplink(&["topo", "--device", "host", "-n", "2"])
+        command("topo --device host -n 2")
             .env("WARPLINK_TOPOLOGY", class)
             .output()
             .unwrap()
@@ -105,7 +84,7 @@ fn a_file_that_is_no_mesh_is_refused() {
     let path = directory.path().join("mesh.json");
     std::fs::write(&path, "{}").unwrap();
     for path in [path.to_str().unwrap(), "/nonexistent/mesh.json"] {
-        let output = warplink(&["topo", "--mesh", path]).output().unwrap();
+        let output = run(&format!("topo --mesh {path}"));
         assert_eq!(output.status.code(), Some(1));
         assert_contains(&stderr(&output), &[path]);
     }

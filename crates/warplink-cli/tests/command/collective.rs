@@ -1,37 +1,19 @@
 //! The benchmark of collectives, on the host device.
 
-// A test fails by panicking.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-#[allow(dead_code, reason = "shared with the tests of endings")]
-mod common;
-
-use common::{assert_contains, stderr, stdout, warplink};
+use crate::common::{
+    assert_contains, assert_refused, command, object, run, stderr, stdout, succeeded,
+};
 use serde_json::Value;
 use std::time::{Duration, Instant};
 
-const QUICK: [&str; 10] = [
-    "--device",
-    "host",
-    "--from",
-    "1KiB",
-    "--to",
-    "4KiB",
-    "--samples",
-    "2",
-    "--calls",
-    "2",
-];
+const QUICK: &str = "--device host --from 1KiB --to 4KiB --samples 2 --calls 2";
 
-fn bench(more: &[&str]) -> std::process::Output {
-    let arguments = [&["bench", "collective"], more, &QUICK[..]].concat();
-    warplink(&arguments).output().unwrap()
+fn bench(more: &str) -> std::process::Output {
+    run(&format!("bench collective {more} {QUICK}"))
 }
 
-fn rows(more: &[&str]) -> Vec<Value> {
-    let output = bench(&[more, &["--json"]].concat());
-    assert!(output.status.success(), "{}", stderr(&output));
-    let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+fn rows(more: &str) -> Vec<Value> {
+    let report = object(&bench(&format!("{more} --json")));
     report["rows"].as_array().unwrap().clone()
 }
 
@@ -48,7 +30,7 @@ fn every_collective_is_right_and_measured_beside_its_peer() {
         ("scatter", "both", 2.0 / 3.0),
         ("send-receive", "out", 1.0),
     ] {
-        let rows = rows(&[name, "-n", "3", "--root", "1", "--place", place]);
+        let rows = rows(&format!("{name} -n 3 --root 1 --place {place}"));
         let places = if place == "both" { 2 } else { 1 };
         assert_eq!(rows.len(), 2 * 2 * places, "{name}");
         for row in rows {
@@ -79,33 +61,25 @@ fn types_operators_and_algorithms_can_be_chosen() {
         ("bf16", "scaled_sum(0.5)"),
         ("f8e4m3", "scaled_sum(-2)"),
     ] {
-        let rows = rows(&[
-            "all-reduce",
-            "-n",
-            "2",
-            "--dtype",
-            dtype,
-            "--op",
-            op,
-            "--peers",
-            "none",
-        ]);
+        let rows = rows(&format!(
+            "all-reduce -n 2 --dtype {dtype} --op {op} --peers none"
+        ));
         for row in rows {
             assert_eq!(row["methods"].as_array().unwrap().len(), 1, "{row}");
             assert_eq!(row["methods"][0]["wrong"], 0, "{dtype} {op}: {row}");
         }
     }
-    for row in rows(&["all-reduce", "-n", "2", "--algorithm", "chunks"]) {
+    for row in rows("all-reduce -n 2 --algorithm chunks") {
         assert_eq!(row["algorithm"], "chunks", "{row}");
     }
     for (kind, place) in [("all-gather", "both"), ("all-to-all", "out")] {
-        let bound = ["--bound", "--algorithm", "copy-engine", "--place", place];
-        for row in rows(&[&[kind, "-n", "3"], &bound[..]].concat()) {
+        let arguments = format!("{kind} -n 3 --bound --algorithm copy-engine --place {place}");
+        for row in rows(&arguments) {
             assert_eq!(row["algorithm"], "copy-engine", "{row}");
             assert_eq!(row["methods"][0]["wrong"], 0, "{row}");
         }
     }
-    for row in rows(&["all-reduce", "-n", "2", "--bound"]) {
+    for row in rows("all-reduce -n 2 --bound") {
         assert_ne!(row["algorithm"], "copy-engine", "{row}");
         assert_eq!(row["methods"][0]["wrong"], 0, "{row}");
     }
@@ -114,22 +88,12 @@ fn types_operators_and_algorithms_can_be_chosen() {
 /// Small data over the links of the mesh, and large data by the vendor's library.
 #[test]
 fn a_forced_hybrid_cube_mesh_has_an_algorithm_of_its_own() {
-    let sizes = ["--from", "1KiB", "--to", "1MiB", "--step", "1024"];
-    let quick = ["--samples", "1", "--calls", "1", "--json"];
-    let arguments = [
-        "bench",
-        "collective",
-        "all-reduce",
-        "--device",
-        "host",
-        "-n",
-        "8",
-    ];
-    let mut command = warplink(&[&arguments[..], &sizes, &quick].concat());
+    let mut command = command(
+        "bench collective all-reduce --device host -n 8 --from 1KiB --to 1MiB --step 1024 --samples 1 --calls 1 --json",
+    );
     command.env("WARPLINK_TOPOLOGY", "hybrid-cube-mesh");
     let output = command.output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    let report = object(&output);
     let rows = report["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 4, "{report}");
     for row in rows {
@@ -152,14 +116,13 @@ fn messages_are_told_by_what_sends_them() {
         ("8", Some("hybrid-cube-mesh"), "engine"),
         ("9", None, "engine"),
     ] {
-        let own = ["bench", "collective", "send-receive", "-n", ranks];
-        let mut command = warplink(&[&own[..], &QUICK, &["--peers", "none", "--json"]].concat());
+        let arguments = format!("send-receive -n {ranks} {QUICK} --peers none --json");
+        let mut command = command(&format!("bench collective {arguments}"));
         if let Some(topology) = topology {
             command.env("WARPLINK_TOPOLOGY", topology);
         }
         let output = command.output().unwrap();
-        assert!(output.status.success(), "{}", stderr(&output));
-        let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+        let report = object(&output);
         let rows = report["rows"].as_array().unwrap();
         assert_eq!(rows.len(), 4, "{report}");
         for row in rows {
@@ -179,9 +142,8 @@ fn ranks_that_share_processors_end_in_their_time() {
         ("8", "send-receive"),
     ] {
         let start = Instant::now();
-        let own = ["bench", "collective", name, "--device", "host", "-n", ranks];
-        let sizes = ["--from", "1KiB", "--to", "1KiB", "--json"];
-        let output = warplink(&[&own[..], &sizes].concat()).output().unwrap();
+        let arguments = format!("{name} --device host -n {ranks} --from 1KiB --to 1KiB --json");
+        let output = run(&format!("bench collective {arguments}"));
         assert!(output.status.success(), "{}", stderr(&output));
         assert!(
             start.elapsed() < LIMIT,
@@ -205,10 +167,8 @@ fn ranks_that_share_processors_end_in_their_time() {
 #[test]
 fn a_table_and_a_drawing_come_out() {
     let folder = tempfile::tempdir().unwrap();
-    let plot = folder.path().join("all-reduce.svg");
-    let output = bench(&["all-reduce", "-n", "2", "--plot", plot.to_str().unwrap()]);
-    assert!(output.status.success(), "{}", stderr(&output));
-    let table = stdout(&output);
+    let plot = folder.path().join("all-reduce.svg").display().to_string();
+    let table = succeeded(&bench(&format!("all-reduce -n 2 --plot {plot}")));
     assert_contains(
         &table,
         &[
@@ -248,10 +208,8 @@ fn figures_of_another_program_are_shown_beside() {
     });
     std::fs::write(&beside, report.to_string()).unwrap();
     let [beside, plot] = [&beside, &plot].map(|path| path.to_str().unwrap());
-    let arguments = ["all-reduce", "-n", "2", "--beside", beside, "--plot", plot];
-    let output = bench(&arguments);
-    assert!(output.status.success(), "{}", stderr(&output));
-    let table = stdout(&output);
+    let arguments = format!("all-reduce -n 2 --beside {beside} --plot {plot}");
+    let table = succeeded(&bench(&arguments));
     assert_contains(
         &table,
         &[
@@ -266,27 +224,21 @@ fn figures_of_another_program_are_shown_beside() {
     // Of something else.
     report["ranks"] = 8.into();
     std::fs::write(beside, report.to_string()).unwrap();
-    let output = bench(&arguments);
-    assert!(!output.status.success());
-    let text = stderr(&output);
-    assert_contains(&text, &["all-reduce of bf16 on 8 ranks; expected"]);
+    assert_refused(
+        &bench(&arguments),
+        "all-reduce of bf16 on 8 ranks; expected",
+    );
 }
 
 /// Errors in a file are reported before the measurement, and later ones do not lose the figures.
 #[test]
 fn a_file_that_cannot_be_written_costs_no_figures() {
-    let output = bench(&["all-reduce", "-n", "2", "--plot", "/nowhere/plot.svg"]);
-    assert!(!output.status.success());
-    let text = stderr(&output);
-    assert_eq!(
-        text.matches("open /nowhere/plot.svg for writing").count(),
-        1,
-        "{text}"
-    );
-    assert!(!text.contains("rank"), "{text}");
-    let output = bench(&["all-reduce", "-n", "2", "--plot", "/dev/full"]);
-    assert!(!output.status.success());
-    assert_contains(&stderr(&output), &["write /dev/full"]);
+    let output = bench("all-reduce -n 2 --plot /nowhere/plot.svg");
+    assert_refused(&output, "open /nowhere/plot.svg for writing");
+    assert!(!stderr(&output).contains("rank"), "{}", stderr(&output));
+    let output = bench("all-reduce -n 2 --plot /dev/full");
+    // Its peers name the cause as well.
+    assert_refused(&output, "warplink: error: write /dev/full");
     let table = stdout(&output);
     assert!(
         table.contains("bus GB/s") && table.contains("4 KiB"),
@@ -297,62 +249,46 @@ fn a_file_that_cannot_be_written_costs_no_figures() {
 #[test]
 fn arguments_that_do_not_go_together_are_refused_once() {
     for (more, said) in [
+        ("all-to-all --place in", "in place is not compared"),
+        ("broadcast --root 2", "--root is 2; expected a rank below 2"),
+        ("all-reduce --algorithm magic", "unknown algorithm 'magic'"),
         (
-            &["all-to-all", "--place", "in"][..],
-            "in place is not compared",
-        ),
-        (
-            &["broadcast", "--root", "2"],
-            "--root is 2; expected a rank below 2",
-        ),
-        (
-            &["all-reduce", "--algorithm", "magic"],
-            "unknown algorithm 'magic'",
-        ),
-        (
-            &["all-gather", "--algorithm", "two-shot"],
+            "all-gather --algorithm two-shot",
             "--algorithm is two-shot, which has no all-gather; expected one-shot, chunks, direct",
         ),
-        (&["everything"], "invalid value 'everything'"),
+        ("everything", "invalid value 'everything'"),
+        ("all-reduce --beside /nowhere.json", "read /nowhere.json"),
         (
-            &["all-reduce", "--beside", "/nowhere.json"],
-            "read /nowhere.json",
-        ),
-        (
-            &["all-gather", "--from", "2B"],
+            "all-gather --from 2B",
             "expected at least 4 bytes, which is 2 elements of bf16, one for each rank",
         ),
         (
-            &["all-reduce", "--from", "1"],
+            "all-reduce --from 1",
             "expected at least 2 bytes, which is one element of bf16",
         ),
         (
-            &["all-reduce", "--step", "1"],
+            "all-reduce --step 1",
             "expected a whole number of at least 2",
         ),
         (
-            &["all-gather", "--algorithm", "copy-engine"],
+            "all-gather --algorithm copy-engine",
             "which needs bound calls; help: pass --bound",
         ),
-        (&["send-receive", "--bound"], "--bound is for collectives"),
+        ("send-receive --bound", "--bound is for collectives"),
         (
-            &["all-gather", "--peers", "nccl"],
+            "all-gather --peers nccl",
             "--peers has nccl; expected substitute or none on host",
         ),
         (
-            &["all-gather", "--from", "1MiB"],
+            "all-gather --from 1MiB",
             "--from is 1 MiB and --to is 4 KiB; expected --from to be at most --to",
         ),
     ] {
-        let quick = if more.contains(&"--from") {
-            &["--device", "host", "--to", "4KiB"][..]
+        let quick = if more.contains("--from") {
+            "--device host --to 4KiB"
         } else {
-            &QUICK
+            QUICK
         };
-        let arguments = [&["bench", "collective", "-n", "2"], more, quick].concat();
-        let output = warplink(&arguments).output().unwrap();
-        assert!(!output.status.success(), "{more:?}");
-        let text = stderr(&output);
-        assert_eq!(text.matches(said).count(), 1, "{more:?}: {text}");
+        assert_refused(&run(&format!("bench collective -n 2 {more} {quick}")), said);
     }
 }

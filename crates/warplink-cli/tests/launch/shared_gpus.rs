@@ -1,15 +1,6 @@
 //! Launches whose ranks share GPUs, with a stand-in for the command of CUDA's multi-process service.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::panic,
-    reason = "a test fails by panicking"
-)]
-
-#[allow(dead_code, reason = "shared with the tests of output")]
-mod common;
-
-use common::{SOON, stderr, stdout, warplink, within};
+use crate::common::{SOON, stderr, stdout, warplink, within};
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};

@@ -1,26 +1,13 @@
 //! Output with `--json`: one object, also for errors.
 
-// A test fails by panicking.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-#[allow(dead_code, reason = "shared with the tests of endings")]
-mod common;
-
-use common::{SOON, stderr, stdout, warplink, within};
+use crate::common::{SOON, command, example, run, stderr, stdout, succeeded, within};
 use serde_json::Value;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-fn example(name: &str) -> String {
-    format!(
-        "{}/../../examples/programs/{name}.wlp",
-        env!("CARGO_MANIFEST_DIR")
-    )
-}
-
 /// The only object that a command prints, which fails unless `succeeds`.
-fn object(args: &[&str], succeeds: bool) -> Value {
-    let output = warplink(&[&["--json"], args].concat()).output().unwrap();
+fn object(args: &str, succeeds: bool) -> Value {
+    let output = run(&format!("--json {args}"));
     let text = stdout(&output);
     assert_eq!(output.status.success(), succeeds, "{args:?}: {text}");
     assert_eq!(text.lines().count(), 1, "{args:?}: {text}");
@@ -30,7 +17,7 @@ fn object(args: &[&str], succeeds: bool) -> Value {
 }
 
 /// The error that a command prints, whose form is that of all.
-fn error(args: &[&str]) -> Value {
+fn error(args: &str) -> Value {
     let error = object(args, false)["error"].take();
     for (key, value) in error.as_object().expect("an error") {
         let known = [
@@ -55,49 +42,45 @@ fn errors_of_every_origin_have_one_form() {
     for (args, kind, message) in [
         // Of the command itself.
         (
-            &["demo", "--device", "host", "--m", "7"][..],
+            "demo --device host --m 7",
             "invalid-argument",
             "m = 7 is not divisible by 2 ranks; expected a multiple of 2",
         ),
         // Of the library.
-        (
-            &["topo", "--mesh", "/nonexistent.json"],
-            "io",
-            "/nonexistent.json",
-        ),
+        ("topo --mesh /nonexistent.json", "io", "/nonexistent.json"),
         // Of the arguments' grammar.
         (
-            &["demo", "--dtype", "f64"],
+            "demo --dtype f64",
             "invalid-argument",
             "invalid value 'f64' for '--dtype <TYPE>': unknown element type 'f64'; expected f16, bf16 or f32",
         ),
         (
-            &["launch", "--", "no-such-program"],
+            "launch -- no-such-program",
             "invalid-argument",
             "'no-such-program' was not found; expected a path, or a name in PATH",
         ),
         (
-            &["program", "verify", "no-such-file.wlp"],
+            "program verify no-such-file.wlp",
             "io",
             "read no-such-file.wlp",
         ),
-        (&["bench"], "invalid-argument", "arguments are missing"),
+        ("bench", "invalid-argument", "arguments are missing"),
     ] {
         let error = error(args);
         assert_eq!(error["kind"], kind, "{args:?}: {error}");
         let text = error["message"].as_str().unwrap();
         assert!(text.contains(message), "{args:?}: {error}");
     }
-    let args = ["bench", "p2p", "--device", "host", "-n", "1"];
-    assert_eq!(error(&args)["help"], "use --ranks 2");
-    let missing = error(&["program", "verify", "no-such-file.wlp"]);
+    let alone = error("bench p2p --device host -n 1");
+    assert_eq!(alone["help"], "use --ranks 2");
+    let missing = error("program verify no-such-file.wlp");
     assert_eq!(missing["code"], 2, "{missing}");
 }
 
 /// The hidden ones are for the command's own use.
 #[test]
 fn a_missing_subcommand_lists_those_for_people() {
-    let output = warplink(&["--json"]).output().unwrap();
+    let output = run("--json");
     let text = stdout(&output) + &stderr(&output);
     assert!(text.contains("bench, demo, doctor"), "{text}");
     assert!(!text.contains("__"), "{text}");
@@ -107,14 +90,14 @@ fn a_missing_subcommand_lists_those_for_people() {
 fn a_refused_program_has_one_error_in_every_command() {
     let ring = example("ring_pass");
     for command in ["show", "verify", "cost", "run"] {
-        let error = error(&["program", command, &ring, "-n", "2"]);
+        let error = error(&format!("program {command} {ring} -n 2"));
         assert_eq!(error["kind"], "invalid-argument", "{error}");
         assert_eq!(error["help"], "give a value with --param n=N", "{error}");
         let diagnostics = error["diagnostics"].as_array().unwrap();
         assert_eq!(diagnostics.len(), 1, "{error}");
         assert_eq!(diagnostics[0]["kind"], "requirement", "{error}");
     }
-    let text = object(&["program", "verify", &ring], false);
+    let text = object(&format!("program verify {ring}"), false);
     assert_eq!(text["passed"], false, "{text}");
     assert_eq!(text["diagnostics"], text["error"]["diagnostics"]);
 }
@@ -126,13 +109,13 @@ fn a_mistake_in_a_program_has_one_error_in_every_command() {
     std::fs::write(&path, "program p() {\n    post = 1\n}\n").unwrap();
     let path = path.to_str().unwrap();
     for command in [
-        &["program", "show"][..],
-        &["program", "verify"],
-        &["program", "cost"],
-        &["program", "run"],
-        &["bench", "section"],
+        "program show",
+        "program verify",
+        "program cost",
+        "program run",
+        "bench section",
     ] {
-        let error = error(&[command, &[path]].concat());
+        let error = error(&format!("{command} {path}"));
         assert_eq!(error["kind"], "parse", "{error}");
         let diagnostic = &error["diagnostics"][0];
         assert_eq!(
@@ -150,15 +133,7 @@ fn a_mistake_in_a_program_has_one_error_in_every_command() {
 }
 
 /// A benchmark that goes on for long.
-const LONG: [&str; 7] = [
-    "bench",
-    "p2p",
-    "--device",
-    "host",
-    "--samples",
-    "60000",
-    "--json",
-];
+const LONG: &str = "bench p2p --device host --samples 60000 --json";
 
 /// Output of a job that `end` ends: it gets the process ids of the first process and of rank 0.
 fn ended_by(end: impl FnOnce(u32, u32)) -> Value {
@@ -168,7 +143,7 @@ fn ended_by(end: impl FnOnce(u32, u32)) -> Value {
         std::thread::current().id()
     );
     let (name, value) = mark.split_once('=').unwrap();
-    let child = warplink(&LONG)
+    let child = command(LONG)
         .env(name, value)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -225,12 +200,7 @@ fn a_job_that_is_ended_has_an_error_in_place_of_its_result() {
 #[test]
 fn operations_and_kernels_are_shown_in_an_object() {
     let ring = example("ring_pass");
-    let shown = object(
-        &[
-            "program", "show", &ring, "-n", "4", "--rank", "2", "-p", "n=8",
-        ],
-        true,
-    );
+    let shown = object(&format!("program show {ring} -n 4 --rank 2 -p n=8"), true);
     assert_eq!(
         (&shown["program"], &shown["ranks"], &shown["rank"]),
         (&"ring_pass".into(), &4.into(), &2.into())
@@ -244,7 +214,7 @@ fn a_replay_is_an_object() {
     let file = folder.path().join("report.json");
     measure(&file);
     let file = file.to_str().unwrap();
-    let replay = ["bench", "overlap", "--replay", file, "--model", "host"];
+    let replay = format!("bench overlap --replay {file} --model host");
     let shown = object(&replay, true);
     assert_eq!(
         (&shown["benchmark"], &shown["ranks"]),
@@ -253,18 +223,13 @@ fn a_replay_is_an_object() {
     let shape = &shown["shapes"][0];
     assert_eq!(shape["m"], 32, "{shown}");
     assert!(shape["of_best"].as_f64().unwrap() > 0.0, "{shown}");
-    let text = stdout(&warplink(&replay).output().unwrap());
+    let text = stdout(&run(&replay));
     assert!(text.contains("The chosen lowering is within 5 %"), "{text}");
 }
 
 /// Writes a report of `bench overlap`.
 fn measure(file: &Path) {
-    let shape = ["--device", "host", "--shape", "32,32,16", "--samples", "1"];
-    let args = [
-        &["bench", "overlap", "--output", file.to_str().unwrap()],
-        &shape[..],
-    ]
-    .concat();
-    let output = warplink(&args).output().unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
+    let file = file.display();
+    let shape = "--device host --shape 32,32,16 --samples 1";
+    succeeded(&run(&format!("bench overlap --output {file} {shape}")));
 }

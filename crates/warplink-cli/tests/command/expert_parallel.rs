@@ -1,51 +1,19 @@
 //! The benchmark of dispatch and combine, on the host device.
 
-// A test fails by panicking.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+use crate::common::{assert_refused, object, run, stdout};
 
-#[allow(dead_code, reason = "shared with the tests of endings")]
-mod common;
+const QUICK: &str =
+    "--device host --to 8 --elements 48 --experts 12 --top-k 3 --samples 1 --calls 2";
 
-use common::{assert_contains, stderr, stdout, warplink};
-use serde_json::Value;
-
-const QUICK: [&str; 14] = [
-    "--device",
-    "host",
-    "--to",
-    "8",
-    "--elements",
-    "48",
-    "--experts",
-    "12",
-    "--top-k",
-    "3",
-    "--samples",
-    "1",
-    "--calls",
-    "2",
-];
-
-fn bench(more: &[&str]) -> std::process::Output {
-    let arguments = [&["bench", "expert-parallel"], more, &QUICK[..]].concat();
-    warplink(&arguments).output().unwrap()
+fn bench(more: &str) -> std::process::Output {
+    run(&format!("bench expert-parallel {more} {QUICK}"))
 }
 
 #[test]
 fn dispatch_and_combine_are_right_and_measured_beside_their_peer() {
     for (ranks, routing, dtype) in [("2", "random", "bf16"), ("3", "one-rank", "f32")] {
-        let arguments = [
-            "-n",
-            ranks,
-            "--routing",
-            routing,
-            "--dtype",
-            dtype,
-            "--json",
-        ];
-        let output = bench(&arguments);
-        assert!(output.status.success(), "{}", stderr(&output));
-        let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+        let arguments = format!("-n {ranks} --routing {routing} --dtype {dtype} --json");
+        let report = object(&bench(&arguments));
         assert_eq!(report["benchmark"], "expert-parallel");
         assert_eq!(report["top_k"], 3);
         let rows = report["rows"].as_array().unwrap();
@@ -67,7 +35,7 @@ fn dispatch_and_combine_are_right_and_measured_beside_their_peer() {
                 assert_eq!(row["rows"].as_u64().unwrap(), all, "{row}");
             }
         }
-        let table = bench(&["-n", ranks, "--routing", routing, "--dtype", dtype]);
+        let table = bench(&format!("-n {ranks} --routing {routing} --dtype {dtype}"));
         assert!(stdout(&table).contains("top 3 of 12 experts"));
     }
 }
@@ -76,20 +44,16 @@ fn dispatch_and_combine_are_right_and_measured_beside_their_peer() {
 fn layers_that_cannot_be_measured_are_refused_at_once() {
     for (arguments, says) in [
         (
-            &["-n", "5"][..],
+            "-n 5",
             "--experts is 12; expected a multiple of the 5 ranks",
         ),
         (
-            &["-n", "6", "--routing", "one-rank"],
+            "-n 6 --routing one-rank",
             "--top-k is 3; expected at most the 2 experts that tokens go to",
         ),
-        (&["-n", "2", "--dtype", "i32"], "expected f16, bf16 or f32"),
-        // The option's old name.
-        (&["-n", "2", "--dtype", "i32"], "expected f16, bf16 or f32"),
-        (&["-n", "2", "--from", "9"], "--from is 9 and --to is 8"),
+        ("-n 2 --dtype i32", "expected f16, bf16 or f32"),
+        ("-n 2 --from 9", "--from is 9 and --to is 8"),
     ] {
-        let output = bench(arguments);
-        assert!(!output.status.success());
-        assert_contains(&stderr(&output), &[says]);
+        assert_refused(&bench(arguments), says);
     }
 }

@@ -1,15 +1,10 @@
 //! Programs with kernel sections through the command: printed as CUDA C++, run, traced and timed, on the host
 //! device.
 
-// A test fails by panicking.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-#[allow(dead_code, reason = "shared with the tests of endings")]
-mod common;
-
-use common::{assert_contains, stderr, stdout, warplink};
+use crate::common::{
+    assert_contains, assert_refused, example, object, run, stderr, stdout, succeeded,
+};
 use serde_json::Value;
-use std::path::{Path, PathBuf};
 use std::process::Output;
 
 const RACE: &str = "program race(n) {
@@ -34,41 +29,25 @@ const OTHER: &str = "program other(n) {
 }
 ";
 
-fn example(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../examples/programs")
-        .join(name)
+fn of(command: &str, program: &str, rest: &str) -> Output {
+    run(&format!("{command} {program} {rest}"))
 }
 
-fn of(command: [&str; 2], program: &Path, rest: &[&str]) -> Output {
-    let program = program.to_str().unwrap();
-    let arguments = [&command[..], &[program], rest].concat();
-    warplink(&arguments).output().unwrap()
+fn show(program: &str, rest: &str) -> Output {
+    of("program show", program, rest)
 }
 
-fn show(program: &Path, rest: &[&str]) -> Output {
-    of(["program", "show"], program, rest)
-}
-
-fn bench(program: &Path, rest: &[&str]) -> Output {
-    let quick = ["--device", "host", "--samples", "2", "--runs", "3"];
-    of(["bench", "section"], program, &[rest, &quick].concat())
-}
-
-fn json(output: &Output) -> Value {
-    assert!(output.status.success(), "{}", stderr(output));
-    serde_json::from_str(&stdout(output)).unwrap()
+fn bench(program: &str, rest: &str) -> Output {
+    let quick = "--device host --samples 2 --runs 3";
+    of("bench section", program, &format!("{rest} {quick}"))
 }
 
 #[test]
 fn kernels_are_shown_as_what_the_compiler_gets() {
-    let one_shot = example("all_reduce_one_shot.wlp");
-    let sizes = [
-        "--ranks", "2", "--rank", "1", "-p", "n=1000", "-p", "T=bf16",
-    ];
-    let output = show(&one_shot, &[&sizes[..], &["--kernel"]].concat());
-    assert!(output.status.success(), "{}", stderr(&output));
-    let text = stdout(&output);
+    let one_shot = example("all_reduce_one_shot");
+    let sizes = "--ranks 2 --rank 1 -p n=1000 -p T=bf16";
+    let output = show(&one_shot, &format!("{sizes} --kernel"));
+    let text = succeeded(&output);
     assert_contains(
         &text,
         &[
@@ -78,10 +57,7 @@ fn kernels_are_shown_as_what_the_compiler_gets() {
             "reduce<Bf16, Add",
         ],
     );
-    let kernels = json(&show(
-        &one_shot,
-        &[&sizes[..], &["--kernel", "--json"]].concat(),
-    ));
+    let kernels = object(&show(&one_shot, &format!("{sizes} --kernel --json")));
     let kernels = kernels["kernels"].as_array().unwrap();
     assert_eq!(kernels.len(), 1);
     assert_eq!(kernels[0]["text"].as_str().unwrap().trim(), text.trim());
@@ -97,13 +73,13 @@ fn kernels_are_shown_as_what_the_compiler_gets() {
 
 #[test]
 fn what_has_no_kernel_shows_none() {
-    let ring = example("ring_pass.wlp");
-    let output = show(&ring, &["--ranks", "2", "-p", "n=64", "--kernel"]);
+    let ring = example("ring_pass");
+    let output = show(&ring, "--ranks 2 -p n=64 --kernel");
     assert!(!output.status.success());
     let said = stderr(&output);
     assert!(said.contains("no kernel section"), "{said}");
     // A kernel is of a rank.
-    let output = show(&example("all_reduce_one_shot.wlp"), &["--kernel"]);
+    let output = show(&example("all_reduce_one_shot"), "--kernel");
     assert_eq!(output.status.code(), Some(2));
     assert_contains(&stderr(&output), &["--ranks"]);
 }
@@ -111,24 +87,10 @@ fn what_has_no_kernel_shows_none() {
 #[test]
 fn kernels_run_right_and_are_in_the_trace() {
     let folder = tempfile::tempdir().unwrap();
-    let trace = folder.path().join("trace.json");
-    let rest = [
-        "-n",
-        "2",
-        "-p",
-        "n=1000",
-        "-p",
-        "T=f32",
-        "--device",
-        "host",
-        "--samples",
-        "2",
-        "--trace",
-        trace.to_str().unwrap(),
-    ];
-    let output = of(["program", "run"], &example("all_reduce_lanes.wlp"), &rest);
-    assert!(output.status.success(), "{}", stderr(&output));
-    let text = stdout(&output);
+    let trace = folder.path().join("trace.json").display().to_string();
+    let rest = format!("-n 2 -p n=1000 -p T=f32 --device host --samples 2 --trace {trace}");
+    let output = of("program run", &example("all_reduce_lanes"), &rest);
+    let text = succeeded(&output);
     assert!(text.contains("'Y' is right"), "{text}");
     let events: Value = serde_json::from_str(&std::fs::read_to_string(&trace).unwrap()).unwrap();
     let events = events
@@ -159,9 +121,9 @@ fn kernels_run_right_and_are_in_the_trace() {
 
 #[test]
 fn a_bench_of_kernels_compares_values_with_the_collectives() {
-    let sizes = ["-n", "2", "-p", "T=f32", "--sizes", "1024,4096"];
-    let one_shot = example("all_reduce_one_shot.wlp");
-    let report = json(&bench(&one_shot, &[&sizes[..], &["--json"]].concat()));
+    let sizes = "-n 2 -p T=f32 --sizes 1024,4096";
+    let one_shot = example("all_reduce_one_shot");
+    let report = object(&bench(&one_shot, &format!("{sizes} --json")));
     assert_eq!(report["program"], "all_reduce_one_shot");
     let rows = report["rows"].as_array().unwrap();
     let bytes: Vec<u64> = rows
@@ -178,8 +140,8 @@ fn a_bench_of_kernels_compares_values_with_the_collectives() {
             (&4.into(), &128.into())
         );
     }
-    let some = ["--try", "lanes=4,5", "--against", "nothing"];
-    let output = bench(&one_shot, &[&sizes[..], &some].concat());
+    let some = "--try lanes=4,5 --against nothing";
+    let output = bench(&one_shot, &format!("{sizes} {some}"));
     assert!(output.status.success(), "{}", stderr(&output));
     let text = stderr(&output);
     assert_eq!(
@@ -187,15 +149,8 @@ fn a_bench_of_kernels_compares_values_with_the_collectives() {
         1,
         "{text}"
     );
-    let tried = [
-        "--try",
-        "lanes=4,8",
-        "--all",
-        "--against",
-        "nothing",
-        "--json",
-    ];
-    let report = json(&bench(&one_shot, &[&sizes[..], &tried].concat()));
+    let tried = "--try lanes=4,8 --all --against nothing --json";
+    let report = object(&bench(&one_shot, &format!("{sizes} {tried}")));
     let rows = report["rows"].as_array().unwrap();
     let lanes: Vec<u64> = rows
         .iter()
@@ -209,68 +164,59 @@ fn a_bench_of_kernels_compares_values_with_the_collectives() {
 #[test]
 fn a_bench_fails_where_the_output_is_not_the_collectives() {
     let folder = tempfile::tempdir().unwrap();
-    let other = folder.path().join("other.wlp");
+    let other = folder.path().join("other.wlp").display().to_string();
     std::fs::write(&other, OTHER).unwrap();
-    let output = bench(&other, &["-n", "2", "--sizes", "1KiB"]);
+    let output = bench(&other, "-n 2 --sizes 1KiB");
     let table = stdout(&output);
     assert_eq!(output.status.code(), Some(1), "{table}{}", stderr(&output));
     assert!(
         table.contains("differ") && table.contains("speedup"),
         "{table}"
     );
-    let alone = ["-n", "2", "--sizes", "1KiB", "--against", "nothing"];
+    let alone = "-n 2 --sizes 1KiB --against nothing";
     let output = bench(&other, &alone);
     assert!(output.status.success(), "{}", stderr(&output));
 }
 
 #[test]
 fn a_bench_refuses_what_it_cannot_time() {
-    let sizes = ["-n", "2", "--sizes", "1024"];
-    let one_shot = example("all_reduce_one_shot.wlp");
-    let output = bench(&one_shot, &[&sizes[..], &["--against", "sum"]].concat());
+    let sizes = "-n 2 --sizes 1024";
+    let one_shot = example("all_reduce_one_shot");
+    let output = bench(&one_shot, &format!("{sizes} --against sum"));
     assert!(!output.status.success());
     let said = stderr(&output);
     assert_contains(&said, &["invalid value 'sum' for '--against <COLLECTIVE>'"]);
-    let output = bench(&one_shot, &[&sizes[..], &["--length", "count"]].concat());
+    let output = bench(&one_shot, &format!("{sizes} --length count"));
     assert!(!output.status.success(), "{}", stdout(&output));
     let said = "--length is 'count', which is no parameter of 'all_reduce_one_shot'";
     assert_contains(&stderr(&output), &[said]);
     for (program, more, said) in [
+        ("ring_pass", "", "program 'ring_pass' has no kernel section"),
+        ("all_reduce_one_shot", "-p n=5", "--param gives 'n' a value"),
         (
-            "ring_pass.wlp",
-            &[][..],
-            "program 'ring_pass' has no kernel section",
-        ),
-        (
-            "all_reduce_one_shot.wlp",
-            &["-p", "n=5"],
-            "--param gives 'n' a value",
-        ),
-        (
-            "all_reduce_one_shot.wlp",
-            &["--try", "n=5,6"],
+            "all_reduce_one_shot",
+            "--try n=5,6",
             "--try gives 'n' values",
         ),
         (
-            "all_reduce_one_shot.wlp",
-            &["--try", "lanes=4,8", "-p", "lanes=16"],
+            "all_reduce_one_shot",
+            "--try lanes=4,8 -p lanes=16",
             "--param and --try both give 'lanes' values",
         ),
         (
-            "all_reduce_one_shot.wlp",
-            &["-p", "foo=4"],
+            "all_reduce_one_shot",
+            "-p foo=4",
             "unknown parameter 'foo' of 'all_reduce_one_shot'",
         ),
     ] {
-        let output = bench(&example(program), &[&sizes[..], more].concat());
-        assert!(!output.status.success() && stdout(&output).is_empty());
-        let text = stderr(&output);
-        assert_eq!(text.matches(said).count(), 1, "{text}");
+        let output = bench(&example(program), &format!("{sizes} {more}"));
+        assert!(stdout(&output).is_empty(), "{}", stdout(&output));
+        assert_refused(&output, said);
     }
     let folder = tempfile::tempdir().unwrap();
-    let race = folder.path().join("race.wlp");
+    let race = folder.path().join("race.wlp").display().to_string();
     std::fs::write(&race, RACE).unwrap();
-    let output = bench(&race, &[&sizes[..], &["--against", "nothing"]].concat());
+    let output = bench(&race, &format!("{sizes} --against nothing"));
     let said = stderr(&output);
     assert!(!stdout(&output).contains("1024"), "{}", stdout(&output));
     assert!(said.contains("race"), "{said}");

@@ -1,12 +1,8 @@
 //! The benchmark of send and receive, on the host device.
 
-// A test fails by panicking.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-#[allow(dead_code, reason = "shared with the tests of endings")]
-mod common;
-
-use common::{assert_contains, stderr, stdout, warplink};
+use crate::common::{
+    assert_contains, assert_refused, command, json, object, run, stderr, stdout, succeeded,
+};
 use serde_json::Value;
 
 const METHODS: [&str; 9] = [
@@ -22,27 +18,14 @@ const METHODS: [&str; 9] = [
 ];
 
 /// Output of `bench p2p` for one size.
-fn bench(more: &[&str]) -> String {
-    let size = [
-        "--from",
-        "4KiB",
-        "--to",
-        "4KiB",
-        "--samples",
-        "2",
-        "--device",
-        "host",
-    ];
-    let output = warplink(&[&["bench", "p2p"], &size[..], more].concat())
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    stdout(&output)
+fn bench(more: &str) -> String {
+    let size = "--from 4KiB --to 4KiB --samples 2 --device host";
+    succeeded(&run(&format!("bench p2p {size} {more}")))
 }
 
 /// Looks for every method, compared with its floor, and for a latency of these methods only.
-fn check(more: &[&str], with_latency: &[&str]) {
-    let report: Value = serde_json::from_str(&bench(&[more, &["--json"]].concat())).unwrap();
+fn check(more: &str, with_latency: &[&str]) {
+    let report: Value = serde_json::from_str(&bench(&format!("{more} --json"))).unwrap();
     let rows = report["rows"].as_array().unwrap();
     let methods: Vec<&str> = rows
         .iter()
@@ -77,27 +60,13 @@ fn check(more: &[&str], with_latency: &[&str]) {
 fn a_pair_has_latency_but_for_raw_gets() {
     // The third rank takes no part.
     let with_latency = METHODS.map(|method| if method == "raw-get" { "" } else { method });
-    check(&["-n", "3"], &with_latency);
+    check("-n 3", &with_latency);
 }
 
 /// The default of --to is not below --from.
 #[test]
 fn a_bench_starts_above_its_default_end() {
-    let args = [
-        "bench",
-        "p2p",
-        "--from",
-        "8MiB",
-        "--samples",
-        "1",
-        "--no-nccl",
-        "--json",
-    ];
-    let output = warplink(&[&args[..], &["--device", "host", "-n", "2"]].concat())
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    let report = json("bench p2p --from 8MiB --samples 1 --no-nccl --json --device host -n 2");
     let rows = report["rows"].as_array().unwrap();
     assert!(
         !rows.is_empty() && rows.iter().all(|row| row["bytes"] == 8 << 20),
@@ -107,12 +76,12 @@ fn a_bench_starts_above_its_default_end() {
 
 #[test]
 fn a_ring_has_no_latency() {
-    check(&["-n", "3", "--ring"], &[]);
+    check("-n 3 --ring", &[]);
 }
 
 #[test]
 fn the_table_names_ways_as_json_does() {
-    let text = bench(&["-n", "2"]);
+    let text = bench("-n 2");
     let rows: Vec<Vec<&str>> = text
         .lines()
         .skip(3)
@@ -133,34 +102,20 @@ fn the_table_names_ways_as_json_does() {
 
 #[test]
 fn methods_can_be_chosen_and_come_with_what_they_are_compared_with() {
-    let text = bench(&["-n", "2", "--json", "--methods", "put-fastest,nccl"]);
+    let text = bench("-n 2 --json --methods put-fastest,nccl");
     let report: Value = serde_json::from_str(&text).unwrap();
     let rows = report["rows"].as_array().unwrap();
     let methods = rows.iter().map(|row| row["method"].as_str().unwrap());
     let expected = ["raw", "put-fastest", "nccl"].map(|method| [method; 2]);
     assert_eq!(methods.collect::<Vec<_>>(), expected.concat());
-    let neither = ["--methods", "nccl", "--no-nccl"];
-    let refused = warplink(
-        &[
-            &["bench", "p2p", "--device", "host", "-n", "2"],
-            &neither[..],
-        ]
-        .concat(),
-    )
-    .output()
-    .unwrap();
-    assert!(!refused.status.success());
-    assert!(
-        stderr(&refused).contains("--no-nccl leaves it out"),
-        "{}",
-        stderr(&refused)
-    );
+    let refused = run("bench p2p --device host -n 2 --methods nccl --no-nccl");
+    assert_refused(&refused, "--no-nccl leaves it out");
 }
 
 /// A row that does not end costs its own figure and those after it.
 #[test]
 fn bench_channel_ends_at_the_limit_of_a_row() {
-    let output = warplink(&["bench", "channel", "--device", "host", "--limit", "1"])
+    let output = command("bench channel --device host --limit 1")
         .env("WARPLINK_HOST_DELAY_US", "100000")
         .output()
         .unwrap();
@@ -176,20 +131,8 @@ fn bench_channel_ends_at_the_limit_of_a_row() {
 
 #[test]
 fn bench_channel_measures_every_kind() {
-    let options = [
-        "--samples",
-        "1",
-        "--to",
-        "4KiB",
-        "--device",
-        "host",
-        "--json",
-    ];
-    let output = warplink(&[&["bench", "channel"], &options[..]].concat())
-        .output()
-        .unwrap();
-    assert!(output.status.success(), "{}", stderr(&output));
-    let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    let output = run("bench channel --samples 1 --to 4KiB --device host --json");
+    let report = object(&output);
     let rows = report["rows"].as_array().unwrap();
     for (what, transport) in [
         ("words", "direct"),
@@ -209,24 +152,15 @@ fn bench_channel_measures_every_kind() {
     }
     // Rows are printed as they are measured, also where the result is one object.
     assert_contains(&stderr(&output), &["triggers          proxied"]);
-    let some = [&options[..6], &["--rows", "packets"]].concat();
-    let output = warplink(&[&["bench", "channel"], &some[..]].concat())
-        .output()
-        .unwrap();
-    let text = stdout(&output);
+    let some = run("bench channel --samples 1 --to 4KiB --device host --rows packets");
+    let text = succeeded(&some);
     let rows: Vec<_> = text.lines().skip(3).collect();
     assert!(
         rows.len() == 3 && rows.iter().all(|row| row.starts_with("packets")),
         "{text}"
     );
-    let args = [
-        "bench", "p2p", "--device", "host", "--from", "4KiB", "--to", "1KiB",
-    ];
-    let swapped = stderr(&warplink(&args).output().unwrap());
-    assert_contains(&swapped, &["expected --from to be at most --to"]);
-    let refused = warplink(&["bench", "channel", "--device", "host", "--ranks", "1"])
-        .output()
-        .unwrap();
-    assert!(!refused.status.success());
-    assert!(stderr(&refused).contains("no peer"), "{}", stderr(&refused));
+    let swapped = run("bench p2p --device host --from 4KiB --to 1KiB");
+    assert_refused(&swapped, "expected --from to be at most --to");
+    let alone = run("bench channel --device host --ranks 1");
+    assert_refused(&alone, "no peer");
 }

@@ -1,12 +1,8 @@
 //! Closed pipes, full disks, absurd sizes and other wrong input: errors, not panics.
 
-// A test fails by panicking.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-#[allow(dead_code, reason = "shared with the tests of endings")]
-mod common;
-
-use common::{Stopwatch, assert_contains, stderr, stdout, warplink};
+use crate::common::{
+    Stopwatch, assert_contains, command, example, run, stderr, stdout, succeeded, warplink,
+};
 use serde_json::Value;
 use std::fs::File;
 use std::os::unix::fs::PermissionsExt;
@@ -14,15 +10,8 @@ use std::process::{Command, Output};
 use std::time::Duration;
 use warplink::overlap::{AllGatherMatmulLowering, MatmulReduceScatterLowering};
 
-const HOST: [&str; 2] = ["--device", "host"];
-const SMALL: [&str; 8] = ["--m", "48", "--k", "32", "--n", "24", "--samples", "2"];
-
-fn example(name: &str) -> String {
-    format!(
-        "{}/../../examples/programs/{name}.wlp",
-        env!("CARGO_MANIFEST_DIR")
-    )
-}
+const HOST: &str = "--device host";
+const SMALL: &str = "--m 48 --k 32 --n 24 --samples 2";
 
 /// Fails unless the command failed with an error that says `part`.
 fn assert_error(output: &Output, part: &str) {
@@ -37,7 +26,7 @@ fn assert_error(output: &Output, part: &str) {
 fn a_closed_pipe_is_an_error() {
     let (reader, writer) = std::io::pipe().unwrap();
     drop(reader);
-    let output = warplink(&[&["demo"][..], &HOST, &SMALL].concat())
+    let output = command(&format!("demo {HOST} {SMALL}"))
         .stdout(writer)
         .output()
         .unwrap();
@@ -49,27 +38,19 @@ fn a_closed_pipe_is_an_error() {
 #[test]
 fn a_full_disk_is_an_error() {
     let program = example("ring_pass");
-    for args in [
-        &[&["demo"][..], &HOST, &SMALL].concat()[..],
-        &[&["demo", "--json"][..], &HOST, &SMALL].concat(),
-        &["program", "show", &program],
-        &["program", "show", &program, "-n", "2", "-p", "n=8"],
-        &["program", "verify", &program, "-n", "2", "-p", "n=8"],
-        &[
-            "bench",
-            "p2p",
-            "--to",
-            "4KiB",
-            "--samples",
-            "1",
-            "--device",
-            "host",
-        ],
-        &["bench", "program", "--samples", "1", "--device", "host"],
-        &["launch", "--json", "-n", "1", "--", "true"],
-        &["launch", "-n", "2", "--", "sh", "-c", "echo text; sleep 60"],
-    ] {
-        let output = warplink(args)
+    let commands = [
+        &format!("demo {HOST} {SMALL}"),
+        &format!("demo --json {HOST} {SMALL}"),
+        &format!("program show {program}"),
+        &format!("program show {program} -n 2 -p n=8"),
+        &format!("program verify {program} -n 2 -p n=8"),
+        "bench p2p --to 4KiB --samples 1 --device host",
+        "bench program --samples 1 --device host",
+        "launch --json -n 1 -- true",
+    ];
+    let script = ["launch", "-n", "2", "--", "sh", "-c", "echo text; sleep 60"];
+    for mut command in commands.map(command).into_iter().chain([warplink(&script)]) {
+        let output = command
             .stdout(File::options().write(true).open("/dev/full").unwrap())
             .output()
             .unwrap();
@@ -81,8 +62,8 @@ fn a_full_disk_is_an_error() {
 #[test]
 fn a_shortage_is_named_within_seconds() {
     let section = example("all_reduce_one_shot");
-    let run = ["program", "run", &section, "-p", "n=64", "-p", "T=f32"];
-    let bench = ["bench", "collective", "all-reduce", "--to", "1KiB"];
+    let run = format!("program run {section} -p n=64 -p T=f32");
+    let bench = "bench collective all-reduce --to 1KiB";
     // Where every user may run it, and write.
     let folder = tempfile::tempdir_in("/tmp").unwrap();
     std::fs::set_permissions(folder.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
@@ -97,15 +78,15 @@ fn a_shortage_is_named_within_seconds() {
     // Of threads, all processes of the user count: root can be one that has none.
     let is_root = rustix::process::geteuid().is_root();
     for (limit, ranks, command, words) in [
-        ("-n 64", "16", &["demo"][..], descriptors),
+        ("-n 64", "16", "demo", descriptors),
         ("-n 48", "16", &bench, descriptors),
         ("-n 40", "12", &run, descriptors),
-        ("-n 64", "40", &["demo"], descriptors),
+        ("-n 64", "40", "demo", descriptors),
         ("-n 16", "4", &bench, descriptors),
-        ("-u 60", "8", &["demo"], threads),
+        ("-u 60", "8", "demo", threads),
         ("-u 30", "4", &bench, threads),
         ("-u 15", "2", &bench, threads),
-        ("-u 5", "2", &["demo"], threads),
+        ("-u 5", "2", "demo", threads),
     ] {
         let mut shell = if limit.starts_with("-u") {
             if !is_root {
@@ -123,7 +104,7 @@ fn a_shortage_is_named_within_seconds() {
         let output = shell
             .args(["-c", &script, "bash"])
             .arg(&binary)
-            .args(command)
+            .args(command.split(' '))
             .args(["--device", "host", "-n", ranks])
             .env("WARPLINK_CACHE_DIR", folder.path())
             .current_dir(folder.path())
@@ -144,54 +125,46 @@ fn a_shortage_is_named_within_seconds() {
 #[test]
 fn absurd_sizes_are_errors() {
     let program = example("ring_pass");
-    let huge = "1000000000000";
-    let shape = format!("{huge},{huge},2");
-    let parameter = format!("n={huge}");
+    let run = format!("program run {program} -p n=1000000000000");
     for (args, part) in [
-        (&["demo", "--k", huge][..], "GiB of memory"),
-        (&["demo", "--m", huge, "--n", huge], "expected smaller"),
-        (&["demo", "--n", "18446744073709551615"], "expected"),
-        (&["bench", "overlap", "--shape", &shape], "expected smaller"),
+        ("demo --k 1000000000000", "GiB of memory"),
         (
-            &["bench", "p2p", "--to", "1000TiB", "--from", "1TiB"],
-            "GiB of memory",
+            "demo --m 1000000000000 --n 1000000000000",
+            "expected smaller",
         ),
+        ("demo --n 18446744073709551615", "expected"),
         (
-            &["program", "run", &program, "-p", &parameter],
-            "GiB of memory",
+            "bench overlap --shape 1000000000000,1000000000000,2",
+            "expected smaller",
         ),
-        (&["tune", "--largest-shape", huge], "expected 1 to"),
-        (&["tune", "--largest-transfer", "1000TiB"], "GiB of memory"),
+        ("bench p2p --to 1000TiB --from 1TiB", "GiB of memory"),
+        (&*run, "GiB of memory"),
+        ("tune --largest-shape 1000000000000", "expected 1 to"),
+        ("tune --largest-transfer 1000TiB", "GiB of memory"),
         (
-            &["tune", "--largest-transfer", "1"],
+            "tune --largest-transfer 1",
             "--largest-transfer is 1 B; expected at least 4 KiB on 2 ranks",
         ),
         (
-            &["tune", "--largest-transfer", "4KiB", "-n", "8"],
+            "tune --largest-transfer 4KiB -n 8",
             "expected at least 8 KiB on 8 ranks",
         ),
         (
-            &["tune", "--largest-shape", "0"],
+            "tune --largest-shape 0",
             "--largest-shape is 0; expected 1 to",
         ),
         (
-            &["bench", "overlap", "--shape", "0,1,1"],
+            "bench overlap --shape 0,1,1",
             "expected three sizes above 0",
         ),
         (
-            &["bench", "p2p", "--step", "1"],
+            "bench p2p --step 1",
             "expected a whole number of at least 2",
         ),
-        (
-            &["launch", "--grace", "1e19", "--", "true"],
-            "from 0 to 86400",
-        ),
-        (
-            &["launch", "--grace", "inf", "--", "true"],
-            "from 0 to 86400",
-        ),
+        ("launch --grace 1e19 -- true", "from 0 to 86400"),
+        ("launch --grace inf -- true", "from 0 to 86400"),
     ] {
-        let output = warplink(args)
+        let output = command(args)
             .env("WARPLINK_DEVICE", "host")
             .output()
             .unwrap();
@@ -201,29 +174,24 @@ fn absurd_sizes_are_errors() {
 
 #[test]
 fn the_variable_for_the_device_holds_for_every_command() {
-    let with = |device: &str, args: &[&str]| {
-        warplink(args)
+    let with = |device: &str, args: &str| {
+        command(args)
             .env("WARPLINK_DEVICE", device)
             .output()
             .unwrap()
     };
-    let output = with("host", &["doctor", "--json"]);
+    let output = with("host", "doctor --json");
     let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(report["device"], "host");
-    let output = with(
-        "host",
-        &["launch", "--", "sh", "-c", "echo $WARPLINK_DEVICE"],
-    );
+    let output = warplink(&["launch", "--", "sh", "-c", "echo $WARPLINK_DEVICE"])
+        .env("WARPLINK_DEVICE", "host")
+        .output()
+        .unwrap();
     // Two ranks are the default of the host device.
     assert_eq!(stdout(&output).matches("host\n").count(), 2);
     let program = example("ring_pass");
-    for args in [
-        &["demo"][..],
-        &["doctor"],
-        &["bench", "p2p"],
-        &["launch", "--", "true"],
-        &["program", "show", &program],
-    ] {
+    let show = format!("program show {program}");
+    for args in ["demo", "doctor", "bench p2p", "launch -- true", &show] {
         assert_error(&with("tpu", args), "tpu");
     }
 }
@@ -236,23 +204,15 @@ fn output_files_are_opened_first() {
         ("--traces", "/proc/no/such/folder"),
     ] {
         // Ranks would fail as well, but by another error.
-        let output = warplink(&["bench", "overlap", "--device", "host", option, path])
+        let output = command(&format!("bench overlap --device host {option} {path}"))
             .env("WARPLINK_PROTOCOL", "push")
             .output()
             .unwrap();
         assert_error(&output, path);
     }
     let program = example("ring_pass");
-    let args = [
-        "program",
-        "run",
-        &program,
-        "-p",
-        "n=8",
-        "--trace",
-        "/no/t.json",
-    ];
-    let output = warplink(&args)
+    let args = format!("program run {program} -p n=8 --trace /no/t.json");
+    let output = command(&args)
         .env("WARPLINK_PROTOCOL", "push")
         .output()
         .unwrap();
@@ -284,7 +244,7 @@ fn wrong_variables_are_reported_once() {
             "WARPLINK_TOPOLOGY is 'foo'; expected fully-connected",
         ),
     ] {
-        let output = warplink(&[&["demo"][..], &HOST, &SMALL].concat())
+        let output = command(&format!("demo {HOST} {SMALL}"))
             .env(name, value)
             .output()
             .unwrap();
@@ -297,8 +257,8 @@ fn wrong_variables_are_reported_once() {
 
 #[test]
 fn sharing_gpus_needs_gpus() {
-    let args = [&["demo", "--ranks-per-gpu", "2"][..], &SMALL].concat();
-    let output = warplink(&args)
+    let args = format!("demo --ranks-per-gpu 2 {SMALL}");
+    let output = command(&args)
         .env("WARPLINK_DEVICE", "host")
         .output()
         .unwrap();
@@ -310,7 +270,7 @@ fn sharing_gpus_needs_gpus() {
 
 #[test]
 fn a_wrong_log_filter_is_reported_once() {
-    let output = warplink(&[&["demo"][..], &HOST, &SMALL].concat())
+    let output = command(&format!("demo {HOST} {SMALL}"))
         .env("WARPLINK_LOG", "warplink=loud")
         .output()
         .unwrap();
@@ -322,15 +282,14 @@ fn a_wrong_log_filter_is_reported_once() {
 
 #[test]
 fn help_lists_every_lowering() {
-    for command in [&["demo"][..], &["bench", "overlap"], &["bench", "program"]] {
-        let output = warplink(&[command, &["--help"]].concat()).output().unwrap();
-        let text = stdout(&output);
+    for command in ["demo", "bench overlap", "bench program"] {
+        let text = succeeded(&run(&format!("{command} --help")));
         let gathers = AllGatherMatmulLowering::ALL.iter().map(|one| one.name());
         let scatters = MatmulReduceScatterLowering::ALL
             .iter()
             .map(|one| one.name());
         // The demo is an all-gather.
-        let scatters = scatters.filter(|_| command != ["demo"]);
+        let scatters = scatters.filter(|_| command != "demo");
         for name in gathers.chain(scatters) {
             assert!(text.contains(name), "{name} is not in:\n{text}");
         }
@@ -340,9 +299,7 @@ fn help_lists_every_lowering() {
 #[test]
 fn a_demo_that_succeeds_warns_of_nothing() {
     for _ in 0..5 {
-        let output = warplink(&[&["demo", "-n", "3"][..], &HOST, &SMALL].concat())
-            .output()
-            .unwrap();
+        let output = run(&format!("demo -n 3 {HOST} {SMALL}"));
         assert!(output.status.success());
         assert_eq!(stderr(&output), "");
     }
@@ -351,9 +308,7 @@ fn a_demo_that_succeeds_warns_of_nothing() {
 #[test]
 fn the_cause_of_a_failure_is_printed_first() {
     for _ in 0..5 {
-        let output = warplink(&["bench", "overlap", "--device", "host", "--shape", "7,7,7"])
-            .output()
-            .unwrap();
+        let output = run("bench overlap --device host --shape 7,7,7");
         let text = stderr(&output);
         let first = text.lines().next().unwrap();
         assert!(first.contains("is not divisible by 2 ranks"), "{text}");

@@ -1,11 +1,6 @@
 //! How a launch ends: by failures, by signals, and by the launcher's own death.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-#[allow(dead_code, reason = "shared with the tests of output")]
-mod common;
-
-use common::{
+use crate::common::{
     Running, SOON, Stopwatch, assert_contains, launch, launch_with, stderr, stdout, within,
 };
 use std::io::{BufRead, BufReader, Read};
