@@ -6,8 +6,8 @@
 mod common;
 
 use common::{
-    Ended, Ranks, Stopwatch, barrier_that_all_have_passed, kill, kill_self, processes_of, resume,
-    ring, stop_self, world,
+    Ranks, Stopwatch, barrier_that_all_have_passed, kill, kill_self, processes_of, resume, ring,
+    stop_self,
 };
 use std::time::{Duration, Instant};
 use warplink::bootstrap::Wait;
@@ -43,33 +43,14 @@ impl Ending {
 }
 
 /// Runs `count` ranks, of which `killed` do not end by themselves.
-fn run(name: &str, count: usize, killed: &[usize], body: impl FnOnce(Communicator)) {
-    let mut ranks = Ranks::of(world(count));
-    let timeout = ("WARPLINK_TIMEOUT".to_owned(), "20".to_owned());
-    ranks.env.extend([timeout]);
-    if ranks.world < count {
+fn run(count: usize, killed: &[usize], body: impl FnOnce(Communicator)) {
+    let Some(ranks) = Ranks::all(count) else {
         return;
-    }
-    let limit = "WARPLINK_HEARTBEAT_LIMIT".to_owned();
-    ranks.env.insert(limit, LIMIT.to_owned());
-    let ended = ranks.start(|comm| {
-        body(comm);
-        println!("ended as it should");
-    });
-    let Some(ended) = ended else { return };
-    let outputs: Vec<_> = ended.iter().map(|end| end.output.as_str()).collect();
-    let outputs = outputs.join("\n");
-    for (rank, Ended { code, output, .. }) in ended.iter().enumerate() {
-        if killed.contains(&rank) {
-            assert_eq!(
-                *code, None,
-                "{name}, rank {rank} ended by itself:\n{outputs}"
-            );
-        } else {
-            assert_eq!(*code, Some(0), "{name}, rank {rank}:\n{outputs}");
-            assert!(output.contains("ended as it should"), "{outputs}");
-        }
-    }
+    };
+    ranks
+        .with_env("WARPLINK_TIMEOUT", "20")
+        .with_env("WARPLINK_HEARTBEAT_LIMIT", LIMIT)
+        .run_losing(killed, body);
 }
 
 /// Whether it is not yet `end`, for all ranks of `comm`.
@@ -88,7 +69,7 @@ fn assert_lost(error: &Error, rank: usize) {
 fn the_job_goes_on_without_rank_0() {
     for ending in Ending::ALL {
         let killed: &[usize] = if ending == Ending::Kill { &[0] } else { &[] };
-        run(&format!("{ending:?}"), 4, killed, |comm| {
+        run(4, killed, |comm| {
             let processes = processes_of(&comm);
             let pair = comm.split(comm.rank() as u64 / 2, 0).unwrap();
             let end = Instant::now() + Duration::from_millis(300);
@@ -152,7 +133,7 @@ fn end_rank_0(ending: Ending, comm: Communicator, pair: Communicator) {
 #[test]
 fn one_rank_after_another_may_serve() {
     let victims = [0, 1, 2, 4];
-    run("chain", 8, &victims, |comm| {
+    run(8, &victims, |comm| {
         let mut left = comm.clone();
         for victim in victims {
             let die = |round| {
@@ -176,8 +157,8 @@ fn one_rank_after_another_may_serve() {
 
 #[test]
 fn the_next_to_serve_may_be_lost_at_the_same_time() {
-    for (name, gap) in [("at once", 0), ("1 ms", 1), ("20 ms", 20)] {
-        run(name, 6, &[0, 1], |comm| {
+    for gap in [0, 1, 20] {
+        run(6, &[0, 1], |comm| {
             let pair = comm.split(comm.rank() as u64 / 2, 0).unwrap();
             barrier_that_all_have_passed(&comm);
             if comm.rank() < 2 {
@@ -208,7 +189,7 @@ fn the_next_to_serve_may_be_lost_at_the_same_time() {
 
 #[test]
 fn what_the_store_contained_is_there_after_the_loss() {
-    run("content", 4, &[0], |comm| {
+    run(4, &[0], |comm| {
         let (rank, store) = (comm.rank(), comm.bootstrap().store().clone());
         let soon = || Wait::on([], comm.deadline());
         // More than a journal keeps without being told to forget.
@@ -276,7 +257,7 @@ fn what_the_store_contained_is_there_after_the_loss() {
 #[test]
 fn ranks_that_do_not_answer_are_found_at_the_same_time() {
     let victims = [0, 1, 2, 3];
-    run("unanswered", 6, &victims, |comm| {
+    run(6, &victims, |comm| {
         let late = Duration::from_millis(1500 + 1500);
         let processes = processes_of(&comm);
         barrier_that_all_have_passed(&comm);

@@ -8,7 +8,7 @@ mod common;
 
 use common::{
     Ranks, Stopwatch, assert_says, from_first, processes_of, resume, ring, stop_self, values,
-    wait_until_stopped, world,
+    wait_until_stopped,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -22,27 +22,15 @@ use warplink::{Communicator, Error, ErrorKind};
 /// How much later than the limit a peer may have its error.
 const LATER: Duration = Duration::from_secs(1);
 
-/// Runs `count` ranks with a heartbeat limit of `limit` seconds, none of which may fail. A test calls it
-/// once for each of its cases, by `name`.
-fn run(name: &str, count: usize, limit: &str, body: impl FnOnce(Communicator)) {
-    let mut ranks = Ranks::of(world(count));
-    if ranks.world < count {
-        return;
-    }
-    let variables = [
-        ("WARPLINK_HEARTBEAT_LIMIT", limit),
-        ("WARPLINK_TIMEOUT", "30"),
-    ];
-    let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned()));
-    ranks.env.extend(variables);
-    let Some(ended) = ranks.start(body) else {
+/// Runs `count` ranks with a heartbeat limit of `limit` seconds, none of which may fail.
+fn run(count: usize, limit: &str, body: impl FnOnce(Communicator)) {
+    let Some(ranks) = Ranks::all(count) else {
         return;
     };
-    let outputs: Vec<_> = ended.iter().map(|end| end.output.as_str()).collect();
-    for (rank, end) in ended.iter().enumerate() {
-        let outputs = outputs.join("\n");
-        assert_eq!(end.code, Some(0), "{name}, rank {rank}:\n{outputs}");
-    }
+    ranks
+        .with_env("WARPLINK_HEARTBEAT_LIMIT", limit)
+        .with_env("WARPLINK_TIMEOUT", "30")
+        .run_losing(&[], body);
 }
 
 /// Checks that `error` is of the loss of `victim`, and came after the limit of 1.5 s and not much later:
@@ -67,7 +55,8 @@ fn check_loss(error: &Error, victim: usize, ran: Instant, stopped: Stopwatch) {
 fn a_stopped_rank_is_named_and_learns_that_it_was_given_up() {
     for victim in [2, 0] {
         for wait in ["barrier", "key", "exchange", "stream"] {
-            run(&format!("{victim} {wait}"), 4, "1.5", |comm| {
+            run(4, "1.5", |comm| {
+                println!("{victim} is stopped, the others wait for a {wait}");
                 let processes = processes_of(&comm);
                 let region = comm.alloc(64).unwrap();
                 let stream = comm.create_stream(Priority::Normal).unwrap();
@@ -144,7 +133,7 @@ fn a_stopped_rank_is_named_and_learns_that_it_was_given_up() {
 #[test]
 fn a_short_stop_is_waited_for() {
     for victim in [1, 0] {
-        run(&format!("short {victim}"), 3, "3", |comm| {
+        run(3, "3", |comm| {
             let processes = processes_of(&comm);
             for round in 0..3 {
                 if comm.rank() == victim {
@@ -164,7 +153,7 @@ fn a_short_stop_is_waited_for() {
 
 #[test]
 fn a_busy_rank_is_not_taken_for_a_stopped_one() {
-    run("busy", 2, "1", |comm| {
+    run(2, "1", |comm| {
         if comm.rank() == 0 {
             let end = AtomicBool::new(false);
             std::thread::scope(|scope| {
@@ -188,11 +177,11 @@ fn a_busy_rank_is_not_taken_for_a_stopped_one() {
 /// Runs two ranks with transfers between them, one of which stops; when it goes on, its barrier fails as `learns` says.
 /// The other drops them in `drops`, which must not take long.
 fn drop_of_a_stopped_peer(
-    (name, limit): (&str, &str),
+    limit: &str,
     learns: ErrorKind,
     drops: impl FnOnce(Communicator, Vec<Transfer>, Vec<Region>),
 ) {
-    run(name, 2, limit, |comm| {
+    run(2, limit, |comm| {
         let processes = processes_of(&comm);
         let regions: Vec<_> = (0..20).map(|_| comm.alloc(4096).unwrap()).collect();
         let requests: Vec<_> = regions
@@ -219,35 +208,30 @@ fn drop_of_a_stopped_peer(
 
 #[test]
 fn dropping_transfers_of_a_stopped_peer_is_quick() {
-    drop_of_a_stopped_peer(
-        ("drop", "3"),
-        ErrorKind::GivenUp,
-        |comm, transfers, regions| {
-            let begun = Stopwatch::start();
-            drop((transfers, regions));
-            let took = begun.elapsed();
-            assert!(took < Duration::from_millis(500), "{took:?}");
-            let error = comm.barrier().unwrap_err();
-            assert_eq!(error.peer(), Some(1), "{error}");
-            let left = comm.survivors().unwrap();
-            drop(comm);
-            left.close().unwrap();
-        },
-    );
+    drop_of_a_stopped_peer("3", ErrorKind::GivenUp, |comm, transfers, regions| {
+        let begun = Stopwatch::start();
+        drop((transfers, regions));
+        let took = begun.elapsed();
+        assert!(took < Duration::from_millis(500), "{took:?}");
+        let error = comm.barrier().unwrap_err();
+        assert_eq!(error.peer(), Some(1), "{error}");
+        let left = comm.survivors().unwrap();
+        drop(comm);
+        left.close().unwrap();
+    });
 }
 
 #[test]
 fn a_drop_before_the_limit_is_quick_too() {
     // As in a debugger: the peer stays stopped for longer than this rank lives.
-    let stays = ("abort", "600");
-    drop_of_a_stopped_peer(stays, ErrorKind::PeerLost, |comm, transfers, regions| {
+    drop_of_a_stopped_peer("600", ErrorKind::PeerLost, |comm, transfers, regions| {
         drop((transfers, regions, comm));
     });
 }
 
 #[test]
 fn another_pair_is_not_delayed() {
-    run("pair", 4, "4", |comm| {
+    run(4, "4", |comm| {
         let processes = processes_of(&comm);
         let pair = comm.split(comm.rank() as u64 / 2, 0).unwrap();
         let region = comm.alloc(64).unwrap();
@@ -290,7 +274,7 @@ fn another_pair_is_not_delayed() {
 
 #[test]
 fn transfers_of_others_go_on_while_rank_0_is_stopped() {
-    run("posted", 3, "2", |comm| {
+    run(3, "2", |comm| {
         let processes = processes_of(&comm);
         if comm.rank() == 0 {
             comm.split(0, 0).unwrap();
@@ -338,7 +322,7 @@ fn transfers_of_others_go_on_while_rank_0_is_stopped() {
 #[test]
 fn an_exchange_with_a_stopped_store_ends_at_its_deadline() {
     for what in ["transfers", "connections"] {
-        run(what, 2, "600", |comm| {
+        run(2, "600", |comm| {
             let processes = processes_of(&comm);
             let region = comm.alloc(64).unwrap();
             comm.barrier().unwrap();

@@ -2,7 +2,7 @@
 //! does with memory of GPUs where it can. Signals are messages. On the host device, where it can with Debian's UCX too,
 //! that is asked for; on GPUs it depends on UCX, and what it cannot do is staged.
 
-use super::common::{Ranks, has_network, kind, world};
+use super::common::{Ranks, has_network, kind, tell, world};
 use super::kernels::{Fixture, contents};
 use super::network;
 use std::time::{Duration, Instant};
@@ -12,9 +12,6 @@ use warplink::{Communicator, Config, DeviceKind};
 
 /// Set where UCX is known to reach memory of GPUs: nothing is staged then.
 const REQUIRED: &str = "WARPLINK_REQUIRE_NETWORK_MEMORY";
-
-/// Prefix of lines that ranks send and the test prints.
-const TOLD: &str = "over the network";
 
 fn config(config: &mut Config, access: DeviceAccess) {
     config.staging = StagingConfig {
@@ -60,19 +57,7 @@ fn run(config: fn(&mut Config), delay: Option<Duration>, body: fn(&Communicator)
             delay,
             ..Ranks::of(world(2))
         };
-        let ended = ranks.start(|comm| {
-            body(&comm);
-            comm.close().unwrap();
-        });
-        for (rank, end) in ended.iter().flatten().enumerate() {
-            assert_eq!(end.code, Some(0), "rank {rank} failed:\n{}", end.output);
-            // The first one of a rank follows the test's name.
-            let told = end
-                .output
-                .lines()
-                .filter_map(|line| line.find(TOLD).map(|at| &line[at..]));
-            told.for_each(|line| println!("rank {rank}: {line}"));
-        }
+        ranks.run(body);
     }
 }
 
@@ -83,7 +68,7 @@ fn assert_direct(comm: &Communicator, connection: &Connection) {
     if kind == DeviceKind::Host || std::env::var_os(REQUIRED).is_some() {
         assert_eq!(path, NetworkPath::Direct, "{connection:?}");
     }
-    println!("{TOLD}, {kind}: {path:?}");
+    tell(format!("over the network, {kind}: {path:?}"));
 }
 
 #[test]
@@ -208,12 +193,12 @@ fn large_puts(comm: &Communicator, is_direct: bool) {
             comm.barrier().unwrap();
         }
         if puts(rank) {
-            println!(
-                "{TOLD}, {:?}, {mib} MiB {}: {:.2} GB/s",
+            tell(format!(
+                "over the network, {:?}, {mib} MiB {}: {:.2} GB/s",
                 connection.network_path().unwrap(),
                 turn.map_or("both at once", |_| "alone"),
                 bytes as f64 / took.as_secs_f64() / 1e9
-            );
+            ));
         }
     }
 }

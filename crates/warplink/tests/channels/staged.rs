@@ -183,15 +183,11 @@ fn an_end_that_is_gone_takes_what_the_peer_sends() {
 fn a_stopped_peer_holds_up_no_other_connection() {
     const BLOCKS: u32 = 4;
     const EACH: u32 = 150;
-    let mut ranks = Ranks {
-        config: Some(tiny),
-        ..Ranks::of(world(3))
-    };
-    if ranks.world < 3 || !has_network() {
+    let Some(mut ranks) = Ranks::all(3).filter(|_| has_network()) else {
         return;
-    }
-    let limit = "WARPLINK_HEARTBEAT_LIMIT".to_owned();
-    ranks.env.insert(limit, "40".to_owned());
+    };
+    ranks.config = Some(tiny);
+    let ranks = ranks.with_env("WARPLINK_HEARTBEAT_LIMIT", "40");
     ranks.run(|comm| {
         let processes = processes_of(comm);
         let fixture = Fixture::new(comm);
