@@ -24,6 +24,8 @@ mod matmul;
 mod program_support;
 #[path = "programs/replaced.rs"]
 mod replaced;
+#[path = "programs/run.rs"]
+mod run;
 #[path = "programs/subgroups.rs"]
 mod subgroups;
 #[path = "programs/trials.rs"]

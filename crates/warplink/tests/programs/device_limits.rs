@@ -2,21 +2,25 @@
 //! what one post may hold.
 
 use crate::common::{allocate, kind, threads};
-use warplink::device::{AllocationKind, Priority};
+use crate::run::Run;
 use warplink::program::{
     Bindings, DiagnosticKind, Parameters, PrepareOptions, Program, Report, verify,
 };
-use warplink::{Communicator, DeviceKind, ErrorKind};
+use warplink::{DeviceKind, ErrorKind};
 
 const WORLD: usize = 3;
+const STREAMS: usize = 2;
 
 fn program(body: &str) -> Program {
     Program::parse(&format!("program p(n) {{\n{body}\n}}")).unwrap()
 }
 
+fn parameters() -> Parameters {
+    Parameters::new().with("n", 2)
+}
+
 fn check(program: &Program) -> Result<Report, (DiagnosticKind, String)> {
-    let parameters = Parameters::new().with("n", 2);
-    verify(program, WORLD, 2, &parameters)
+    verify(program, WORLD, STREAMS, &parameters())
         .map_err(|diagnostics| (diagnostics[0].kind, diagnostics[0].message.clone()))
 }
 
@@ -28,52 +32,21 @@ fn refused(body: &str, kind: DiagnosticKind, part: &str) {
     );
 }
 
-/// Runs `program` twice where A has `inputs` elements that count up from 100 times the rank, and gives C.
-fn run(comm: &Communicator, program: &Program, inputs: usize, outputs: usize) -> Vec<f32> {
-    let options = PrepareOptions {
-        streams: 2,
-        verify: true,
-        ..PrepareOptions::default()
-    };
-    let parameters = Parameters::new().with("n", 2);
-    let prepared = comm
-        .executor()
-        .prepare(program, &parameters, options)
-        .unwrap();
-    let device = comm.device();
-    let a = device.allocate(4 * inputs, AllocationKind::Plain).unwrap();
-    let c = device.allocate(4 * outputs, AllocationKind::Plain).unwrap();
-    let values = (0..inputs).map(|i| (100 * comm.rank() + i) as f32);
-    device
-        .upload(&a, &values.flat_map(f32::to_le_bytes).collect::<Vec<u8>>())
-        .unwrap();
-    let bindings = Bindings::from([("A".to_owned(), a), ("C".to_owned(), c.clone())]);
-    let plan = prepared.bind(&bindings).unwrap();
-    let stream = comm.create_stream(Priority::Normal).unwrap();
-    plan.run(&stream).unwrap();
-    plan.run(&stream).unwrap();
-    comm.synchronize(&stream).unwrap();
-    let mut bytes = vec![0; 4 * outputs];
-    device.download(&c, &mut bytes).unwrap();
-    let floats = bytes
-        .chunks_exact(4)
-        .map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()));
-    floats.collect()
-}
-
-/// `body` is accepted, and C becomes what `expected` gives for a rank.
-fn gives(body: &str, inputs: usize, outputs: usize, expected: impl Fn(usize) -> Vec<f32> + Sync) {
+/// `body` is accepted, and C becomes what `expected` gives for a rank, where A counts up from 100 times the rank.
+fn gives(body: &str, expected: impl Fn(usize) -> Vec<f64> + Sync) {
     let program = program(body);
-    check(&program).unwrap_or_else(|(kind, message)| panic!("{kind}: {message}"));
+    let report = check(&program);
+    let report = report.unwrap_or_else(|(kind, message)| panic!("{kind}: {message}"));
+    let refusal = report.eager_only.map(|diagnostic| diagnostic.message);
     if kind() == DeviceKind::Host {
-        threads(WORLD, |comm| {
-            let result = run(comm, &program, inputs, outputs);
-            assert_eq!(
-                result,
-                expected(comm.rank()),
-                "rank {}\n{body}",
-                comm.rank()
-            );
+        let run = Run {
+            text: &program.to_string(),
+            parameters: parameters(),
+            streams: STREAMS,
+            input: &|rank, _, index| (100 * rank + index) as f64,
+        };
+        run.check_unless_refused(WORLD, refusal.as_deref(), |rank, outputs| {
+            assert_eq!(outputs["C"], expected(rank), "rank {rank}\n{body}");
         });
     }
 }
@@ -82,7 +55,7 @@ fn gives(body: &str, inputs: usize, outputs: usize, expected: impl Fn(usize) -> 
 fn collectives_are_in_place_where_engines_say_so() {
     let gathered = |_| {
         (0..WORLD)
-            .flat_map(|r| [100.0 * r as f32, 100.0 * r as f32 + 1.0])
+            .flat_map(|r| [100.0 * r as f64, 100.0 * r as f64 + 1.0])
             .collect()
     };
     gives(
@@ -90,8 +63,6 @@ fn collectives_are_in_place_where_engines_say_so() {
         output C: f32[world, n]
         C[rank] = copy(A)
         C = all_gather(C[rank])",
-        2,
-        2 * WORLD,
         gathered,
     );
     gives(
@@ -101,17 +72,13 @@ fn collectives_are_in_place_where_engines_say_so() {
         W = copy(A)
         W[rank] = reduce_scatter(W, sum)
         C = copy(W[rank])",
-        2 * WORLD,
-        2,
-        |rank| vec![300.0 + 6.0 * rank as f32, 303.0 + 6.0 * rank as f32],
+        |rank| vec![300.0 + 6.0 * rank as f64, 303.0 + 6.0 * rank as f64],
     );
     gives(
         "input A: f32[n]
         output C: f32[n]
         C = copy(A)
         C = all_reduce(C, max)",
-        2,
-        2,
         |_| vec![200.0, 201.0],
     );
     gives(
@@ -119,8 +86,6 @@ fn collectives_are_in_place_where_engines_say_so() {
         output C: f32[n]
         C = copy(A)
         C = broadcast(C from 1)",
-        2,
-        2,
         |_| vec![100.0, 101.0],
     );
     gives(
@@ -128,11 +93,9 @@ fn collectives_are_in_place_where_engines_say_so() {
         output C: f32[n]
         C = copy(A)
         C = reduce(C, sum to 2)",
-        2,
-        2,
         |rank| match rank {
             2 => vec![300.0, 303.0],
-            _ => vec![100.0 * rank as f32, 100.0 * rank as f32 + 1.0],
+            _ => vec![100.0 * rank as f64, 100.0 * rank as f64 + 1.0],
         },
     );
     for shifted in ["all_reduce(C[0..2], sum)", "broadcast(C[0..2] from rank_1)"] {
@@ -173,11 +136,9 @@ fn sums_are_of_numbers_and_as_long_as_one_likes() {
         output C: f32[n]
         C = copy(A[0])
         C = sum(A[j] for j in 0..40, C)",
-        80,
-        2,
         |rank| {
-            let first = 100.0 * rank as f32;
-            let all = |i: usize| (0..40).map(|j| first + (2 * j + i) as f32).sum::<f32>();
+            let first = 100.0 * rank as f64;
+            let all = |i: usize| (0..40).map(|j| first + (2 * j + i) as f64).sum::<f64>();
             vec![all(0) + first, all(1) + first + 1.0]
         },
     );
@@ -247,8 +208,8 @@ fn a_post_is_of_transfers_of_one_kind() {
         DiagnosticKind::Mismatch,
         "expected one post for each",
     );
-    gives(&body("s, r", "t, q"), 2, 4, |rank| {
-        let first = 100.0 * ((rank + WORLD - 1) % WORLD) as f32;
+    gives(&body("s, r", "t, q"), |rank| {
+        let first = 100.0 * ((rank + WORLD - 1) % WORLD) as f64;
         vec![first, first + 1.0, first, first + 1.0]
     });
 }
@@ -279,9 +240,9 @@ fn a_wait_for_any_member_of_a_group_is_as_good() {
             wait give[h] for h in 0..2
             wait take[h] for h in 0..2"
         );
-        gives(&body, 4, 4, |rank| {
-            let first = 100.0 * ((rank + WORLD - 1) % WORLD) as f32;
-            (0..4).map(|i| first + i as f32).collect()
+        gives(&body, |rank| {
+            let first = 100.0 * ((rank + WORLD - 1) % WORLD) as f64;
+            (0..4).map(|i| first + i as f64).collect()
         });
     }
 }
@@ -322,8 +283,8 @@ fn a_stored_matmul_begins_after_its_signal() {
         )
     };
     // Only a rank that has heard that W is written announces its buffer.
-    gives(&body("post heard\nwait heard\npost take"), 4, 4, |rank| {
-        let first = 100.0 * ((rank + 1) % WORLD) as f32;
+    gives(&body("post heard\nwait heard\npost take"), |rank| {
+        let first = 100.0 * ((rank + 1) % WORLD) as f64;
         let a = [first, first + 1.0, first + 2.0, first + 3.0];
         let product =
             |row: usize, column: usize| a[2 * row] * a[column] + a[2 * row + 1] * a[2 + column];
@@ -354,7 +315,7 @@ fn ranks_without_work_for_the_engine_join_it() {
             }
         }";
     assert!(check(&program(body)).unwrap().uses_engine);
-    gives(body, 2, 2, |rank| {
+    gives(body, |rank| {
         let first = if rank == 2 { 200.0 } else { 0.0 };
         vec![first, first + 1.0]
     });

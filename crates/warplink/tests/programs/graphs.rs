@@ -1,70 +1,26 @@
 //! Programs that run eagerly but not as a graph: the verifier says so, and they are refused by capture
 //! in the program's words.
 
-use crate::common::{kind, threads};
-use warplink::device::{AllocationKind, Priority};
-use warplink::program::{
-    Bindings, DiagnosticKind, Parameters, PrepareOptions, Program, Report, verify,
-};
-use warplink::{Communicator, DeviceKind, ErrorKind};
+use crate::common::kind;
+use crate::run::Run;
+use warplink::DeviceKind;
+use warplink::program::{DiagnosticKind, Parameters, Program, Report, verify};
 
 const STREAMS: usize = 2;
 const LENGTH: usize = 16;
 
+fn parameters() -> Parameters {
+    Parameters::new().with("n", LENGTH as i64)
+}
+
 fn check(program: &Program) -> Report {
-    let parameters = Parameters::new().with("n", LENGTH as i64);
-    verify(program, 2, STREAMS, &parameters).unwrap_or_else(|diagnostics| {
+    verify(program, 2, STREAMS, &parameters()).unwrap_or_else(|diagnostics| {
         panic!("refused: {}", diagnostics[0]);
     })
 }
 
-/// Runs `program` on `comm` twice, and gives C.
-fn run(comm: &Communicator, program: &Program, says: Option<&str>) -> Vec<f32> {
-    let parameters = Parameters::new().with("n", LENGTH as i64);
-    let options = PrepareOptions {
-        streams: STREAMS,
-        verify: true,
-        ..PrepareOptions::default()
-    };
-    let prepared = comm
-        .executor()
-        .prepare(program, &parameters, options)
-        .unwrap();
-    let device = comm.device();
-    let of = |value: f32| vec![value; LENGTH].into_iter().flat_map(f32::to_le_bytes);
-    let allocate = || device.allocate(4 * LENGTH, AllocationKind::Plain).unwrap();
-    let (a, c) = (allocate(), allocate());
-    let input: Vec<u8> = of(1.0 + comm.rank() as f32).collect();
-    device.upload(&a, &input).unwrap();
-    let bindings = Bindings::from([("A".to_owned(), a), ("C".to_owned(), c.clone())]);
-    let plan = prepared.bind(&bindings).unwrap();
-    let stream = comm.create_stream(Priority::Normal).unwrap();
-    plan.run(&stream).unwrap();
-    plan.run(&stream).unwrap();
-    comm.synchronize(&stream).unwrap();
-    match says {
-        Some(part) => {
-            let error = plan.capture().unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument);
-            assert!(error.to_string().contains(part), "{error}");
-        }
-        None => {
-            let captured = plan.capture().unwrap();
-            captured.launch(&stream).unwrap();
-            captured.launch(&stream).unwrap();
-            comm.synchronize(&stream).unwrap();
-        }
-    }
-    let mut bytes = vec![0; 4 * LENGTH];
-    device.download(&c, &mut bytes).unwrap();
-    bytes
-        .chunks_exact(4)
-        .map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()))
-        .collect()
-}
-
 /// `body` is accepted, runs eagerly, and runs as a graph unless that is refused with `says`.
-fn runs(body: &str, says: Option<&str>, expected: [f32; 2]) {
+fn runs(body: &str, says: Option<&str>, expected: [f64; 2]) {
     let text = format!(
         "program p(n) {{
             input A: f32[n]
@@ -87,9 +43,14 @@ fn runs(body: &str, says: Option<&str>, expected: [f32; 2]) {
         (found, _) => panic!("expected {says:?}, found {found:?}\n{text}"),
     }
     if kind() == DeviceKind::Host {
-        threads(2, |comm| {
-            let result = run(comm, &program, says);
-            assert_eq!(result, vec![expected[comm.rank()]; LENGTH], "{text}");
+        let run = Run {
+            text: &text,
+            parameters: parameters(),
+            streams: STREAMS,
+            input: &|rank, _, _| 1.0 + rank as f64,
+        };
+        run.check_unless_refused(2, says, |rank, outputs| {
+            assert_eq!(outputs["C"], [expected[rank]; LENGTH], "{text}");
         });
     }
 }

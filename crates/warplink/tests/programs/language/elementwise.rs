@@ -1,7 +1,7 @@
 //! Element-wise operations of programs.
 
-use super::run::Run;
 use crate::common::world;
+use crate::run::Run;
 use warplink::program::{DiagnosticKind, Parameters, Program, verify};
 
 fn refused(text: &str) -> (DiagnosticKind, String) {

@@ -5,7 +5,6 @@ mod nvfuser;
 mod own_peer;
 mod parts;
 mod products;
-mod run;
 mod slices;
 mod subprograms;
 mod types;

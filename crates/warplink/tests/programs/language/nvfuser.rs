@@ -1,8 +1,8 @@
 //! The host programs that nvFuser prints, written in the language: docs/nvfuser.md.
 
 use super::products::{element, product};
-use super::run::Run;
 use crate::common::worlds;
+use crate::run::Run;
 use warplink::DType;
 use warplink::program::{Parameters, Program, verify};
 

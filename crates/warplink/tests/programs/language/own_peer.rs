@@ -1,7 +1,7 @@
 //! A peer that is the rank itself: the transfer is a copy, so that a ring needs no case for one rank.
 
-use super::run::Run;
 use crate::common::{kind, world, worlds};
+use crate::run::Run;
 use warplink::program::{DiagnosticKind, Parameters, Program, verify};
 use warplink::{Communicator, DeviceKind};
 

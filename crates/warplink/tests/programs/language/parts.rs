@@ -1,7 +1,7 @@
 //! Collectives over a part of the ranks: rows and columns of a mesh, and lists of any order.
 
-use super::run::{Outputs, Run};
 use crate::common::world;
+use crate::run::{Outputs, Run};
 use warplink::program::{Parameters, Program, verify};
 
 /// Input of rank `rank`.

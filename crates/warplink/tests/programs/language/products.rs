@@ -1,7 +1,7 @@
 //! Products: transposed operands, biases, and what of memory they can read.
 
-use super::run::Run;
 use crate::common::{world, worlds};
+use crate::run::Run;
 use warplink::program::{Parameters, Program, unroll};
 
 /// Small whole numbers, which every type holds exactly.

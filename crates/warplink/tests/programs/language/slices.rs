@@ -1,7 +1,7 @@
 //! Parts of tensors along any axis, and transposed operands, of copies and element-wise operations.
 
-use super::run::Run;
 use crate::common::{time_on_processor, world};
+use crate::run::Run;
 use warplink::program::{OperationKind, Parameters, Program, unroll, verify};
 
 fn input(rank: usize, _: &str, index: usize) -> f64 {

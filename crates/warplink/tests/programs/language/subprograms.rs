@@ -1,7 +1,7 @@
 //! Programs that call others of their text.
 
-use super::run::Run;
 use crate::common::{time_on_processor, world};
+use crate::run::Run;
 use warplink::program::{Diagnostic, Parameters, Program, verify};
 
 const MESH_SUM: &str = include_str!("../../../../../examples/programs/mesh_sum.wlp");

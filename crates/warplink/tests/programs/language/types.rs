@@ -1,8 +1,8 @@
 //! Element types and operators: a device executes all that `verify` accepts; others are refused
 //! before anything runs.
 
-use super::run::Run;
 use crate::common::world;
+use crate::run::Run;
 use std::collections::BTreeSet;
 use warplink::DType;
 use warplink::program::{DiagnosticKind, Parameters, Program, verify};

@@ -1,7 +1,7 @@
 //! Tensors that start at 0, and sums that need no first step.
 
-use super::run::Run;
 use crate::common::worlds;
+use crate::run::Run;
 use warplink::program::{OperationKind, Parameters, Program, unroll, verify};
 
 fn operations(text: &str) -> Vec<String> {

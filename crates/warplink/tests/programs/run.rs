@@ -1,12 +1,12 @@
 //! Runs a program on every rank, eagerly and as a graph, on values that a test chooses.
 
-use crate::common::{allocate, decode, delays, encode, kind, threads_with};
+use crate::common::{allocate, assert_error, decode, delays, encode, kind, threads_with};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use warplink::device::Priority;
 use warplink::program::ir::Role;
 use warplink::program::{Bindings, Parameters, PrepareOptions, Program, TensorInstance};
-use warplink::{Communicator, DeviceKind};
+use warplink::{Communicator, DeviceKind, ErrorKind};
 
 /// How often a program runs in a row, each way.
 const RUNS: usize = 3;
@@ -27,16 +27,25 @@ pub(crate) struct Run<'a> {
 impl Run<'_> {
     /// Runs it on `world` ranks under random delays, and has `check` look at each rank's outputs.
     pub(crate) fn check(&self, world: usize, check: impl Fn(usize, &Outputs) + Sync) {
+        self.check_unless_refused(world, None, check);
+    }
+
+    /// As [`check`](Self::check), but if capture is to be refused with a text, the program runs eagerly only.
+    pub(crate) fn check_unless_refused(
+        &self,
+        world: usize,
+        refusal: Option<&str>,
+        check: impl Fn(usize, &Outputs) + Sync,
+    ) {
         let delayed = |config: &mut warplink::Config| {
             if kind() == DeviceKind::Host {
                 delays(config, Duration::from_micros(100));
             }
         };
-        threads_with(world, delayed, |comm| self.on_rank(comm, &check));
+        threads_with(world, delayed, |comm| self.run(comm, refusal, &check));
     }
 
-    /// As [`check`](Self::check), on the ranks of a communicator that is there.
-    pub(crate) fn on_rank(&self, comm: &Communicator, check: &dyn Fn(usize, &Outputs)) {
+    fn run(&self, comm: &Communicator, refusal: Option<&str>, check: &dyn Fn(usize, &Outputs)) {
         let program = Program::parse(self.text).unwrap();
         let again = Program::parse(&program.to_string());
         assert_eq!(again.unwrap(), program, "what is printed differs");
@@ -72,6 +81,11 @@ impl Run<'_> {
                 bindings.insert(tensor.name.to_string(), slice);
             }
             let plan = prepared.bind(&bindings).unwrap();
+            if let (true, Some(part)) = (captured, refusal) {
+                let error = plan.capture().unwrap_err();
+                assert_error(&error, ErrorKind::InvalidArgument, &[part]);
+                return;
+            }
             if captured {
                 let graph = plan.capture().unwrap();
                 (0..RUNS).for_each(|_| graph.launch(&stream).unwrap());
