@@ -30,8 +30,6 @@ enum Ending {
 }
 
 impl Ending {
-    const ALL: [Self; 4] = [Self::Kill, Self::Stop, Self::Drop, Self::Abort];
-
     fn reason(self) -> &'static str {
         match self {
             Self::Kill => "rank 0 was lost: the connection to its store",
@@ -65,54 +63,72 @@ fn assert_lost(error: &Error, rank: usize) {
     assert_eq!(named, (ErrorKind::PeerLost, Some(rank)), "{error}");
 }
 
+/// The job goes on when rank 0 ends so.
+fn go_on_without_rank_0(ending: Ending) {
+    let killed: &[usize] = if ending == Ending::Kill { &[0] } else { &[] };
+    run(4, killed, |comm| {
+        let processes = processes_of(&comm);
+        let pair = comm.split(comm.rank() as u64 / 2, 0).unwrap();
+        let end = Instant::now() + Duration::from_millis(300);
+        let begun = Stopwatch::start();
+        match comm.rank() {
+            0 => {
+                let until = |_| assert!(Instant::now() < end, "time to end");
+                let rounds = std::panic::AssertUnwindSafe(|| {
+                    ring(&pair, Protocol::default(), usize::MAX, until)
+                });
+                std::panic::catch_unwind(rounds).unwrap_err();
+                return end_rank_0(ending, comm, pair);
+            }
+            1 => {
+                let error = ring(&pair, Protocol::default(), usize::MAX, |_| {}).unwrap_err();
+                assert_lost(&error, 0);
+                common::assert_says(&error, &[ending.reason()]);
+                let took = begun.elapsed();
+                assert!(took < Duration::from_millis(300) + SOON, "{error}");
+            }
+            // Rings of their own, each of which asks the store, before and after.
+            _ => {
+                while both_before(&pair, end + Duration::from_secs(3)) {
+                    ring(&pair, Protocol::default(), 3, |_| {}).unwrap();
+                }
+                pair.split(0, 0).unwrap().barrier().unwrap();
+            }
+        }
+        let left = comm.survivors().unwrap();
+        assert_eq!(left.job_ranks(), [1, 2, 3]);
+        ring(&left, Protocol::Get, 20, |_| {}).unwrap();
+        assert_lost(&comm.barrier().unwrap_err(), 0);
+        let half = left.split(u64::from(left.rank() == 0), 0).unwrap();
+        if half.world() > 1 {
+            ring(&half, Protocol::Put, 5, |_| {}).unwrap();
+        }
+        left.barrier().unwrap();
+        if ending == Ending::Stop && left.rank() == 0 {
+            resume(processes[0]);
+        }
+        left.close().unwrap();
+    });
+}
+
 #[test]
-fn the_job_goes_on_without_rank_0() {
-    for ending in Ending::ALL {
-        let killed: &[usize] = if ending == Ending::Kill { &[0] } else { &[] };
-        run(4, killed, |comm| {
-            let processes = processes_of(&comm);
-            let pair = comm.split(comm.rank() as u64 / 2, 0).unwrap();
-            let end = Instant::now() + Duration::from_millis(300);
-            let begun = Stopwatch::start();
-            match comm.rank() {
-                0 => {
-                    let until = |_| assert!(Instant::now() < end, "time to end");
-                    let rounds = std::panic::AssertUnwindSafe(|| {
-                        ring(&pair, Protocol::default(), usize::MAX, until)
-                    });
-                    std::panic::catch_unwind(rounds).unwrap_err();
-                    return end_rank_0(ending, comm, pair);
-                }
-                1 => {
-                    let error = ring(&pair, Protocol::default(), usize::MAX, |_| {}).unwrap_err();
-                    assert_lost(&error, 0);
-                    common::assert_says(&error, &[ending.reason()]);
-                    let took = begun.elapsed();
-                    assert!(took < Duration::from_millis(300) + SOON, "{error}");
-                }
-                // Rings of their own, each of which asks the store, before and after.
-                _ => {
-                    while both_before(&pair, end + Duration::from_secs(3)) {
-                        ring(&pair, Protocol::default(), 3, |_| {}).unwrap();
-                    }
-                    pair.split(0, 0).unwrap().barrier().unwrap();
-                }
-            }
-            let left = comm.survivors().unwrap();
-            assert_eq!(left.job_ranks(), [1, 2, 3]);
-            ring(&left, Protocol::Get, 20, |_| {}).unwrap();
-            assert_lost(&comm.barrier().unwrap_err(), 0);
-            let half = left.split(u64::from(left.rank() == 0), 0).unwrap();
-            if half.world() > 1 {
-                ring(&half, Protocol::Put, 5, |_| {}).unwrap();
-            }
-            left.barrier().unwrap();
-            if ending == Ending::Stop && left.rank() == 0 {
-                resume(processes[0]);
-            }
-            left.close().unwrap();
-        });
-    }
+fn the_job_goes_on_when_rank_0_was_killed() {
+    go_on_without_rank_0(Ending::Kill);
+}
+
+#[test]
+fn the_job_goes_on_when_rank_0_is_stopped() {
+    go_on_without_rank_0(Ending::Stop);
+}
+
+#[test]
+fn the_job_goes_on_when_rank_0_drops_its_communicator() {
+    go_on_without_rank_0(Ending::Drop);
+}
+
+#[test]
+fn the_job_goes_on_when_rank_0_aborts() {
+    go_on_without_rank_0(Ending::Abort);
 }
 
 fn end_rank_0(ending: Ending, comm: Communicator, pair: Communicator) {

@@ -17,7 +17,7 @@ use warplink::channel::ConnectionRequest;
 use warplink::device::Priority;
 use warplink::memory::Region;
 use warplink::p2p::{Protocol, Transfer, TransferRequest};
-use warplink::{Communicator, Error, ErrorKind};
+use warplink::{Communicator, Deadline, Error, ErrorKind};
 
 /// How much later than the limit a peer may have its error.
 const LATER: Duration = Duration::from_secs(1);
@@ -51,83 +51,99 @@ fn check_loss(error: &Error, victim: usize, ran: Instant, stopped: Stopwatch) {
     );
 }
 
-#[test]
-fn a_stopped_rank_is_named_and_learns_that_it_was_given_up() {
+/// Stops a rank while the others are in `wait`, whose arguments are what the wait needs: the rank that is stopped, and a
+/// transfer from it that it never posts. They get an error that names it, and it learns that it was given up.
+fn stop_while(wait: impl Fn(&Communicator, usize, &Transfer) -> Error) {
     for victim in [2, 0] {
-        for wait in ["barrier", "key", "exchange", "stream"] {
-            run(4, "1.5", |comm| {
-                println!("{victim} is stopped, the others wait for a {wait}");
-                let processes = processes_of(&comm);
-                let region = comm.alloc(64).unwrap();
-                let stream = comm.create_stream(Priority::Normal).unwrap();
-                let is_victim = comm.rank() == victim;
-                // The victim announces nothing, so what its peers wait for never comes.
-                let peers: Vec<usize> = if is_victim {
-                    (0..4).filter(|&rank| rank != victim).collect()
-                } else {
-                    vec![victim]
-                };
-                let request = |&peer: &usize| {
-                    if is_victim {
-                        TransferRequest::send(&region, peer, 1)
-                    } else {
-                        TransferRequest::receive(&region, peer, 1)
-                    }
-                };
-                let requests: Vec<_> = peers.iter().map(request).collect();
-                let transfers = comm.exchange(&requests).unwrap();
-                let ran = Instant::now();
-                comm.barrier().unwrap();
-                let stopped = Stopwatch::start();
+        run(4, "1.5", |comm| {
+            println!("rank {victim} is stopped");
+            let processes = processes_of(&comm);
+            let region = comm.alloc(64).unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let is_victim = comm.rank() == victim;
+            // The victim announces nothing, so what its peers wait for never comes.
+            let peers: Vec<usize> = if is_victim {
+                (0..4).filter(|&rank| rank != victim).collect()
+            } else {
+                vec![victim]
+            };
+            let request = |&peer: &usize| {
                 if is_victim {
-                    // What it has answered is to arrive.
-                    std::thread::sleep(Duration::from_millis(50));
-                    stop_self();
-                    // The others may have come to this barrier before the stop, so that it is done; they come to
-                    // no other.
-                    let error = comm.barrier().err();
-                    let error = error.unwrap_or_else(|| comm.barrier().unwrap_err());
-                    assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
-                    assert_says(&error, &["gave this rank up: it did not answer for 1.5s"]);
-                    // The streams of a rank that was given up fail too.
-                    transfers[0].post(&stream).ok();
-                    let error = comm.synchronize(&stream).unwrap_err();
-                    assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
-                    assert!(comm.survivors().is_err());
-                    return;
+                    TransferRequest::send(&region, peer, 1)
+                } else {
+                    TransferRequest::receive(&region, peer, 1)
                 }
-                let error = match wait {
-                    "barrier" => comm.barrier().unwrap_err(),
-                    "key" => {
-                        let wait = Wait::on([victim], comm.deadline());
-                        comm.bootstrap().store().get("never", &wait).unwrap_err()
-                    }
-                    "exchange" => {
-                        let late = TransferRequest::receive(&region, victim, 2);
-                        comm.exchange(&[late]).unwrap_err()
-                    }
-                    _ => {
-                        transfers[0].post(&stream).unwrap();
-                        transfers[0].wait(&stream).unwrap();
-                        let error = comm.synchronize(&stream).unwrap_err();
-                        let says = ["set WARPLINK_HEARTBEAT_LIMIT", "use another stream"];
-                        assert_says(&error, &says);
-                        error
-                    }
-                };
-                check_loss(&error, victim, ran, stopped);
-                let left = comm.survivors().unwrap();
-                assert!(!left.job_ranks().contains(&victim));
-                ring(&left, Protocol::default(), 5, |_| {}).unwrap();
-                left.barrier().unwrap();
-                if left.rank() == 0 {
-                    resume(processes[victim]);
-                }
-                drop((transfers, comm));
-                left.close().unwrap();
-            });
-        }
+            };
+            let requests: Vec<_> = peers.iter().map(request).collect();
+            let transfers = comm.exchange(&requests).unwrap();
+            let ran = Instant::now();
+            comm.barrier().unwrap();
+            let stopped = Stopwatch::start();
+            if is_victim {
+                // What it has answered is to arrive.
+                std::thread::sleep(Duration::from_millis(50));
+                stop_self();
+                // The others may have come to this barrier before the stop, so that it is done; they come to
+                // no other.
+                let error = comm.barrier().err();
+                let error = error.unwrap_or_else(|| comm.barrier().unwrap_err());
+                assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
+                assert_says(&error, &["gave this rank up: it did not answer for 1.5s"]);
+                // The streams of a rank that was given up fail too.
+                transfers[0].post(&stream).ok();
+                let error = comm.synchronize(&stream).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
+                assert!(comm.survivors().is_err());
+                return;
+            }
+            let error = wait(&comm, victim, &transfers[0]);
+            check_loss(&error, victim, ran, stopped);
+            let left = comm.survivors().unwrap();
+            assert!(!left.job_ranks().contains(&victim));
+            ring(&left, Protocol::default(), 5, |_| {}).unwrap();
+            left.barrier().unwrap();
+            if left.rank() == 0 {
+                resume(processes[victim]);
+            }
+            drop((transfers, comm));
+            left.close().unwrap();
+        });
     }
+}
+
+#[test]
+fn a_rank_that_stops_is_named_in_a_barrier() {
+    stop_while(|comm, _, _| comm.barrier().unwrap_err());
+}
+
+#[test]
+fn a_rank_that_stops_is_named_in_a_wait_for_a_key() {
+    stop_while(|comm, victim, _| {
+        let wait = Wait::on([victim], comm.deadline());
+        comm.bootstrap().store().get("never", &wait).unwrap_err()
+    });
+}
+
+#[test]
+fn a_rank_that_stops_is_named_in_an_exchange() {
+    stop_while(|comm, victim, _| {
+        let region = comm.alloc(64).unwrap();
+        let late = TransferRequest::receive(&region, victim, 2);
+        comm.exchange(&[late]).unwrap_err()
+    });
+}
+
+#[test]
+fn a_rank_that_stops_is_named_in_a_stream() {
+    stop_while(|comm, _, transfer| {
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        transfer.post(&stream).unwrap();
+        transfer.wait(&stream).unwrap();
+        let error = comm.synchronize(&stream).unwrap_err();
+        let says = ["set WARPLINK_HEARTBEAT_LIMIT", "use another stream"];
+        assert_says(&error, &says);
+        error
+    });
 }
 
 #[test]
@@ -319,49 +335,58 @@ fn transfers_of_others_go_on_while_rank_0_is_stopped() {
     });
 }
 
+/// An exchange of three tags with rank 0 whose store is stopped ends at its deadline.
+fn exchange_with_a_stopped_store(
+    exchange: impl Fn(&Communicator, &Region, [u64; 3], Deadline) -> Error,
+) {
+    run(2, "600", |comm| {
+        let processes = processes_of(&comm);
+        let region = comm.alloc(64).unwrap();
+        comm.barrier().unwrap();
+        if comm.rank() == 0 {
+            stop_self();
+            comm.barrier().ok();
+            return;
+        }
+        wait_until_stopped(processes[0]);
+        let begun = Stopwatch::start();
+        // The publishing has the limit of the call, and taking it back one of its own.
+        let soon = Deadline::after(Duration::from_secs(2));
+        let error = exchange(&comm, &region, [0, 1, 2], soon);
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        assert_says(&error, &["; the communicator has ended"]);
+        assert!(
+            begun.elapsed() < Duration::from_secs(8),
+            "{:?}",
+            begun.elapsed()
+        );
+        // What may be published yet meets nothing later.
+        let request = ConnectionRequest::new(0, 9, &region);
+        let error = comm.connect(&[request]).unwrap_err();
+        assert_says(&error, &["could not be withdrawn", "communicator"]);
+        let later = Stopwatch::start();
+        comm.abort("rank 0 does not answer");
+        assert!(
+            later.elapsed() < Duration::from_secs(4),
+            "{:?}",
+            later.elapsed()
+        );
+        resume(processes[0]);
+    });
+}
+
 #[test]
-fn an_exchange_with_a_stopped_store_ends_at_its_deadline() {
-    for what in ["transfers", "connections"] {
-        run(2, "600", |comm| {
-            let processes = processes_of(&comm);
-            let region = comm.alloc(64).unwrap();
-            comm.barrier().unwrap();
-            if comm.rank() == 0 {
-                stop_self();
-                comm.barrier().ok();
-                return;
-            }
-            wait_until_stopped(processes[0]);
-            let begun = Stopwatch::start();
-            let soon = warplink::Deadline::after(Duration::from_secs(2));
-            let tags = [0, 1, 2];
-            // The publishing has the limit of the call, and taking it back one of its own.
-            let error = if what == "transfers" {
-                let requests = tags.map(|tag| TransferRequest::send(&region, 0, tag));
-                comm.exchange_until(&requests, soon).unwrap_err()
-            } else {
-                let requests = tags.map(|tag| ConnectionRequest::new(0, tag, &region));
-                comm.connect_until(&requests, soon).unwrap_err()
-            };
-            assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-            assert_says(&error, &["; the communicator has ended"]);
-            assert!(
-                begun.elapsed() < Duration::from_secs(8),
-                "{:?}",
-                begun.elapsed()
-            );
-            // What may be published yet meets nothing later.
-            let request = ConnectionRequest::new(0, 9, &region);
-            let error = comm.connect(&[request]).unwrap_err();
-            assert_says(&error, &["could not be withdrawn", "communicator"]);
-            let later = Stopwatch::start();
-            comm.abort("rank 0 does not answer");
-            assert!(
-                later.elapsed() < Duration::from_secs(4),
-                "{:?}",
-                later.elapsed()
-            );
-            resume(processes[0]);
-        });
-    }
+fn an_exchange_of_transfers_with_a_stopped_store_ends_at_its_deadline() {
+    exchange_with_a_stopped_store(|comm, region, tags, soon| {
+        let requests = tags.map(|tag| TransferRequest::send(region, 0, tag));
+        comm.exchange_until(&requests, soon).unwrap_err()
+    });
+}
+
+#[test]
+fn an_exchange_of_connections_with_a_stopped_store_ends_at_its_deadline() {
+    exchange_with_a_stopped_store(|comm, region, tags, soon| {
+        let requests = tags.map(|tag| ConnectionRequest::new(0, tag, region));
+        comm.connect_until(&requests, soon).unwrap_err()
+    });
 }

@@ -1,14 +1,11 @@
 //! A fault of some signals ends what waits for them and what follows that, and nothing else.
 
 use crate::common::{open_device, write_word};
+use crate::soon;
 use std::sync::Arc;
 use std::time::Duration;
 use warplink::device::{AllocationKind, DeviceSlice, Fault, MemoryOp, Priority, Stream};
-use warplink::{Deadline, Device, Error, ErrorKind};
-
-fn soon() -> Deadline {
-    Deadline::after(Duration::from_secs(20))
-}
+use warplink::{Device, Error, ErrorKind};
 
 fn lost() -> Error {
     Error::new(ErrorKind::PeerLost, "rank 1 was lost").with_peer(1)
@@ -56,7 +53,7 @@ fn only_streams_that_wait_for_the_signals_fail() {
     idle.fill(&memory, 7).unwrap();
     idle.synchronize(soon()).unwrap();
     assert!(!waiting.is_idle().unwrap());
-    device.upload(&second, &[1; 64]).unwrap();
+    write_word(idle, &second.word(0).unwrap(), 1);
     waiting.synchronize(soon()).unwrap();
     // A wait that would have to be ended at once is refused.
     let error = wait(idle, &first, 1).unwrap_err();
