@@ -2,7 +2,7 @@
 //! does with memory of GPUs where it can. Signals are messages. On the host device, where it can with Debian's UCX too,
 //! that is asked for; on GPUs it depends on UCX, and what it cannot do is staged.
 
-use super::common::{Ranks, has_network, kind, tell, world};
+use super::common::{kind, tell};
 use super::kernels::{Fixture, contents};
 use super::network;
 use std::time::{Duration, Instant};
@@ -50,17 +50,6 @@ fn automatic(to: &mut Config) {
     config(to, DeviceAccess::Automatic);
 }
 
-fn run(config: fn(&mut Config), delay: Option<Duration>, body: fn(&Communicator)) {
-    if has_network() {
-        let ranks = Ranks {
-            config: Some(config),
-            delay,
-            ..Ranks::of(world(2))
-        };
-        ranks.run(body);
-    }
-}
-
 /// Checks that the library moves the data, where that is certain, and tells what does.
 fn assert_direct(comm: &Communicator, connection: &Connection) {
     let path = connection.network_path().unwrap();
@@ -73,7 +62,7 @@ fn assert_direct(comm: &Communicator, connection: &Connection) {
 
 #[test]
 fn data_goes_back_and_forth_past_the_chunks() {
-    run(direct, None, |comm| {
+    network::configured(direct, None, |comm| {
         assert_direct(comm, &Fixture::new(comm).pair(Transport::Network, 64));
         network::back_and_forth(comm);
     });
@@ -81,43 +70,38 @@ fn data_goes_back_and_forth_past_the_chunks() {
 
 #[test]
 fn nothing_depends_on_when_signals_are_copied() {
-    run(direct, Some(Duration::from_micros(300)), |comm| {
-        let fixture = Fixture::new(comm);
-        let connections = fixture.connect(Transport::Network, 2, 2 * 1024);
-        fixture.ping_pong(&connections, 1024, 10);
-        fixture.finish();
-    });
+    network::configured(direct, Some(Duration::from_micros(300)), network::ping_pong);
 }
 
 #[test]
 fn a_source_may_change_after_a_flush_of_what_went_past_the_chunks() {
-    run(direct, None, network::flushed_slots);
+    network::configured(direct, None, network::flushed_slots);
 }
 
 #[test]
 fn signals_and_puts_of_many_blocks_arrive_past_the_chunks() {
-    run(direct, None, network::many_blocks);
+    network::configured(direct, None, network::many_blocks);
 }
 
 #[test]
 fn regions_are_added_and_got_from_past_the_chunks() {
-    run(direct, None, network::added_regions);
+    network::configured(direct, None, network::added_regions);
 }
 
 /// Memory outside the connection's regions is staged, into and out of regions that are accessed directly.
 #[test]
 fn the_host_writes_and_reads_past_the_chunks_and_through_them() {
-    run(direct, None, network::host_writes);
+    network::configured(direct, None, network::host_writes);
 }
 
 #[test]
 fn setups_past_the_chunks_leave_nothing_behind() {
-    run(direct, None, network::many_setups);
+    network::configured(direct, None, network::many_setups);
 }
 
 #[test]
 fn where_one_end_stages_both_do() {
-    run(one_end_stages, None, |comm| {
+    network::configured(one_end_stages, None, |comm| {
         let connection = Fixture::new(comm).pair(Transport::Network, 64);
         assert_eq!(connection.network_path(), Some(NetworkPath::Staged));
         drop(connection);
@@ -131,7 +115,7 @@ fn without_a_network_card_for_the_memory_data_is_staged() {
     if kind() == DeviceKind::Cuda {
         return;
     }
-    run(automatic, None, |comm| {
+    network::configured(automatic, None, |comm| {
         let connection = Fixture::new(comm).pair(Transport::Network, 64);
         assert_eq!(connection.network_path(), Some(NetworkPath::Staged));
     });
@@ -139,12 +123,12 @@ fn without_a_network_card_for_the_memory_data_is_staged() {
 
 #[test]
 fn large_puts_past_the_chunks_are_right_and_as_fast_as_is_printed() {
-    run(direct_by_default, None, |comm| large_puts(comm, true));
+    network::configured(direct_by_default, None, |comm| large_puts(comm, true));
 }
 
 #[test]
 fn large_puts_in_chunks_are_right_and_as_fast_as_is_printed() {
-    run(staged, None, |comm| large_puts(comm, false));
+    network::configured(staged, None, |comm| large_puts(comm, false));
 }
 
 /// Both ranks put one after the other, and then at the same time: 64 MiB on a GPU, of which the best time is told; on the

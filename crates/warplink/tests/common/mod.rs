@@ -26,7 +26,7 @@ pub use room::{device_of_thread, runs_case, share_gpus, waiting_streams, world, 
 use room::{gpus, ranks_per_gpu};
 pub use shorthands::{
     allocate, assert_error, assert_names_peer, assert_says, await_word, downloaded, from_first,
-    write_word,
+    without_descriptors, write_word,
 };
 use std::collections::BTreeMap;
 use std::fmt::Display;

@@ -2,9 +2,9 @@
 
 use crate::common::{
     Ranks, Stopwatch, allocate, assert_error, assert_names_peer, assert_says,
-    barrier_that_all_have_passed, exit_with_survivors, from_first, kill_self, kind, threads, world,
+    barrier_that_all_have_passed, exit_with_survivors, from_first, kill_self, kind, processes,
+    threads, without_descriptors, world,
 };
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
@@ -369,21 +369,16 @@ fn a_rank_that_was_short_of_descriptors_serves_its_peers_again() {
     if kind() != warplink::DeviceKind::Host {
         return;
     }
-    crate::common::processes(2, |comm| {
+    processes(2, |comm| {
         let region = comm.alloc(4096).unwrap();
         let handle = comm.export_handle(&region, 1 - comm.rank()).unwrap();
         let handles = comm.all_gather_bytes(&handle).unwrap();
         if comm.rank() == 1 {
-            let before = getrlimit(Resource::Nofile);
-            let none = Rlimit {
-                current: Some(0),
-                ..before
-            };
-            setrlimit(Resource::Nofile, none).unwrap();
-            comm.barrier().unwrap();
-            // The peer asks meanwhile.
-            std::thread::sleep(Duration::from_millis(300));
-            setrlimit(Resource::Nofile, before).unwrap();
+            without_descriptors(|| {
+                comm.barrier().unwrap();
+                // The peer asks meanwhile.
+                std::thread::sleep(Duration::from_millis(300));
+            });
         } else {
             comm.barrier().unwrap();
             comm.open_handle(1, &handles[1]).unwrap();
@@ -398,7 +393,7 @@ fn a_rank_that_was_short_of_descriptors_lets_go_of_its_peers_memory() {
     if kind() != warplink::DeviceKind::Host {
         return;
     }
-    crate::common::processes(2, |comm| {
+    processes(2, |comm| {
         let region = comm.alloc(4096).unwrap();
         let request = from_first(comm, &region, 0);
         // Get: rank 1 maps the region of rank 0.
@@ -407,15 +402,10 @@ fn a_rank_that_was_short_of_descriptors_lets_go_of_its_peers_memory() {
             .unwrap();
         comm.barrier().unwrap();
         if comm.rank() == 1 {
-            let before = getrlimit(Resource::Nofile);
-            let none = Rlimit {
-                current: Some(0),
-                ..before
-            };
-            setrlimit(Resource::Nofile, none).unwrap();
-            drop(transfers);
-            std::thread::sleep(Duration::from_millis(300));
-            setrlimit(Resource::Nofile, before).unwrap();
+            without_descriptors(|| {
+                drop(transfers);
+                std::thread::sleep(Duration::from_millis(300));
+            });
             comm.release_idle().unwrap();
         } else {
             drop(transfers);
