@@ -5,10 +5,11 @@
     reason = "a test fails by panicking"
 )]
 
-mod bootstrap_support;
+#[path = "bootstrap/support.rs"]
+mod support;
 
-use bootstrap_support::{close_all, config, job, join_all, members, new_id, soon, within};
 use std::time::{Duration, Instant};
+use support::{close_all, config, job, join_all, members, new_id, soon, within};
 use warplink::bootstrap::Wait;
 
 fn count(what: &str) -> usize {

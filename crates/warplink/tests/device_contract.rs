@@ -8,6 +8,8 @@ mod common;
 mod compute;
 #[path = "device_contract/elementwise.rs"]
 mod elementwise;
+#[path = "device_contract/faults.rs"]
+mod faults;
 #[path = "device_contract/memory.rs"]
 mod memory;
 

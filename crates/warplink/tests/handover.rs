@@ -6,8 +6,8 @@
 mod common;
 
 use common::{
-    Ended, Ranks, Stopwatch, barrier_that_all_have_passed, kill, kill_self, processes_of, resume,
-    ring, stop_self, world,
+    Ranks, Stopwatch, barrier_that_all_have_passed, kill, kill_self, processes_of, resume, ring,
+    stop_self,
 };
 use std::time::{Duration, Instant};
 use warplink::bootstrap::Wait;
@@ -30,8 +30,6 @@ enum Ending {
 }
 
 impl Ending {
-    const ALL: [Self; 4] = [Self::Kill, Self::Stop, Self::Drop, Self::Abort];
-
     fn reason(self) -> &'static str {
         match self {
             Self::Kill => "rank 0 was lost: the connection to its store",
@@ -43,33 +41,14 @@ impl Ending {
 }
 
 /// Runs `count` ranks, of which `killed` do not end by themselves.
-fn run(name: &str, count: usize, killed: &[usize], body: impl FnOnce(Communicator)) {
-    let mut ranks = Ranks::of(world(count));
-    let timeout = ("WARPLINK_TIMEOUT".to_owned(), "20".to_owned());
-    ranks.env.extend([timeout]);
-    if ranks.world < count {
+fn run(count: usize, killed: &[usize], body: impl FnOnce(Communicator)) {
+    let Some(ranks) = Ranks::all(count) else {
         return;
-    }
-    let limit = "WARPLINK_HEARTBEAT_LIMIT".to_owned();
-    ranks.env.insert(limit, LIMIT.to_owned());
-    let ended = ranks.start(|comm| {
-        body(comm);
-        println!("ended as it should");
-    });
-    let Some(ended) = ended else { return };
-    let outputs: Vec<_> = ended.iter().map(|end| end.output.as_str()).collect();
-    let outputs = outputs.join("\n");
-    for (rank, Ended { code, output, .. }) in ended.iter().enumerate() {
-        if killed.contains(&rank) {
-            assert_eq!(
-                *code, None,
-                "{name}, rank {rank} ended by itself:\n{outputs}"
-            );
-        } else {
-            assert_eq!(*code, Some(0), "{name}, rank {rank}:\n{outputs}");
-            assert!(output.contains("ended as it should"), "{outputs}");
-        }
-    }
+    };
+    ranks
+        .with_env("WARPLINK_TIMEOUT", "20")
+        .with_env("WARPLINK_HEARTBEAT_LIMIT", LIMIT)
+        .run_losing(killed, body);
 }
 
 /// Whether it is not yet `end`, for all ranks of `comm`.
@@ -84,54 +63,72 @@ fn assert_lost(error: &Error, rank: usize) {
     assert_eq!(named, (ErrorKind::PeerLost, Some(rank)), "{error}");
 }
 
+/// The job goes on when rank 0 ends so.
+fn go_on_without_rank_0(ending: Ending) {
+    let killed: &[usize] = if ending == Ending::Kill { &[0] } else { &[] };
+    run(4, killed, |comm| {
+        let processes = processes_of(&comm);
+        let pair = comm.split(comm.rank() as u64 / 2, 0).unwrap();
+        let end = Instant::now() + Duration::from_millis(300);
+        let begun = Stopwatch::start();
+        match comm.rank() {
+            0 => {
+                let until = |_| assert!(Instant::now() < end, "time to end");
+                let rounds = std::panic::AssertUnwindSafe(|| {
+                    ring(&pair, Protocol::default(), usize::MAX, until)
+                });
+                std::panic::catch_unwind(rounds).unwrap_err();
+                return end_rank_0(ending, comm, pair);
+            }
+            1 => {
+                let error = ring(&pair, Protocol::default(), usize::MAX, |_| {}).unwrap_err();
+                assert_lost(&error, 0);
+                common::assert_says(&error, &[ending.reason()]);
+                let took = begun.elapsed();
+                assert!(took < Duration::from_millis(300) + SOON, "{error}");
+            }
+            // Rings of their own, each of which asks the store, before and after.
+            _ => {
+                while both_before(&pair, end + Duration::from_secs(3)) {
+                    ring(&pair, Protocol::default(), 3, |_| {}).unwrap();
+                }
+                pair.split(0, 0).unwrap().barrier().unwrap();
+            }
+        }
+        let left = comm.survivors().unwrap();
+        assert_eq!(left.job_ranks(), [1, 2, 3]);
+        ring(&left, Protocol::Get, 20, |_| {}).unwrap();
+        assert_lost(&comm.barrier().unwrap_err(), 0);
+        let half = left.split(u64::from(left.rank() == 0), 0).unwrap();
+        if half.world() > 1 {
+            ring(&half, Protocol::Put, 5, |_| {}).unwrap();
+        }
+        left.barrier().unwrap();
+        if ending == Ending::Stop && left.rank() == 0 {
+            resume(processes[0]);
+        }
+        left.close().unwrap();
+    });
+}
+
 #[test]
-fn the_job_goes_on_without_rank_0() {
-    for ending in Ending::ALL {
-        let killed: &[usize] = if ending == Ending::Kill { &[0] } else { &[] };
-        run(&format!("{ending:?}"), 4, killed, |comm| {
-            let processes = processes_of(&comm);
-            let pair = comm.split(comm.rank() as u64 / 2, 0).unwrap();
-            let end = Instant::now() + Duration::from_millis(300);
-            let begun = Stopwatch::start();
-            match comm.rank() {
-                0 => {
-                    let until = |_| assert!(Instant::now() < end, "time to end");
-                    let rounds = std::panic::AssertUnwindSafe(|| {
-                        ring(&pair, Protocol::default(), usize::MAX, until)
-                    });
-                    std::panic::catch_unwind(rounds).unwrap_err();
-                    return end_rank_0(ending, comm, pair);
-                }
-                1 => {
-                    let error = ring(&pair, Protocol::default(), usize::MAX, |_| {}).unwrap_err();
-                    assert_lost(&error, 0);
-                    common::assert_says(&error, &[ending.reason()]);
-                    let took = begun.elapsed();
-                    assert!(took < Duration::from_millis(300) + SOON, "{error}");
-                }
-                // Rings of their own, each of which asks the store, before and after.
-                _ => {
-                    while both_before(&pair, end + Duration::from_secs(3)) {
-                        ring(&pair, Protocol::default(), 3, |_| {}).unwrap();
-                    }
-                    pair.split(0, 0).unwrap().barrier().unwrap();
-                }
-            }
-            let left = comm.survivors().unwrap();
-            assert_eq!(left.job_ranks(), [1, 2, 3]);
-            ring(&left, Protocol::Get, 20, |_| {}).unwrap();
-            assert_lost(&comm.barrier().unwrap_err(), 0);
-            let half = left.split(u64::from(left.rank() == 0), 0).unwrap();
-            if half.world() > 1 {
-                ring(&half, Protocol::Put, 5, |_| {}).unwrap();
-            }
-            left.barrier().unwrap();
-            if ending == Ending::Stop && left.rank() == 0 {
-                resume(processes[0]);
-            }
-            left.close().unwrap();
-        });
-    }
+fn the_job_goes_on_when_rank_0_was_killed() {
+    go_on_without_rank_0(Ending::Kill);
+}
+
+#[test]
+fn the_job_goes_on_when_rank_0_is_stopped() {
+    go_on_without_rank_0(Ending::Stop);
+}
+
+#[test]
+fn the_job_goes_on_when_rank_0_drops_its_communicator() {
+    go_on_without_rank_0(Ending::Drop);
+}
+
+#[test]
+fn the_job_goes_on_when_rank_0_aborts() {
+    go_on_without_rank_0(Ending::Abort);
 }
 
 fn end_rank_0(ending: Ending, comm: Communicator, pair: Communicator) {
@@ -152,7 +149,7 @@ fn end_rank_0(ending: Ending, comm: Communicator, pair: Communicator) {
 #[test]
 fn one_rank_after_another_may_serve() {
     let victims = [0, 1, 2, 4];
-    run("chain", 8, &victims, |comm| {
+    run(8, &victims, |comm| {
         let mut left = comm.clone();
         for victim in victims {
             let die = |round| {
@@ -176,8 +173,8 @@ fn one_rank_after_another_may_serve() {
 
 #[test]
 fn the_next_to_serve_may_be_lost_at_the_same_time() {
-    for (name, gap) in [("at once", 0), ("1 ms", 1), ("20 ms", 20)] {
-        run(name, 6, &[0, 1], |comm| {
+    for gap in [0, 1, 20] {
+        run(6, &[0, 1], |comm| {
             let pair = comm.split(comm.rank() as u64 / 2, 0).unwrap();
             barrier_that_all_have_passed(&comm);
             if comm.rank() < 2 {
@@ -208,7 +205,7 @@ fn the_next_to_serve_may_be_lost_at_the_same_time() {
 
 #[test]
 fn what_the_store_contained_is_there_after_the_loss() {
-    run("content", 4, &[0], |comm| {
+    run(4, &[0], |comm| {
         let (rank, store) = (comm.rank(), comm.bootstrap().store().clone());
         let soon = || Wait::on([], comm.deadline());
         // More than a journal keeps without being told to forget.
@@ -276,7 +273,7 @@ fn what_the_store_contained_is_there_after_the_loss() {
 #[test]
 fn ranks_that_do_not_answer_are_found_at_the_same_time() {
     let victims = [0, 1, 2, 3];
-    run("unanswered", 6, &victims, |comm| {
+    run(6, &victims, |comm| {
         let late = Duration::from_millis(1500 + 1500);
         let processes = processes_of(&comm);
         barrier_that_all_have_passed(&comm);

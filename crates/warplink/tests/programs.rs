@@ -11,11 +11,21 @@ mod binding;
 #[path = "programs/collectives.rs"]
 mod collectives;
 mod common;
+#[path = "programs/device_limits.rs"]
+mod device_limits;
+#[path = "programs/evaluate.rs"]
+mod evaluate;
+#[path = "programs/graphs.rs"]
+mod graphs;
+#[path = "programs/language/mod.rs"]
+mod language;
 #[path = "programs/matmul.rs"]
 mod matmul;
 mod program_support;
 #[path = "programs/replaced.rs"]
 mod replaced;
+#[path = "programs/run.rs"]
+mod run;
 #[path = "programs/subgroups.rs"]
 mod subgroups;
 #[path = "programs/trials.rs"]

@@ -8,7 +8,7 @@ mod common;
 
 use common::{
     Ranks, Stopwatch, assert_says, from_first, processes_of, resume, ring, stop_self, values,
-    wait_until_stopped, world,
+    wait_until_stopped,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -17,32 +17,20 @@ use warplink::channel::ConnectionRequest;
 use warplink::device::Priority;
 use warplink::memory::Region;
 use warplink::p2p::{Protocol, Transfer, TransferRequest};
-use warplink::{Communicator, Error, ErrorKind};
+use warplink::{Communicator, Deadline, Error, ErrorKind};
 
 /// How much later than the limit a peer may have its error.
 const LATER: Duration = Duration::from_secs(1);
 
-/// Runs `count` ranks with a heartbeat limit of `limit` seconds, none of which may fail. A test calls it
-/// once for each of its cases, by `name`.
-fn run(name: &str, count: usize, limit: &str, body: impl FnOnce(Communicator)) {
-    let mut ranks = Ranks::of(world(count));
-    if ranks.world < count {
-        return;
-    }
-    let variables = [
-        ("WARPLINK_HEARTBEAT_LIMIT", limit),
-        ("WARPLINK_TIMEOUT", "30"),
-    ];
-    let variables = variables.map(|(name, value)| (name.to_owned(), value.to_owned()));
-    ranks.env.extend(variables);
-    let Some(ended) = ranks.start(body) else {
+/// Runs `count` ranks with a heartbeat limit of `limit` seconds, none of which may fail.
+fn run(count: usize, limit: &str, body: impl FnOnce(Communicator)) {
+    let Some(ranks) = Ranks::all(count) else {
         return;
     };
-    let outputs: Vec<_> = ended.iter().map(|end| end.output.as_str()).collect();
-    for (rank, end) in ended.iter().enumerate() {
-        let outputs = outputs.join("\n");
-        assert_eq!(end.code, Some(0), "{name}, rank {rank}:\n{outputs}");
-    }
+    ranks
+        .with_env("WARPLINK_HEARTBEAT_LIMIT", limit)
+        .with_env("WARPLINK_TIMEOUT", "30")
+        .run_losing(&[], body);
 }
 
 /// Checks that `error` is of the loss of `victim`, and came after the limit of 1.5 s and not much later:
@@ -63,88 +51,105 @@ fn check_loss(error: &Error, victim: usize, ran: Instant, stopped: Stopwatch) {
     );
 }
 
-#[test]
-fn a_stopped_rank_is_named_and_learns_that_it_was_given_up() {
+/// Stops a rank while the others are in `wait`, whose arguments are what the wait needs: the rank that is stopped, and a
+/// transfer from it that it never posts. They get an error that names it, and it learns that it was given up.
+fn stop_while(wait: impl Fn(&Communicator, usize, &Transfer) -> Error) {
     for victim in [2, 0] {
-        for wait in ["barrier", "key", "exchange", "stream"] {
-            run(&format!("{victim} {wait}"), 4, "1.5", |comm| {
-                let processes = processes_of(&comm);
-                let region = comm.alloc(64).unwrap();
-                let stream = comm.create_stream(Priority::Normal).unwrap();
-                let is_victim = comm.rank() == victim;
-                // The victim announces nothing, so what its peers wait for never comes.
-                let peers: Vec<usize> = if is_victim {
-                    (0..4).filter(|&rank| rank != victim).collect()
-                } else {
-                    vec![victim]
-                };
-                let request = |&peer: &usize| {
-                    if is_victim {
-                        TransferRequest::send(&region, peer, 1)
-                    } else {
-                        TransferRequest::receive(&region, peer, 1)
-                    }
-                };
-                let requests: Vec<_> = peers.iter().map(request).collect();
-                let transfers = comm.exchange(&requests).unwrap();
-                let ran = Instant::now();
-                comm.barrier().unwrap();
-                let stopped = Stopwatch::start();
+        run(4, "1.5", |comm| {
+            println!("rank {victim} is stopped");
+            let processes = processes_of(&comm);
+            let region = comm.alloc(64).unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let is_victim = comm.rank() == victim;
+            // The victim announces nothing, so what its peers wait for never comes.
+            let peers: Vec<usize> = if is_victim {
+                (0..4).filter(|&rank| rank != victim).collect()
+            } else {
+                vec![victim]
+            };
+            let request = |&peer: &usize| {
                 if is_victim {
-                    // What it has answered is to arrive.
-                    std::thread::sleep(Duration::from_millis(50));
-                    stop_self();
-                    // The others may have come to this barrier before the stop, so that it is done; they come to
-                    // no other.
-                    let error = comm.barrier().err();
-                    let error = error.unwrap_or_else(|| comm.barrier().unwrap_err());
-                    assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
-                    assert_says(&error, &["gave this rank up: it did not answer for 1.5s"]);
-                    // The streams of a rank that was given up fail too.
-                    transfers[0].post(&stream).ok();
-                    let error = comm.synchronize(&stream).unwrap_err();
-                    assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
-                    assert!(comm.survivors().is_err());
-                    return;
+                    TransferRequest::send(&region, peer, 1)
+                } else {
+                    TransferRequest::receive(&region, peer, 1)
                 }
-                let error = match wait {
-                    "barrier" => comm.barrier().unwrap_err(),
-                    "key" => {
-                        let wait = Wait::on([victim], comm.deadline());
-                        comm.bootstrap().store().get("never", &wait).unwrap_err()
-                    }
-                    "exchange" => {
-                        let late = TransferRequest::receive(&region, victim, 2);
-                        comm.exchange(&[late]).unwrap_err()
-                    }
-                    _ => {
-                        transfers[0].post(&stream).unwrap();
-                        transfers[0].wait(&stream).unwrap();
-                        let error = comm.synchronize(&stream).unwrap_err();
-                        let says = ["set WARPLINK_HEARTBEAT_LIMIT", "use another stream"];
-                        assert_says(&error, &says);
-                        error
-                    }
-                };
-                check_loss(&error, victim, ran, stopped);
-                let left = comm.survivors().unwrap();
-                assert!(!left.job_ranks().contains(&victim));
-                ring(&left, Protocol::default(), 5, |_| {}).unwrap();
-                left.barrier().unwrap();
-                if left.rank() == 0 {
-                    resume(processes[victim]);
-                }
-                drop((transfers, comm));
-                left.close().unwrap();
-            });
-        }
+            };
+            let requests: Vec<_> = peers.iter().map(request).collect();
+            let transfers = comm.exchange(&requests).unwrap();
+            let ran = Instant::now();
+            comm.barrier().unwrap();
+            let stopped = Stopwatch::start();
+            if is_victim {
+                // What it has answered is to arrive.
+                std::thread::sleep(Duration::from_millis(50));
+                stop_self();
+                // The others may have come to this barrier before the stop, so that it is done; they come to
+                // no other.
+                let error = comm.barrier().err();
+                let error = error.unwrap_or_else(|| comm.barrier().unwrap_err());
+                assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
+                assert_says(&error, &["gave this rank up: it did not answer for 1.5s"]);
+                // The streams of a rank that was given up fail too.
+                transfers[0].post(&stream).ok();
+                let error = comm.synchronize(&stream).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
+                assert!(comm.survivors().is_err());
+                return;
+            }
+            let error = wait(&comm, victim, &transfers[0]);
+            check_loss(&error, victim, ran, stopped);
+            let left = comm.survivors().unwrap();
+            assert!(!left.job_ranks().contains(&victim));
+            ring(&left, Protocol::default(), 5, |_| {}).unwrap();
+            left.barrier().unwrap();
+            if left.rank() == 0 {
+                resume(processes[victim]);
+            }
+            drop((transfers, comm));
+            left.close().unwrap();
+        });
     }
+}
+
+#[test]
+fn a_rank_that_stops_is_named_in_a_barrier() {
+    stop_while(|comm, _, _| comm.barrier().unwrap_err());
+}
+
+#[test]
+fn a_rank_that_stops_is_named_in_a_wait_for_a_key() {
+    stop_while(|comm, victim, _| {
+        let wait = Wait::on([victim], comm.deadline());
+        comm.bootstrap().store().get("never", &wait).unwrap_err()
+    });
+}
+
+#[test]
+fn a_rank_that_stops_is_named_in_an_exchange() {
+    stop_while(|comm, victim, _| {
+        let region = comm.alloc(64).unwrap();
+        let late = TransferRequest::receive(&region, victim, 2);
+        comm.exchange(&[late]).unwrap_err()
+    });
+}
+
+#[test]
+fn a_rank_that_stops_is_named_in_a_stream() {
+    stop_while(|comm, _, transfer| {
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        transfer.post(&stream).unwrap();
+        transfer.wait(&stream).unwrap();
+        let error = comm.synchronize(&stream).unwrap_err();
+        let says = ["set WARPLINK_HEARTBEAT_LIMIT", "use another stream"];
+        assert_says(&error, &says);
+        error
+    });
 }
 
 #[test]
 fn a_short_stop_is_waited_for() {
     for victim in [1, 0] {
-        run(&format!("short {victim}"), 3, "3", |comm| {
+        run(3, "3", |comm| {
             let processes = processes_of(&comm);
             for round in 0..3 {
                 if comm.rank() == victim {
@@ -164,7 +169,7 @@ fn a_short_stop_is_waited_for() {
 
 #[test]
 fn a_busy_rank_is_not_taken_for_a_stopped_one() {
-    run("busy", 2, "1", |comm| {
+    run(2, "1", |comm| {
         if comm.rank() == 0 {
             let end = AtomicBool::new(false);
             std::thread::scope(|scope| {
@@ -188,11 +193,11 @@ fn a_busy_rank_is_not_taken_for_a_stopped_one() {
 /// Runs two ranks with transfers between them, one of which stops; when it goes on, its barrier fails as `learns` says.
 /// The other drops them in `drops`, which must not take long.
 fn drop_of_a_stopped_peer(
-    (name, limit): (&str, &str),
+    limit: &str,
     learns: ErrorKind,
     drops: impl FnOnce(Communicator, Vec<Transfer>, Vec<Region>),
 ) {
-    run(name, 2, limit, |comm| {
+    run(2, limit, |comm| {
         let processes = processes_of(&comm);
         let regions: Vec<_> = (0..20).map(|_| comm.alloc(4096).unwrap()).collect();
         let requests: Vec<_> = regions
@@ -219,35 +224,30 @@ fn drop_of_a_stopped_peer(
 
 #[test]
 fn dropping_transfers_of_a_stopped_peer_is_quick() {
-    drop_of_a_stopped_peer(
-        ("drop", "3"),
-        ErrorKind::GivenUp,
-        |comm, transfers, regions| {
-            let begun = Stopwatch::start();
-            drop((transfers, regions));
-            let took = begun.elapsed();
-            assert!(took < Duration::from_millis(500), "{took:?}");
-            let error = comm.barrier().unwrap_err();
-            assert_eq!(error.peer(), Some(1), "{error}");
-            let left = comm.survivors().unwrap();
-            drop(comm);
-            left.close().unwrap();
-        },
-    );
+    drop_of_a_stopped_peer("3", ErrorKind::GivenUp, |comm, transfers, regions| {
+        let begun = Stopwatch::start();
+        drop((transfers, regions));
+        let took = begun.elapsed();
+        assert!(took < Duration::from_millis(500), "{took:?}");
+        let error = comm.barrier().unwrap_err();
+        assert_eq!(error.peer(), Some(1), "{error}");
+        let left = comm.survivors().unwrap();
+        drop(comm);
+        left.close().unwrap();
+    });
 }
 
 #[test]
 fn a_drop_before_the_limit_is_quick_too() {
     // As in a debugger: the peer stays stopped for longer than this rank lives.
-    let stays = ("abort", "600");
-    drop_of_a_stopped_peer(stays, ErrorKind::PeerLost, |comm, transfers, regions| {
+    drop_of_a_stopped_peer("600", ErrorKind::PeerLost, |comm, transfers, regions| {
         drop((transfers, regions, comm));
     });
 }
 
 #[test]
 fn another_pair_is_not_delayed() {
-    run("pair", 4, "4", |comm| {
+    run(4, "4", |comm| {
         let processes = processes_of(&comm);
         let pair = comm.split(comm.rank() as u64 / 2, 0).unwrap();
         let region = comm.alloc(64).unwrap();
@@ -290,7 +290,7 @@ fn another_pair_is_not_delayed() {
 
 #[test]
 fn transfers_of_others_go_on_while_rank_0_is_stopped() {
-    run("posted", 3, "2", |comm| {
+    run(3, "2", |comm| {
         let processes = processes_of(&comm);
         if comm.rank() == 0 {
             comm.split(0, 0).unwrap();
@@ -335,49 +335,58 @@ fn transfers_of_others_go_on_while_rank_0_is_stopped() {
     });
 }
 
+/// An exchange of three tags with rank 0 whose store is stopped ends at its deadline.
+fn exchange_with_a_stopped_store(
+    exchange: impl Fn(&Communicator, &Region, [u64; 3], Deadline) -> Error,
+) {
+    run(2, "600", |comm| {
+        let processes = processes_of(&comm);
+        let region = comm.alloc(64).unwrap();
+        comm.barrier().unwrap();
+        if comm.rank() == 0 {
+            stop_self();
+            comm.barrier().ok();
+            return;
+        }
+        wait_until_stopped(processes[0]);
+        let begun = Stopwatch::start();
+        // The publishing has the limit of the call, and taking it back one of its own.
+        let soon = Deadline::after(Duration::from_secs(2));
+        let error = exchange(&comm, &region, [0, 1, 2], soon);
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        assert_says(&error, &["; the communicator has ended"]);
+        assert!(
+            begun.elapsed() < Duration::from_secs(8),
+            "{:?}",
+            begun.elapsed()
+        );
+        // What may be published yet meets nothing later.
+        let request = ConnectionRequest::new(0, 9, &region);
+        let error = comm.connect(&[request]).unwrap_err();
+        assert_says(&error, &["could not be withdrawn", "communicator"]);
+        let later = Stopwatch::start();
+        comm.abort("rank 0 does not answer");
+        assert!(
+            later.elapsed() < Duration::from_secs(4),
+            "{:?}",
+            later.elapsed()
+        );
+        resume(processes[0]);
+    });
+}
+
 #[test]
-fn an_exchange_with_a_stopped_store_ends_at_its_deadline() {
-    for what in ["transfers", "connections"] {
-        run(what, 2, "600", |comm| {
-            let processes = processes_of(&comm);
-            let region = comm.alloc(64).unwrap();
-            comm.barrier().unwrap();
-            if comm.rank() == 0 {
-                stop_self();
-                comm.barrier().ok();
-                return;
-            }
-            wait_until_stopped(processes[0]);
-            let begun = Stopwatch::start();
-            let soon = warplink::Deadline::after(Duration::from_secs(2));
-            let tags = [0, 1, 2];
-            // The publishing has the limit of the call, and taking it back one of its own.
-            let error = if what == "transfers" {
-                let requests = tags.map(|tag| TransferRequest::send(&region, 0, tag));
-                comm.exchange_until(&requests, soon).unwrap_err()
-            } else {
-                let requests = tags.map(|tag| ConnectionRequest::new(0, tag, &region));
-                comm.connect_until(&requests, soon).unwrap_err()
-            };
-            assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-            assert_says(&error, &["; the communicator has ended"]);
-            assert!(
-                begun.elapsed() < Duration::from_secs(8),
-                "{:?}",
-                begun.elapsed()
-            );
-            // What may be published yet meets nothing later.
-            let request = ConnectionRequest::new(0, 9, &region);
-            let error = comm.connect(&[request]).unwrap_err();
-            assert_says(&error, &["could not be withdrawn", "communicator"]);
-            let later = Stopwatch::start();
-            comm.abort("rank 0 does not answer");
-            assert!(
-                later.elapsed() < Duration::from_secs(4),
-                "{:?}",
-                later.elapsed()
-            );
-            resume(processes[0]);
-        });
-    }
+fn an_exchange_of_transfers_with_a_stopped_store_ends_at_its_deadline() {
+    exchange_with_a_stopped_store(|comm, region, tags, soon| {
+        let requests = tags.map(|tag| TransferRequest::send(region, 0, tag));
+        comm.exchange_until(&requests, soon).unwrap_err()
+    });
+}
+
+#[test]
+fn an_exchange_of_connections_with_a_stopped_store_ends_at_its_deadline() {
+    exchange_with_a_stopped_store(|comm, region, tags, soon| {
+        let requests = tags.map(|tag| ConnectionRequest::new(0, tag, region));
+        comm.connect_until(&requests, soon).unwrap_err()
+    });
 }

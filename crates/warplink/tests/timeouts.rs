@@ -159,63 +159,81 @@ fn a_stream_names_the_transfer_whose_packets_have_not_come() {
     name_what_was_not_posted(Path::Multiprocessors);
 }
 
-/// Each wait that times out says that the communicator can be used, and it can: rank 1 meets each call late.
-#[test]
-fn a_timeout_says_that_the_communicator_can_be_used_and_it_can() {
+/// Rank 0 times out in `call`, with an error that says that the communicator can still be used. Rank 1 calls late, if
+/// `late` says how that ends. Then both call again, in time.
+fn usable_after_a_timeout(
+    call: impl Fn(&Communicator) -> Result<()> + Send + Sync,
+    late: Option<fn(Result<()>)>,
+) {
     // A call that both make at the same time has to end within it, on a busy machine too.
     common::threads_with(world(2), with_timeout(Duration::from_secs(4)), |comm| {
-        let peer = 1 - comm.rank();
-        let region = comm.alloc(64).unwrap();
-        let text = "program p() {\n input A: f32[4]\n output C: f32[4]\n C = copy(A)\n}";
-        let program = Program::parse(text).unwrap();
+        // Not a call that is counted.
+        let meet = |name: &str| {
+            let store = comm.bootstrap().store();
+            let (rank, peer) = (comm.rank(), 1 - comm.rank());
+            store.set(format!("{name} {rank}"), b"").unwrap();
+            let wait = Wait::on([peer], self::late());
+            store.get(&format!("{name} {peer}"), &wait).unwrap();
+        };
+        if comm.rank() == 0 {
+            let error = call(comm).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+            assert_says(&error, &[USABLE]);
+        }
+        meet("timed out");
+        if let (1, Some(check)) = (comm.rank(), late) {
+            check(call(comm));
+        }
+        meet("was late");
+        call(comm).unwrap();
+    });
+}
+
+/// A barrier counts as called, also where nobody waits any more.
+#[test]
+fn a_barrier_works_after_a_timeout() {
+    usable_after_a_timeout(Communicator::barrier, Some(|late| late.unwrap()));
+}
+
+#[test]
+fn an_all_gather_works_after_a_timeout() {
+    let call = |comm: &Communicator| comm.all_gather_bytes(b"x").map(drop);
+    usable_after_a_timeout(call, Some(|late| late.unwrap()));
+}
+
+#[test]
+fn a_stream_barrier_works_after_a_timeout() {
+    usable_after_a_timeout(|comm| comm.stream_barrier().map(drop), None);
+}
+
+#[test]
+fn connecting_works_after_a_timeout() {
+    let call = |comm: &Communicator| {
+        let region = comm.alloc(64)?;
+        let request = ConnectionRequest::new(1 - comm.rank(), 3, &region);
+        comm.connect(&[request]).map(drop)
+    };
+    usable_after_a_timeout(call, None);
+}
+
+/// A binding that the peer gave up is over for this rank too.
+#[test]
+fn binding_works_after_a_timeout() {
+    let text = "program p() {\n input A: f32[4]\n output C: f32[4]\n C = copy(A)\n}";
+    let program = Program::parse(text).unwrap();
+    let call = |comm: &Communicator| {
         let options = PrepareOptions {
             streams: 1,
             verify: true,
             ..PrepareOptions::default()
         };
-        let executor = comm.executor();
-        let prepared = executor.prepare(&program, &Parameters::new(), options);
-        let prepared = prepared.unwrap();
-        let bindings: Bindings = ["A", "C"]
-            .map(|name| {
-                let memory = comm.device().allocate(16, AllocationKind::Plain);
-                (name.to_owned(), memory.unwrap())
-            })
-            .into();
-        let connection = || ConnectionRequest::new(peer, 3, &region);
-        type Call<'a> = (&'a str, &'a dyn Fn() -> Result<()>);
-        let calls: [Call<'_>; 5] = [
-            ("barrier", &|| comm.barrier()),
-            ("all-gather", &|| comm.all_gather_bytes(b"x").map(drop)),
-            ("stream barrier", &|| comm.stream_barrier().map(drop)),
-            ("connect", &|| comm.connect(&[connection()]).map(drop)),
-            ("bind", &|| prepared.bind(&bindings).map(drop)),
-        ];
-        // Waits for the other without a call that is counted.
-        let meet = |name: &str| {
-            let store = comm.bootstrap().store();
-            let wait = Wait::on([peer], late());
-            store.set(format!("{name} {}", comm.rank()), b"").unwrap();
-            store.get(&format!("{name} {peer}"), &wait).unwrap();
-        };
-        for (name, call) in calls {
-            if comm.rank() == 0 {
-                let error = call().unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::Timeout, "{name}: {error}");
-                assert_says(&error, &[USABLE]);
-            }
-            meet(&format!("after {name}"));
-            // A barrier and an all-gather count as called, also where nobody waits any more; a binding that
-            // the other gave up is over for this rank too.
-            if comm.rank() == 1 {
-                match name {
-                    "barrier" | "all-gather" => call().unwrap(),
-                    "bind" => assert_eq!(call().unwrap_err().kind(), ErrorKind::PeerFailed),
-                    _ => {}
-                }
-            }
-            meet(&format!("again {name}"));
-            call().unwrap_or_else(|error| panic!("{name}: {error}"));
-        }
-    });
+        let memory = || comm.device().allocate(16, AllocationKind::Plain);
+        let bindings = [("A".to_owned(), memory()?), ("C".to_owned(), memory()?)];
+        let prepared = comm
+            .executor()
+            .prepare(&program, &Parameters::new(), options)?;
+        prepared.bind(&Bindings::from(bindings)).map(drop)
+    };
+    let late = |late: Result<()>| assert_eq!(late.unwrap_err().kind(), ErrorKind::PeerFailed);
+    usable_after_a_timeout(call, Some(late));
 }

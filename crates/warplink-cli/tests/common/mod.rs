@@ -5,6 +5,7 @@
     reason = "a test that fails here should stop here"
 )]
 
+use serde_json::Value;
 use std::io::Read;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
@@ -36,6 +37,53 @@ pub(crate) fn warplink(args: &[&str]) -> Command {
     }
     command.args(args).stdin(Stdio::null());
     command
+}
+
+/// The built command with the words of `line` as its arguments.
+pub(crate) fn command(line: &str) -> Command {
+    warplink(&line.split_whitespace().collect::<Vec<_>>())
+}
+
+/// Runs the command with the words of `line` to its end.
+pub(crate) fn run(line: &str) -> Output {
+    command(line).output().unwrap()
+}
+
+/// Standard output of a command, which must have succeeded.
+#[track_caller]
+pub(crate) fn succeeded(output: &Output) -> String {
+    assert!(output.status.success(), "{}", stderr(output));
+    stdout(output)
+}
+
+/// The object that a command printed, which must have succeeded.
+#[track_caller]
+pub(crate) fn object(output: &Output) -> Value {
+    serde_json::from_str(&succeeded(output)).unwrap()
+}
+
+/// The object that the command with the words of `line` prints.
+#[track_caller]
+pub(crate) fn json(line: &str) -> Value {
+    object(&run(line))
+}
+
+/// Checks that a command failed, and that its standard error contains `part` once.
+#[track_caller]
+pub(crate) fn assert_refused(output: &Output, part: &str) {
+    let text = stderr(output);
+    assert!(!output.status.success(), "{text}");
+    assert_eq!(
+        text.matches(part).count(),
+        1,
+        "'{part}' is not once in: {text}"
+    );
+}
+
+/// The path of an example program.
+pub(crate) fn example(name: &str) -> String {
+    let root = env!("CARGO_MANIFEST_DIR");
+    format!("{root}/../../examples/programs/{name}.wlp")
 }
 
 /// Runs `ranks` ranks of a shell script to their end.

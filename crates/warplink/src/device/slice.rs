@@ -80,6 +80,33 @@ impl DeviceSlice {
         self.bytes
     }
 
+    /// Fails unless `source`, which is copied here, has the same length.
+    #[inline]
+    pub(super) fn check_source(&self, source: &Self) -> Result<()> {
+        if self.bytes == source.bytes {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "the source has {} bytes and the target {}; expected the same length",
+            source.bytes, self.bytes
+        ))
+        .with_operation("copy")
+        .with_help("pass slices of the same length"))
+    }
+
+    /// Fails unless a buffer of the host's that is copied to or from the slice has its length.
+    pub(super) fn check_buffer(&self, operation: &'static str, bytes: usize) -> Result<()> {
+        if bytes == self.bytes {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "the slice has {} bytes and the host buffer {bytes}; expected the same length",
+            self.bytes
+        ))
+        .with_operation(operation)
+        .with_help("pass a buffer as long as the slice"))
+    }
+
     /// Offset in bytes from the start of the allocation.
     pub fn offset(&self) -> usize {
         self.offset

@@ -56,8 +56,7 @@ fn one_rank_that_lacks_something_is_enough() {
                     config.device.pretend = Default::default();
                 }
             }),
-            env: [("WARPLINK_PRETEND".to_owned(), limit.to_owned())].into(),
-            ..Ranks::of(world(2))
+            ..Ranks::of(world(2)).with_env("WARPLINK_PRETEND", limit)
         }
         .run(|comm| {
             let region = comm.alloc(64).unwrap();

@@ -2,7 +2,7 @@
 //! does with memory of GPUs where it can. Signals are messages. On the host device, where it can with Debian's UCX too,
 //! that is asked for; on GPUs it depends on UCX, and what it cannot do is staged.
 
-use super::common::{Ranks, has_network, kind, world};
+use super::common::{kind, tell};
 use super::kernels::{Fixture, contents};
 use super::network;
 use std::time::{Duration, Instant};
@@ -12,9 +12,6 @@ use warplink::{Communicator, Config, DeviceKind};
 
 /// Set where UCX is known to reach memory of GPUs: nothing is staged then.
 const REQUIRED: &str = "WARPLINK_REQUIRE_NETWORK_MEMORY";
-
-/// Prefix of lines that ranks send and the test prints.
-const TOLD: &str = "over the network";
 
 fn config(config: &mut Config, access: DeviceAccess) {
     config.staging = StagingConfig {
@@ -53,29 +50,6 @@ fn automatic(to: &mut Config) {
     config(to, DeviceAccess::Automatic);
 }
 
-fn run(config: fn(&mut Config), delay: Option<Duration>, body: fn(&Communicator)) {
-    if has_network() {
-        let ranks = Ranks {
-            config: Some(config),
-            delay,
-            ..Ranks::of(world(2))
-        };
-        let ended = ranks.start(|comm| {
-            body(&comm);
-            comm.close().unwrap();
-        });
-        for (rank, end) in ended.iter().flatten().enumerate() {
-            assert_eq!(end.code, Some(0), "rank {rank} failed:\n{}", end.output);
-            // The first one of a rank follows the test's name.
-            let told = end
-                .output
-                .lines()
-                .filter_map(|line| line.find(TOLD).map(|at| &line[at..]));
-            told.for_each(|line| println!("rank {rank}: {line}"));
-        }
-    }
-}
-
 /// Checks that the library moves the data, where that is certain, and tells what does.
 fn assert_direct(comm: &Communicator, connection: &Connection) {
     let path = connection.network_path().unwrap();
@@ -83,12 +57,12 @@ fn assert_direct(comm: &Communicator, connection: &Connection) {
     if kind == DeviceKind::Host || std::env::var_os(REQUIRED).is_some() {
         assert_eq!(path, NetworkPath::Direct, "{connection:?}");
     }
-    println!("{TOLD}, {kind}: {path:?}");
+    tell(format!("over the network, {kind}: {path:?}"));
 }
 
 #[test]
 fn data_goes_back_and_forth_past_the_chunks() {
-    run(direct, None, |comm| {
+    network::configured(direct, None, |comm| {
         assert_direct(comm, &Fixture::new(comm).pair(Transport::Network, 64));
         network::back_and_forth(comm);
     });
@@ -96,43 +70,38 @@ fn data_goes_back_and_forth_past_the_chunks() {
 
 #[test]
 fn nothing_depends_on_when_signals_are_copied() {
-    run(direct, Some(Duration::from_micros(300)), |comm| {
-        let fixture = Fixture::new(comm);
-        let connections = fixture.connect(Transport::Network, 2, 2 * 1024);
-        fixture.ping_pong(&connections, 1024, 10);
-        fixture.finish();
-    });
+    network::configured(direct, Some(Duration::from_micros(300)), network::ping_pong);
 }
 
 #[test]
 fn a_source_may_change_after_a_flush_of_what_went_past_the_chunks() {
-    run(direct, None, network::flushed_slots);
+    network::configured(direct, None, network::flushed_slots);
 }
 
 #[test]
 fn signals_and_puts_of_many_blocks_arrive_past_the_chunks() {
-    run(direct, None, network::many_blocks);
+    network::configured(direct, None, network::many_blocks);
 }
 
 #[test]
 fn regions_are_added_and_got_from_past_the_chunks() {
-    run(direct, None, network::added_regions);
+    network::configured(direct, None, network::added_regions);
 }
 
 /// Memory outside the connection's regions is staged, into and out of regions that are accessed directly.
 #[test]
 fn the_host_writes_and_reads_past_the_chunks_and_through_them() {
-    run(direct, None, network::host_writes);
+    network::configured(direct, None, network::host_writes);
 }
 
 #[test]
 fn setups_past_the_chunks_leave_nothing_behind() {
-    run(direct, None, network::many_setups);
+    network::configured(direct, None, network::many_setups);
 }
 
 #[test]
 fn where_one_end_stages_both_do() {
-    run(one_end_stages, None, |comm| {
+    network::configured(one_end_stages, None, |comm| {
         let connection = Fixture::new(comm).pair(Transport::Network, 64);
         assert_eq!(connection.network_path(), Some(NetworkPath::Staged));
         drop(connection);
@@ -146,7 +115,7 @@ fn without_a_network_card_for_the_memory_data_is_staged() {
     if kind() == DeviceKind::Cuda {
         return;
     }
-    run(automatic, None, |comm| {
+    network::configured(automatic, None, |comm| {
         let connection = Fixture::new(comm).pair(Transport::Network, 64);
         assert_eq!(connection.network_path(), Some(NetworkPath::Staged));
     });
@@ -154,12 +123,12 @@ fn without_a_network_card_for_the_memory_data_is_staged() {
 
 #[test]
 fn large_puts_past_the_chunks_are_right_and_as_fast_as_is_printed() {
-    run(direct_by_default, None, |comm| large_puts(comm, true));
+    network::configured(direct_by_default, None, |comm| large_puts(comm, true));
 }
 
 #[test]
 fn large_puts_in_chunks_are_right_and_as_fast_as_is_printed() {
-    run(staged, None, |comm| large_puts(comm, false));
+    network::configured(staged, None, |comm| large_puts(comm, false));
 }
 
 /// Both ranks put one after the other, and then at the same time: 64 MiB on a GPU, of which the best time is told; on the
@@ -208,12 +177,12 @@ fn large_puts(comm: &Communicator, is_direct: bool) {
             comm.barrier().unwrap();
         }
         if puts(rank) {
-            println!(
-                "{TOLD}, {:?}, {mib} MiB {}: {:.2} GB/s",
+            tell(format!(
+                "over the network, {:?}, {mib} MiB {}: {:.2} GB/s",
                 connection.network_path().unwrap(),
                 turn.map_or("both at once", |_| "alone"),
                 bytes as f64 / took.as_secs_f64() / 1e9
-            );
+            ));
         }
     }
 }

@@ -2,8 +2,8 @@
 //! missing.
 
 use super::common::{
-    assert_names_peer, assert_says, await_word, has_network, kind, processes, waiting_streams,
-    world, write_word,
+    Ranks, assert_names_peer, assert_says, await_word, has_network, kind, processes,
+    waiting_streams, world, write_word,
 };
 use super::kernels::{Fixture, contents};
 use super::proxied::await_proxies;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use warplink::bootstrap::Wait;
 use warplink::channel::{ConnectionRequest, Transport};
 use warplink::device::{Argument, Launch, MemoryOp, ModuleSource};
-use warplink::{Communicator, Deadline, DeviceKind, ErrorKind};
+use warplink::{Communicator, Config, Deadline, DeviceKind, ErrorKind};
 
 /// Runs `body` on two ranks where there is a network.
 fn with_network(body: impl Fn(&Communicator)) {
@@ -27,6 +27,22 @@ fn network_devices() -> String {
     names.collect::<Vec<_>>().join(",")
 }
 
+/// Runs two ranks with a change to their configuration, and with random delays, where this machine has the network.
+pub(super) fn configured(
+    config: fn(&mut Config),
+    delay: Option<Duration>,
+    body: fn(&Communicator),
+) {
+    if has_network() {
+        let ranks = Ranks {
+            config: Some(config),
+            delay,
+            ..Ranks::of(world(2))
+        };
+        ranks.run(body);
+    }
+}
+
 #[test]
 fn data_goes_back_and_forth() {
     with_network(back_and_forth);
@@ -39,6 +55,14 @@ pub(super) fn back_and_forth(comm: &Communicator) {
         fixture.ping_pong(&connections, bytes, rounds);
         fixture.finish();
     }
+}
+
+/// Ten rounds on each of two connections.
+pub(super) fn ping_pong(comm: &Communicator) {
+    let fixture = Fixture::new(comm);
+    let connections = fixture.connect(Transport::Network, 2, 2 * 1024);
+    fixture.ping_pong(&connections, 1024, 10);
+    fixture.finish();
 }
 
 #[test]

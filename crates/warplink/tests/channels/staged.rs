@@ -10,77 +10,51 @@ use super::network;
 use std::time::Duration;
 use warplink::channel::{ConnectionRequest, StagingConfig, Transport};
 use warplink::device::Argument;
-use warplink::{Communicator, Config, ErrorKind};
+use warplink::{Config, ErrorKind};
+
+/// Rings of so many chunks, used for everything.
+fn rings(chunk_bytes: usize, chunks: usize) -> StagingConfig {
+    StagingConfig {
+        chunk_bytes,
+        chunks,
+        always: true,
+        ..StagingConfig::default()
+    }
+}
 
 /// Rings that are gone around often.
 fn small(config: &mut Config) {
-    config.staging = StagingConfig {
-        chunk_bytes: 16 << 10,
-        chunks: 3,
-        always: true,
-        ..StagingConfig::default()
-    };
+    config.staging = rings(16 << 10, 3);
 }
 
 /// The smallest rings.
 pub(super) fn tiny(config: &mut Config) {
-    config.staging = StagingConfig {
-        chunk_bytes: 64,
-        chunks: 2,
-        always: true,
-        ..StagingConfig::default()
-    };
+    config.staging = rings(64, 2);
 }
 
 /// Many small chunks.
 fn fine(config: &mut Config) {
-    config.staging = StagingConfig {
-        chunk_bytes: 64,
-        chunks: 256,
-        always: true,
-        ..StagingConfig::default()
-    };
+    config.staging = rings(64, 256);
 }
 
 /// Few large chunks.
 fn large(config: &mut Config) {
-    config.staging = StagingConfig {
-        chunk_bytes: 1 << 20,
-        chunks: 3,
-        always: true,
-        ..StagingConfig::default()
-    };
-}
-
-fn staged(config: fn(&mut Config), delay: Option<Duration>, body: fn(&Communicator)) {
-    if has_network() {
-        let ranks = Ranks {
-            config: Some(config),
-            delay,
-            ..Ranks::of(world(2))
-        };
-        ranks.run(body);
-    }
+    config.staging = rings(1 << 20, 3);
 }
 
 #[test]
 fn data_goes_back_and_forth_in_chunks() {
-    staged(small, None, network::back_and_forth);
+    network::configured(small, None, network::back_and_forth);
 }
 
 #[test]
 fn nothing_depends_on_when_chunks_are_copied() {
-    staged(tiny, Some(Duration::from_micros(300)), |comm| {
-        let fixture = Fixture::new(comm);
-        let connections = fixture.connect(Transport::Network, 2, 2 * 1024);
-        fixture.ping_pong(&connections, 1024, 10);
-        fixture.finish();
-    });
+    network::configured(tiny, Some(Duration::from_micros(300)), network::ping_pong);
 }
 
 #[test]
 fn a_source_may_change_after_a_flush_of_chunks() {
-    staged(
+    network::configured(
         tiny,
         Some(Duration::from_micros(100)),
         network::flushed_slots,
@@ -89,43 +63,43 @@ fn a_source_may_change_after_a_flush_of_chunks() {
 
 #[test]
 fn signals_and_puts_of_many_blocks_arrive_in_chunks() {
-    staged(fine, None, network::many_blocks);
+    network::configured(fine, None, network::many_blocks);
 }
 
 #[test]
 fn regions_are_added_and_got_from_in_chunks() {
-    staged(small, None, network::added_regions);
+    network::configured(small, None, network::added_regions);
 }
 
 #[test]
 fn the_host_writes_and_reads_in_chunks() {
-    staged(large, None, network::host_writes);
+    network::configured(large, None, network::host_writes);
 }
 
 #[test]
 fn writes_of_many_streams_go_in_chunks() {
-    staged(small, None, network::many_streams);
+    network::configured(small, None, network::many_streams);
 }
 
 #[test]
 fn wrong_writes_in_chunks_are_errors() {
-    staged(small, None, network::wrong_writes);
+    network::configured(small, None, network::wrong_writes);
 }
 
 #[test]
 fn a_stopped_proxy_ends_writes_in_chunks() {
-    staged(small, None, network::stopped_proxy);
+    network::configured(small, None, network::stopped_proxy);
 }
 
 #[test]
 fn setups_of_staged_connections_leave_nothing_behind() {
-    staged(small, None, network::many_setups);
+    network::configured(small, None, network::many_setups);
 }
 
 /// Both ranks get from one another with rings that are full in both directions.
 #[test]
 fn gets_of_both_ends_at_once_do_not_hold_each_other_up() {
-    staged(tiny, None, |comm| {
+    network::configured(tiny, None, |comm| {
         const BYTES: usize = 16 << 10;
         const GETS: usize = 80;
         let fixture = Fixture::new(comm);
@@ -156,7 +130,7 @@ fn gets_of_both_ends_at_once_do_not_hold_each_other_up() {
 /// One end is gone long before the other, which still puts, signals, gets and flushes.
 #[test]
 fn an_end_that_is_gone_takes_what_the_peer_sends() {
-    staged(small, None, |comm| {
+    network::configured(small, None, |comm| {
         let fixture = Fixture::new(comm);
         for _ in 0..3 {
             let connection = fixture.pair(Transport::Network, 8 * 100);
@@ -183,15 +157,11 @@ fn an_end_that_is_gone_takes_what_the_peer_sends() {
 fn a_stopped_peer_holds_up_no_other_connection() {
     const BLOCKS: u32 = 4;
     const EACH: u32 = 150;
-    let mut ranks = Ranks {
-        config: Some(tiny),
-        ..Ranks::of(world(3))
-    };
-    if ranks.world < 3 || !has_network() {
+    let Some(mut ranks) = Ranks::all(3).filter(|_| has_network()) else {
         return;
-    }
-    let limit = "WARPLINK_HEARTBEAT_LIMIT".to_owned();
-    ranks.env.insert(limit, "40".to_owned());
+    };
+    ranks.config = Some(tiny);
+    let ranks = ranks.with_env("WARPLINK_HEARTBEAT_LIMIT", "40");
     ranks.run(|comm| {
         let processes = processes_of(comm);
         let fixture = Fixture::new(comm);

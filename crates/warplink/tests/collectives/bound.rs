@@ -1,9 +1,8 @@
 //! Calls that are bound to their memory.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, allocate, assert_all_ended_well, assert_names_peer,
-    assert_says, delayed, kind, lose, share_gpus, threads, threads_that_end, threads_with,
-    with_timeout, with_victim, world, worlds,
+    Ranks, Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, delayed, kind, lose,
+    share_gpus, threads, threads_that_end, threads_with, with_timeout, with_victim, world, worlds,
 };
 use crate::expected::{Case, Made, Random};
 use std::sync::Arc;
@@ -438,15 +437,12 @@ fn memory_that_peers_cannot_map_is_bound_all_the_same() {
         return;
     }
     let model = concat!(env!("CARGO_MANIFEST_DIR"), "/models/h200-2.json");
-    let ranks = Ranks {
-        env: [("WARPLINK_MODEL".to_owned(), model.to_owned())].into(),
-        ..Ranks::of(2)
-    };
-    let ended = ranks.start(|comm| {
+    let ranks = Ranks::of(2).with_env("WARPLINK_MODEL", model);
+    ranks.run(|comm| {
         const COUNT: usize = 64 << 20;
         let collectives = comm.collectives().unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = |bytes| allocate(&comm, bytes);
+        let memory = |bytes| allocate(comm, bytes);
         let (output, input) = (memory(2 * COUNT), memory(COUNT));
         let call = moved(CollectiveKind::AllGather, COUNT);
         let bound = collectives.bind(&call, &output, &input).unwrap();
@@ -470,12 +466,10 @@ fn memory_that_peers_cannot_map_is_bound_all_the_same() {
         let mut gathered = vec![0; 2 * COUNT];
         comm.device().download(output, &mut gathered).unwrap();
         assert!(gathered == [part(0), part(1)].concat());
-        let error = copying(&comm).bind(&call, output, &input).unwrap_err();
+        let error = copying(comm).bind(&call, output, &input).unwrap_err();
         let expected = [ErrorKind::PeerFailed, ErrorKind::Unsupported][comm.rank()];
         assert_eq!(error.kind(), expected, "{error}");
-        comm.close().unwrap();
     });
-    assert_all_ended_well(ended.as_deref());
 }
 
 /// A rank that waits for others to bind learns of it at once when these can do no more work, though none is lost.

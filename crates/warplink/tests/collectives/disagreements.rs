@@ -2,9 +2,8 @@
 //! tell for whom it waits.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, assert_all_ended_well, assert_names_peer, assert_says,
-    processes_of, resume, stop_self, threads, threads_that_end, wait_until_stopped, with_timeout,
-    world,
+    Ranks, Stopwatch, TimedBarrier, assert_names_peer, assert_says, processes_of, resume,
+    stop_self, threads, threads_that_end, wait_until_stopped, with_timeout, world,
 };
 use crate::data::library;
 use crate::launches::{download, memory, sum, sums};
@@ -260,13 +259,10 @@ fn a_rank_that_is_stopped_is_named() {
     if world(2) < 2 {
         return;
     }
-    let ranks = Ranks {
-        env: [("WARPLINK_HEARTBEAT_LIMIT".to_owned(), "60".to_owned())].into(),
-        ..Ranks::of(2)
-    };
-    let ended = ranks.start(|comm| {
-        let processes = processes_of(&comm);
-        let Some(caller) = Caller::join(&comm) else {
+    let ranks = Ranks::of(2).with_env("WARPLINK_HEARTBEAT_LIMIT", "60");
+    ranks.run(|comm| {
+        let processes = processes_of(comm);
+        let Some(caller) = Caller::join(comm) else {
             return;
         };
         caller.call_and_wait(USUAL).unwrap();
@@ -284,10 +280,7 @@ fn a_rank_that_is_stopped_is_named() {
             assert_says(&error, &["is not done: no answer came from rank 1"]);
         }
         comm.synchronize(&caller.stream).unwrap();
-        drop(caller);
-        comm.close().unwrap();
     });
-    assert_all_ended_well(ended.as_deref());
 }
 
 /// Each rank records its calls, or does not, as the others do with theirs: what a graph does has no number.

@@ -26,7 +26,7 @@ pub use room::{device_of_thread, runs_case, share_gpus, waiting_streams, world, 
 use room::{gpus, ranks_per_gpu};
 pub use shorthands::{
     allocate, assert_error, assert_names_peer, assert_says, await_word, downloaded, from_first,
-    write_word,
+    without_descriptors, write_word,
 };
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -70,6 +70,9 @@ const COUNTED: &str = "counted: ";
 
 /// Printed by a rank that is a process, after joining.
 const JOINED: &str = "this rank has joined";
+
+/// Printed by a rank that reaches the end of [`Ranks::run_losing`].
+const SURVIVED: &str = "this rank has survived";
 
 /// Prints how much was done, also from a rank that is a process of its own; `scripts/device-tests.sh` shows it.
 pub fn tell(text: impl Display) {
@@ -158,6 +161,39 @@ impl Ranks {
         Self {
             world,
             ..Self::default()
+        }
+    }
+
+    /// `count` ranks, or `None` where the devices have room for fewer only.
+    pub fn all(count: usize) -> Option<Self> {
+        (world(count) >= count).then(|| Self::of(count))
+    }
+
+    /// Sets a variable of the processes.
+    pub fn with_env(mut self, name: &str, value: &str) -> Self {
+        self.env.insert(name.to_owned(), value.to_owned());
+        self
+    }
+
+    /// Runs `body` as each process. A signal must kill the `victims` in it; every other rank must reach its end, or
+    /// [`exit_as_survivor`].
+    pub fn run_losing(self, victims: &[usize], body: impl FnOnce(Communicator)) {
+        let ended = self.start(|comm| {
+            body(comm);
+            println!("{SURVIVED}");
+        });
+        let Some(ended) = ended else { return };
+        let as_expected = |(rank, end): (usize, &Ended)| {
+            let survives = !victims.contains(&rank);
+            (end.code, end.output.contains(SURVIVED)) == (survives.then_some(0), survives)
+        };
+        if !ended.iter().enumerate().all(as_expected) {
+            // One rank may fail because of another.
+            let outputs = ended.iter().enumerate();
+            let outputs: Vec<_> = outputs
+                .map(|(rank, end)| format!("rank {rank}, {:?}:\n{}", end.code, end.output))
+                .collect();
+            panic!("victims {victims:?}\n{}", outputs.join("\n"));
         }
     }
 
@@ -298,11 +334,9 @@ pub const LIMITS: [&str; 2] = ["no-atomics", "no-peer-access"];
 /// do not reach it at all; whether they do.
 pub fn pretending(world: usize, body: impl Fn(&Communicator, bool)) {
     for limit in LIMITS {
-        Ranks {
-            env: [("WARPLINK_PRETEND".to_owned(), limit.to_owned())].into(),
-            ..Ranks::of(world)
-        }
-        .run(|comm| body(comm, limit == "no-atomics"));
+        Ranks::of(world)
+            .with_env("WARPLINK_PRETEND", limit)
+            .run(|comm| body(comm, limit == "no-atomics"));
     }
 }
 
@@ -315,12 +349,18 @@ pub fn barrier_that_all_have_passed(comm: &Communicator) {
     meet(comm.rank(), 0..comm.world(), &format!("call {call}"));
 }
 
-/// Ends this process once every rank but the victim is here, for one that ends closes its connections, and
-/// who has not yet noticed the victim's loss may take this one for the lost rank.
+/// Ends this process as a survivor of [`Ranks::run_losing`], without closing its communicator.
+pub fn exit_as_survivor() -> ! {
+    println!("{SURVIVED}");
+    std::process::exit(0)
+}
+
+/// As [`exit_as_survivor`], once every rank but the victim is here: a process that ends closes its connections, and a
+/// rank that has not yet noticed the victim's loss may take this one for the lost rank.
 pub fn exit_with_survivors(comm: &Communicator, victim: usize) -> ! {
     let survivors = (0..comm.world()).filter(|&rank| rank != victim);
     meet(comm.rank(), survivors, "survived");
-    std::process::exit(0)
+    exit_as_survivor()
 }
 
 /// Waits, by files and not through the library, until all of `ranks` are here.
@@ -343,22 +383,10 @@ pub fn kill_self() -> ! {
 
 /// Runs three ranks as processes, of which `victim` dies in [`lose`]; the others must come to the end of `body`.
 pub fn with_victim(victim: usize, body: impl Fn(&Communicator)) {
-    let ended = Ranks::of(world(3)).start(|comm| {
+    Ranks::of(world(3)).run_losing(&[victim], |comm| {
         body(&comm);
-        println!("survived");
-        std::process::exit(0);
+        exit_as_survivor()
     });
-    assert_survived(ended.as_deref(), victim);
-}
-
-/// Checks that every rank but the victim printed that it survived, and ended well; a rank has nothing to check.
-pub fn assert_survived(ended: Option<&[Ended]>, victim: usize) {
-    for (rank, end) in ended.into_iter().flatten().enumerate() {
-        let expected = if rank == victim { None } else { Some(0) };
-        let survived = end.output.contains("survived");
-        let ended_so = (end.code, survived) == (expected, rank != victim);
-        assert!(ended_so, "rank {rank}, {:?}:\n{}", end.code, end.output);
-    }
 }
 
 /// Kills `victim` while the other ranks are in `call`, which must fail by that soon.

@@ -1,5 +1,6 @@
 //! Shorthands for what most tests do with errors, memory, words and transfers.
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use warplink::device::{AllocationKind, DeviceSlice, MemoryOp, Stream, Word};
 use warplink::memory::Region;
 use warplink::p2p::TransferRequest;
@@ -58,4 +59,17 @@ pub fn from_first(comm: &Communicator, region: &Region, tag: u64) -> TransferReq
         0 => TransferRequest::send(region, 1, tag),
         _ => TransferRequest::receive(region, 0, tag),
     }
+}
+
+/// Runs `body` while this process may open no file; the limit is its own, so ranks must be processes.
+pub fn without_descriptors<T>(body: impl FnOnce() -> T) -> T {
+    let before = getrlimit(Resource::Nofile);
+    let none = Rlimit {
+        current: Some(0),
+        ..before
+    };
+    setrlimit(Resource::Nofile, none).unwrap();
+    let done = body();
+    setrlimit(Resource::Nofile, before).unwrap();
+    done
 }

@@ -1,13 +1,11 @@
 //! Binding a program on all ranks or on none: different programs, and ranks that fail before and after
 //! the exchange.
 
-use crate::common::delayed;
 use crate::common::{
-    Stopwatch, allocate, assert_error, assert_names_peer, assert_says, kind, processes, threads,
-    threads_with, values, world,
+    Stopwatch, allocate, assert_error, assert_names_peer, assert_says, delayed, kind, processes,
+    threads, threads_with, values, without_descriptors, world,
 };
 use crate::matmul::{Case, Memory};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use std::time::Duration;
 use warplink::bootstrap::Wait;
 use warplink::device::Priority;
@@ -254,18 +252,14 @@ fn what_fails_after_the_exchange_is_told_to_all() {
             let regions = [comm.alloc(bytes).unwrap(), comm.alloc(bytes).unwrap()];
             let [a, b] = regions.each_ref().map(|region| region.memory().clone());
             comm.barrier().unwrap();
-            let before = getrlimit(Resource::Nofile);
-            if rank == failing {
-                let none = Rlimit {
-                    current: Some(0),
-                    ..before
-                };
-                setrlimit(Resource::Nofile, none).unwrap();
-            }
+            let bindings = [("A".to_owned(), a), ("B".to_owned(), b)].into();
             let start = Stopwatch::start();
-            let bound = one.bind(&[("A".to_owned(), a), ("B".to_owned(), b)].into());
+            let bound = if rank == failing {
+                without_descriptors(|| one.bind(&bindings))
+            } else {
+                one.bind(&bindings)
+            };
             let took = start.elapsed();
-            setrlimit(Resource::Nofile, before).unwrap();
             let error = bound.unwrap_err();
             assert!(took < SOON, "{took:?}");
             if rank == failing {

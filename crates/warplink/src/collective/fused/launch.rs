@@ -42,14 +42,14 @@ const TOO_LONG: &str = "give the workspace more bytes (CollectiveOptions::worksp
 
 /// Cache key: launches with different keys need different kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Key {
+struct KernelKey {
     words: [u32; 4],
     form: Form,
     aligned: bool,
 }
 
 /// Key of kernels that share code: with lanes, threads and blocks.
-type ModelKey = (Key, [usize; 3]);
+type ModelKey = (KernelKey, [usize; 3]);
 
 /// Execution strategy and launch shape of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,7 +66,7 @@ pub(super) struct LaunchShape {
 /// Creates kernels, and caches those of recent calls.
 pub(in crate::collective) struct FusedLaunches {
     rank: Rank,
-    kept: Mutex<Recent<Key, Arc<SharedKernel>>>,
+    kept: Mutex<Recent<KernelKey, Arc<SharedKernel>>>,
     /// Keyed by the bit length of the number of rows: kernels whose code other calls share.
     models: Mutex<Recent<ModelKey, Arc<SharedKernel>>>,
     /// Keyed by the announcement of the call with a rounded number of rows.
@@ -153,7 +153,7 @@ impl FusedLaunches {
         aligned: bool,
     ) -> Result<Arc<SharedKernel>> {
         let Described { call, form } = described;
-        let key = Key {
+        let key = KernelKey {
             words: described.words(shape.way),
             form: *form,
             aligned,
@@ -162,7 +162,7 @@ impl FusedLaunches {
             return Ok(kept.clone());
         }
         let bits = usize::BITS - call.tokens.leading_zeros();
-        let like = Key {
+        let like = KernelKey {
             words: described.of(bits as usize).words(shape.way),
             ..key
         };

@@ -194,7 +194,7 @@ impl Device for CudaDevice {
     fn upload(&self, target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
         self.gpu.fault.check()?;
         CudaBacking::of(target)?;
-        check_length("upload", target, bytes.len())?;
+        target.check_buffer("upload", bytes.len())?;
         // SAFETY: the slice is live device memory of as many bytes, as was checked.
         unsafe { self.gpu.staging.upload(target.address(), bytes) }
     }
@@ -202,7 +202,7 @@ impl Device for CudaDevice {
     fn download(&self, source: &DeviceSlice, bytes: &mut [u8]) -> Result<()> {
         self.gpu.fault.check()?;
         CudaBacking::of(source)?;
-        check_length("download", source, bytes.len())?;
+        source.check_buffer("download", bytes.len())?;
         // SAFETY: the slice is live device memory of as many bytes, as was checked.
         unsafe { self.gpu.staging.download(source.address(), bytes) }
     }
@@ -361,18 +361,6 @@ fn finds_multi_process_service() -> bool {
     let pipes = std::env::var_os("CUDA_MPS_PIPE_DIRECTORY");
     let pipes = pipes.unwrap_or_else(|| "/tmp/nvidia-mps".into());
     std::path::Path::new(&pipes).join("control").exists()
-}
-
-fn check_length(operation: &'static str, slice: &DeviceSlice, bytes: usize) -> Result<()> {
-    if slice.bytes() == bytes {
-        return Ok(());
-    }
-    Err(Error::invalid(format!(
-        "the slice has {} bytes and the host buffer {bytes}; expected the same length",
-        slice.bytes()
-    ))
-    .with_operation(operation)
-    .with_help("pass a buffer as long as the slice"))
 }
 
 impl fmt::Debug for CudaDevice {

@@ -2,7 +2,7 @@
 
 use super::memory;
 use super::operation::Context;
-use super::packets::{self, LINE};
+use super::packets;
 use super::words::{self, AwaitedWord};
 use crate::device::channel::fifo::stopped;
 use crate::device::channel::trigger::{MAX_TRIGGER_BYTES, Movement, Trigger};
@@ -19,6 +19,54 @@ use crate::error::{Error, Result};
 pub struct BlockChannel<'a> {
     memory: &'a ChannelMemory,
     context: &'a Context,
+}
+
+/// A size of packets: how many bytes of data one holds, and how many it takes.
+#[derive(Clone, Copy)]
+struct PacketSize {
+    data: u64,
+    packet: u64,
+}
+
+const PACKETS8: PacketSize = PacketSize { data: 4, packet: 8 };
+const PACKETS16: PacketSize = PacketSize {
+    data: 8,
+    packet: 16,
+};
+const PACKETS128: PacketSize = PacketSize {
+    data: packets::LINE.0 as u64,
+    packet: packets::LINE.1 as u64,
+};
+
+impl PacketSize {
+    /// Whether a packet is a line of words before one flag, instead of data and flag in each word.
+    fn is_line(self) -> bool {
+        self.packet == PACKETS128.packet
+    }
+
+    /// Length of the packets that hold `bytes` of data.
+    fn packed(self, bytes: u64) -> u64 {
+        bytes.div_ceil(self.data).saturating_mul(self.packet)
+    }
+
+    /// Fails if packets or data are misaligned.
+    fn check(self, packets: &DeviceSlice, plain: &DeviceSlice) -> Result<()> {
+        // The last line may be partly filled, but only with whole words.
+        let (unit, packet, bytes) = (self.data.min(8), self.packet, plain.bytes() as u64);
+        let aligned = packets.address().is_multiple_of(packet)
+            && plain.address().is_multiple_of(unit)
+            && bytes.is_multiple_of(unit);
+        if aligned {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "packets at {:#x} of {bytes} bytes at {:#x}; expected multiples of {packet} and of {unit} bytes",
+            packets.address(),
+            plain.address()
+        ))
+        .with_operation("put or read packets")
+        .with_help("align offsets and lengths"))
+    }
 }
 
 impl<'a> BlockChannel<'a> {
@@ -165,7 +213,7 @@ impl<'a> BlockChannel<'a> {
         bytes: u64,
         flag: u32,
     ) -> Result<()> {
-        self.put_packets(target.into(), source.into(), bytes, flag, [4, 8])
+        self.put_packets(target.into(), source.into(), bytes, flag.into(), PACKETS8)
     }
 
     /// Reads packets that the peer put here by [`put_packets8`](Self::put_packets8) with the same flag.
@@ -176,7 +224,7 @@ impl<'a> BlockChannel<'a> {
         bytes: u64,
         flag: u32,
     ) -> Result<()> {
-        self.read_packets(target.into(), source.into(), bytes, flag, [4, 8])
+        self.read_packets(target.into(), source.into(), bytes, flag.into(), PACKETS8)
     }
 
     /// Puts `bytes` as packets of 16 bytes with 8 bytes of data each, and `flag`.
@@ -187,7 +235,7 @@ impl<'a> BlockChannel<'a> {
         bytes: u64,
         flag: u32,
     ) -> Result<()> {
-        self.put_packets(target.into(), source.into(), bytes, flag, [8, 16])
+        self.put_packets(target.into(), source.into(), bytes, flag.into(), PACKETS16)
     }
 
     /// Reads packets that the peer put here by [`put_packets16`](Self::put_packets16) with the same flag.
@@ -198,7 +246,7 @@ impl<'a> BlockChannel<'a> {
         bytes: u64,
         flag: u32,
     ) -> Result<()> {
-        self.read_packets(target.into(), source.into(), bytes, flag, [8, 16])
+        self.read_packets(target.into(), source.into(), bytes, flag.into(), PACKETS16)
     }
 
     /// Puts `bytes` as packets of 128 bytes with 120 bytes of data each, and `flag`.
@@ -209,12 +257,7 @@ impl<'a> BlockChannel<'a> {
         bytes: u64,
         flag: u64,
     ) -> Result<()> {
-        // Packets of 128 bytes are partly filled at the end, unlike the smaller ones.
-        let (data, line) = LINE;
-        let packed = line as u64 * bytes.div_ceil(data as u64);
-        let (target, source) =
-            self.packet_places(target.into(), packed, source.into(), bytes, [8, 128])?;
-        self.store_packets(&target, &source, flag, true)
+        self.put_packets(target.into(), source.into(), bytes, flag, PACKETS128)
     }
 
     /// Reads packets that the peer put here by [`put_packets128`](Self::put_packets128) with the same flag.
@@ -225,11 +268,7 @@ impl<'a> BlockChannel<'a> {
         bytes: u64,
         flag: u64,
     ) -> Result<()> {
-        let (data, line) = LINE;
-        let packed = line as u64 * bytes.div_ceil(data as u64);
-        let (source, target) =
-            self.own_packet_places(source.into(), packed, target.into(), bytes, [8, 128])?;
-        self.load_packets(&source, &target, flag, true)
+        self.read_packets(target.into(), source.into(), bytes, flag, PACKETS128)
     }
 
     fn parts(&self) -> &ChannelParts {
@@ -315,58 +354,9 @@ impl<'a> BlockChannel<'a> {
         target: At,
         source: At,
         bytes: u64,
-        flag: u32,
-        alignment: [u64; 2],
-    ) -> Result<()> {
-        let (target, source) = self.packet_places(target, 2 * bytes, source, bytes, alignment)?;
-        self.store_packets(&target, &source, u64::from(flag), false)
-    }
-
-    fn read_packets(
-        &self,
-        target: At,
-        source: At,
-        bytes: u64,
-        flag: u32,
-        alignment: [u64; 2],
-    ) -> Result<()> {
-        let (source, target) =
-            self.own_packet_places(source, 2 * bytes, target, bytes, alignment)?;
-        self.load_packets(&source, &target, u64::from(flag), false)
-    }
-
-    fn store_packets(
-        &self,
-        target: &DeviceSlice,
-        source: &DeviceSlice,
         flag: u64,
-        lines: bool,
+        size: PacketSize,
     ) -> Result<()> {
-        let mut data = vec![0; source.bytes()];
-        memory::read_bytes(source, &mut data)?;
-        packets::store(self.context, target, &data, flag, lines)
-    }
-
-    fn load_packets(
-        &self,
-        source: &DeviceSlice,
-        target: &DeviceSlice,
-        flag: u64,
-        lines: bool,
-    ) -> Result<()> {
-        let mut data = vec![0; target.bytes()];
-        packets::load(self.context, source, &mut data, flag, lines)?;
-        memory::write_bytes(target, &data)
-    }
-
-    fn packet_places(
-        &self,
-        target: At,
-        packed: u64,
-        source: At,
-        bytes: u64,
-        alignment: [u64; 2],
-    ) -> Result<(DeviceSlice, DeviceSlice)> {
         // Packets are polled by flag, and a network does not keep the 8-byte stores whole.
         if self.parts().proxy.is_some() {
             return Err(Error::unsupported("a proxied channel does not put packets")
@@ -374,46 +364,28 @@ impl<'a> BlockChannel<'a> {
                 .with_help("use a direct channel"));
         }
         let windows = &self.parts().windows;
-        let target = windows.range(Side::Peers, target, packed)?;
+        let target = windows.range(Side::Peers, target, size.packed(bytes))?;
         let source = windows.range(Side::Own, source, bytes)?;
-        check_aligned(&target, &source, bytes, alignment)?;
-        Ok((target, source))
+        size.check(&target, &source)?;
+        let mut data = vec![0; source.bytes()];
+        memory::read_bytes(&source, &mut data)?;
+        packets::store(self.context, &target, &data, flag, size.is_line())
     }
 
-    fn own_packet_places(
+    fn read_packets(
         &self,
-        source: At,
-        packed: u64,
         target: At,
+        source: At,
         bytes: u64,
-        alignment: [u64; 2],
-    ) -> Result<(DeviceSlice, DeviceSlice)> {
+        flag: u64,
+        size: PacketSize,
+    ) -> Result<()> {
         let windows = &self.parts().windows;
-        let source = windows.range(Side::Own, source, packed)?;
+        let source = windows.range(Side::Own, source, size.packed(bytes))?;
         let target = windows.range(Side::Own, target, bytes)?;
-        check_aligned(&source, &target, bytes, alignment)?;
-        Ok((source, target))
+        size.check(&source, &target)?;
+        let mut data = vec![0; target.bytes()];
+        packets::load(self.context, &source, &mut data, flag, size.is_line())?;
+        memory::write_bytes(&target, &data)
     }
-}
-
-/// Fails if packets or data are misaligned.
-fn check_aligned(
-    packets: &DeviceSlice,
-    plain: &DeviceSlice,
-    bytes: u64,
-    [unit, packet]: [u64; 2],
-) -> Result<()> {
-    let aligned = packets.address().is_multiple_of(packet)
-        && plain.address().is_multiple_of(unit)
-        && bytes.is_multiple_of(unit);
-    if aligned {
-        return Ok(());
-    }
-    Err(Error::invalid(format!(
-        "packets at {:#x} of {bytes} bytes at {:#x}; expected multiples of {packet} and of {unit} bytes",
-        packets.address(),
-        plain.address()
-    ))
-    .with_operation("put or read packets")
-    .with_help("align offsets and lengths"))
 }

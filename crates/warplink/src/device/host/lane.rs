@@ -5,7 +5,7 @@
 
 use super::extremes::Extremes;
 use super::kernel::Block;
-use super::{check_kind, check_lengths, memory, packets, words};
+use super::{check_kind, memory, packets, words};
 use crate::device::{DeviceSlice, ReduceOp, Word};
 use crate::dtype::{DType, Element, with_element};
 use crate::error::{Error, Result};
@@ -32,7 +32,7 @@ impl Block<'_> {
     pub(crate) fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
         check_kind(target)?;
         check_kind(source)?;
-        check_lengths(target, source)?;
+        target.check_source(source)?;
         self.context().copy(target, source)
     }
 

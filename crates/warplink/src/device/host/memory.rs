@@ -307,7 +307,7 @@ pub(super) fn fill(target: &DeviceSlice, byte: u8) {
 
 /// Copies `bytes` to `target`; lengths must match.
 pub(super) fn write_bytes(target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
-    check_length(target, bytes.len())?;
+    target.check_buffer("upload", bytes.len())?;
     // SAFETY: the target is mapped and as long as `bytes`; device memory and a Rust slice never
     // overlap.
     unsafe { ptr::copy_nonoverlapping(bytes.as_ptr(), target.address() as *mut u8, bytes.len()) }
@@ -316,7 +316,7 @@ pub(super) fn write_bytes(target: &DeviceSlice, bytes: &[u8]) -> Result<()> {
 
 /// Copies `source` to `bytes`; lengths must match.
 pub(super) fn read_bytes(source: &DeviceSlice, bytes: &mut [u8]) -> Result<()> {
-    check_length(source, bytes.len())?;
+    source.check_buffer("download", bytes.len())?;
     // SAFETY: as for `write_bytes`.
     unsafe {
         ptr::copy_nonoverlapping(
@@ -353,17 +353,6 @@ fn check_inside(slice: &DeviceSlice, from: usize, bytes: usize) -> Result<()> {
     }
     Err(Error::invalid(format!(
         "{bytes} bytes from {from} on pass the end of the slice's {}",
-        slice.bytes()
-    ))
-    .with_operation("copy between host and device"))
-}
-
-fn check_length(slice: &DeviceSlice, bytes: usize) -> Result<()> {
-    if slice.bytes() == bytes {
-        return Ok(());
-    }
-    Err(Error::invalid(format!(
-        "the slice has {} bytes and the host buffer {bytes}; expected the same length",
         slice.bytes()
     ))
     .with_operation("copy between host and device"))

@@ -109,20 +109,6 @@ fn check_kind(slice: &DeviceSlice) -> Result<()> {
     .with_help("use memory of the same device"))
 }
 
-/// Fails unless source and target have the same length.
-fn check_lengths(target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
-    if target.bytes() == source.bytes() {
-        return Ok(());
-    }
-    Err(Error::invalid(format!(
-        "the source has {} bytes and the target {}; expected the same length",
-        source.bytes(),
-        target.bytes()
-    ))
-    .with_operation("copy")
-    .with_help("pass slices of the same length"))
-}
-
 impl LinkQuery for HostDevice {
     fn attachment(&self) -> Result<Attachment> {
         Ok(Attachment::find(None))

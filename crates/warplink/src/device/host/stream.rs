@@ -1,13 +1,13 @@
 //! Streams, executed in order by a worker thread, and their graphs.
 
 use super::capture::{CapturedMark, Session};
+use super::check_kind;
 use super::event::{self, HostEvent, Recorded};
 use super::graph::RecordedGraph;
 use super::mark::EventState;
 use super::operation::{Context, HostOperation};
 use super::words::AwaitedWord;
 use super::worker::Worker;
-use super::{check_kind, check_lengths};
 use crate::deadline::Deadline;
 use crate::device::{
     Delays, DeviceSlice, Event, Fault, FaultSet, Graph, GraphBackend, KernelCopy, MemoryOp, Noted,
@@ -88,7 +88,7 @@ impl StreamBackend for HostStream {
     fn copy(&self, target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
         check_kind(target)?;
         check_kind(source)?;
-        check_lengths(target, source)?;
+        target.check_source(source)?;
         self.enqueue(HostOperation::Copy {
             target: target.clone(),
             source: source.clone(),

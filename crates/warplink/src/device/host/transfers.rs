@@ -1,10 +1,10 @@
 //! Host-device versions of the transfer kernels: multi-block copies and packets.
 
+use super::check_kind;
 use super::memory;
 use super::operation::{Context, HostOperation};
 use super::stream::HostStream;
 use super::words;
-use super::{check_kind, check_lengths};
 use crate::device::packet_block::{self, BlockWord, BlockWords};
 use crate::device::{DeviceSlice, KernelCopy, PACKET, PacketLine, PacketPart, Word};
 use crate::error::{Error, Result};
@@ -27,7 +27,7 @@ impl HostStream {
         } = *copy;
         check_kind(target)?;
         check_kind(source)?;
-        check_lengths(target, source)?;
+        target.check_source(source)?;
         let (target, source) = (target.clone(), source.clone());
         let arrivals: Vec<Word> = arrivals.into_iter().flatten().cloned().collect();
         self.enqueue(HostOperation::Task(Arc::new(move |context: &Context| {

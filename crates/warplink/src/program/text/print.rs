@@ -418,15 +418,17 @@ fn tightness(expression: &Expr) -> u8 {
     }
 }
 
+/// Writes a part of an expression or condition, in parentheses where it binds less tightly than what it is part of.
+fn write_part(part: &impl Display, parentheses: bool, f: &mut Formatter<'_>) -> fmt::Result {
+    if parentheses {
+        write!(f, "({part})")
+    } else {
+        part.fmt(f)
+    }
+}
+
 impl Display for Expr {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let within = |f: &mut Formatter<'_>, part: &Self, parentheses: bool| {
-            if parentheses {
-                write!(f, "({part})")
-            } else {
-                part.fmt(f)
-            }
-        };
         match self {
             Self::Number(value) => value.fmt(f),
             Self::Name(name) => f.write_str(name),
@@ -440,13 +442,13 @@ impl Display for Expr {
                 // Without parentheses, a sign before digits is part of the number.
                 let digits = matches!(**a, Self::Number(value) if value >= 0);
                 f.write_str("-")?;
-                within(f, a, digits || tightness(a) < tightness(self))
+                write_part(a, digits || tightness(a) < tightness(self), f)
             }
             Self::Binary(operator, a, b) => {
                 let own = tightness(self);
-                within(f, a, tightness(a) < own)?;
+                write_part(a, tightness(a) < own, f)?;
                 write!(f, " {} ", operator.sign())?;
-                within(f, b, tightness(b) <= own)
+                write_part(b, tightness(b) <= own, f)
             }
         }
     }
@@ -463,13 +465,6 @@ fn tightness_of_condition(condition: &Condition) -> u8 {
 
 impl Display for Condition {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let within = |f: &mut Formatter<'_>, part: &Self, parentheses: bool| {
-            if parentheses {
-                write!(f, "({part})")
-            } else {
-                part.fmt(f)
-            }
-        };
         let own = tightness_of_condition(self);
         match self {
             Self::Compare(comparison, a, b) => write!(f, "{a} {} {b}", comparison.name()),
@@ -477,7 +472,7 @@ impl Display for Condition {
             Self::Reachable(tensor) => write!(f, "reachable({tensor})"),
             Self::Not(a) => {
                 f.write_str("not ")?;
-                within(f, a, tightness_of_condition(a) < own)
+                write_part(a, tightness_of_condition(a) < own, f)
             }
             Self::And(a, b) | Self::Or(a, b) => {
                 let word = if matches!(self, Self::And(..)) {
@@ -485,9 +480,9 @@ impl Display for Condition {
                 } else {
                     "or"
                 };
-                within(f, a, tightness_of_condition(a) < own)?;
+                write_part(a, tightness_of_condition(a) < own, f)?;
                 write!(f, " {word} ")?;
-                within(f, b, tightness_of_condition(b) <= own)
+                write_part(b, tightness_of_condition(b) <= own, f)
             }
         }
     }

@@ -243,15 +243,7 @@ impl CudaStream {
 
 #[inline]
 fn check_copy(target: &DeviceSlice, source: &DeviceSlice) -> Result<()> {
-    if target.bytes() != source.bytes() {
-        return Err(Error::invalid(format!(
-            "the source has {} bytes and the target {}; expected the same length",
-            source.bytes(),
-            target.bytes()
-        ))
-        .with_operation("copy")
-        .with_help("pass slices of the same length"));
-    }
+    target.check_source(source)?;
     check_kind(target)?;
     check_kind(source)
 }

@@ -103,13 +103,13 @@ pub(in crate::program::section::compile) fn pair(
 }
 
 /// The steps of one of the two ranks.
-struct Role {
+struct EndSteps {
     steps: Code,
     waits: bool,
     signals: bool,
 }
 
-fn role(section: &SectionInstance) -> Result<Role> {
+fn role(section: &SectionInstance) -> Result<EndSteps> {
     let tensors = 0..section.tensors.len();
     let aligned: Vec<bool> = tensors
         .map(|tensor| section.scratch_of(tensor).is_some())
@@ -129,7 +129,7 @@ fn role(section: &SectionInstance) -> Result<Role> {
             "signal the lane of the same number",
         );
     }
-    Ok(Role {
+    Ok(EndSteps {
         steps,
         waits: emitter.waits,
         signals: emitter.signals,

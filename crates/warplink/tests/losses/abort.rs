@@ -1,0 +1,220 @@
+//! Ranks that end without closing: by abort, by dropping the communicator, by a panic.
+
+use crate::common::{
+    Stopwatch, TimedBarrier, assert_names_peer, config_of_thread, threads_that_end, world,
+};
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::Duration;
+use warplink::bootstrap::{UniqueId, Wait};
+use warplink::device::Priority;
+use warplink::p2p::TransferRequest;
+use warplink::{Communicator, Error, ErrorKind, Result};
+
+/// How soon the peers must have their error.
+const SOON: Duration = Duration::from_secs(5);
+
+#[derive(Clone, Copy, Debug)]
+enum Ending {
+    Abort,
+    Drop,
+    Panic,
+}
+
+impl Ending {
+    const ALL: [Self; 3] = [Self::Abort, Self::Drop, Self::Panic];
+
+    fn end(self, comm: Communicator) {
+        match self {
+            Self::Abort => comm.abort("the input is missing"),
+            Self::Drop => drop(comm),
+            Self::Panic => panic!("a rank panics on purpose"),
+        }
+    }
+
+    fn reason(self) -> &'static str {
+        match self {
+            Self::Abort => "it aborted: the input is missing",
+            Self::Drop => "it dropped its communicator without closing it",
+            Self::Panic => "it panicked",
+        }
+    }
+}
+
+/// Runs ranks of which `victim` ends while the others are in `wait`.
+fn end_while(
+    victim: usize,
+    ending: Ending,
+    prepare: impl Fn(&Communicator) + Sync,
+    wait: impl Fn(&Communicator) -> Result<()> + Sync,
+) {
+    let world = world(3);
+    let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
+    let answered = TimedBarrier::new(world);
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..world)
+            .map(|rank| {
+                let config = config_of_thread(&id, rank, world);
+                let (prepare, wait, answered) = (&prepare, &wait, &answered);
+                scope.spawn(move || {
+                    let comm = Communicator::join(&config).unwrap();
+                    prepare(&comm);
+                    comm.barrier().unwrap();
+                    // The victim may be the rank whose store answers barriers.
+                    answered.wait();
+                    if rank == victim {
+                        // The others are to be in what this rank ends.
+                        std::thread::sleep(Duration::from_millis(100));
+                        ending.end(comm);
+                        return;
+                    }
+                    let started = Stopwatch::start();
+                    let error = wait(&comm).expect_err("the wait depends on the victim");
+                    check(&error, victim, ending, started.elapsed());
+                    // What comes later fails with the same cause.
+                    let error = comm.barrier().expect_err("the victim is gone");
+                    check(&error, victim, ending, started.elapsed());
+                    let _ = comm.close();
+                })
+            })
+            .collect();
+        for (rank, thread) in ranks.into_iter().enumerate() {
+            let panicked = thread.join().is_err();
+            let expected = rank == victim && matches!(ending, Ending::Panic);
+            assert_eq!(panicked, expected, "rank {rank}, {ending:?}");
+        }
+    });
+}
+
+fn check(error: &Error, victim: usize, ending: Ending, took: Duration) {
+    assert_names_peer(error, ErrorKind::PeerLost, victim);
+    assert!(error.to_string().contains(ending.reason()), "{error}");
+    assert!(took < SOON, "{error} came after {took:?}");
+}
+
+#[test]
+fn peers_in_a_barrier_learn_of_it_at_once() {
+    for ending in Ending::ALL {
+        for victim in [1, 0] {
+            end_while(victim, ending, |_| {}, Communicator::barrier);
+        }
+    }
+}
+
+#[test]
+fn peers_that_wait_for_a_key_learn_of_it_at_once() {
+    for victim in [1, 0] {
+        end_while(
+            victim,
+            Ending::Drop,
+            |_| {},
+            |comm| {
+                let wait = Wait::on([victim], comm.deadline());
+                comm.bootstrap().store().get("never", &wait).map(drop)
+            },
+        );
+    }
+}
+
+#[test]
+fn peers_in_an_exchange_learn_of_it_at_once() {
+    for victim in [1, 0] {
+        end_while(
+            victim,
+            Ending::Abort,
+            |_| {},
+            |comm| {
+                let region = comm.alloc(64)?;
+                let request = TransferRequest::receive(&region, victim, 7);
+                comm.exchange(&[request]).map(drop)
+            },
+        );
+    }
+}
+
+#[test]
+fn peers_that_wait_in_a_stream_learn_of_it_at_once() {
+    for ending in Ending::ALL {
+        for victim in [1, 0] {
+            let world = world(3);
+            end_while(
+                victim,
+                ending,
+                |comm| {
+                    // The victim announces nothing, so what its peers post never completes.
+                    let region = comm.alloc(64).unwrap();
+                    let peers: Vec<usize> = if comm.rank() == victim {
+                        (0..world).filter(|&rank| rank != victim).collect()
+                    } else {
+                        vec![victim]
+                    };
+                    let requests: Vec<_> = peers
+                        .iter()
+                        .map(|&peer| {
+                            if comm.rank() == victim {
+                                TransferRequest::send(&region, peer, 3)
+                            } else {
+                                TransferRequest::receive(&region, peer, 3)
+                            }
+                        })
+                        .collect();
+                    let transfers = comm.exchange(&requests).unwrap();
+                    KEPT.with_borrow_mut(|kept| *kept = transfers);
+                },
+                |comm| {
+                    let transfers = KEPT.take();
+                    let stream = comm.create_stream(Priority::Normal)?;
+                    for transfer in &transfers {
+                        transfer.post(&stream)?;
+                        transfer.wait(&stream)?;
+                    }
+                    comm.synchronize(&stream)
+                },
+            );
+        }
+    }
+}
+
+thread_local! {
+    /// The transfers of this thread's rank between preparing and waiting.
+    static KEPT: std::cell::RefCell<Vec<warplink::p2p::Transfer>> = const { std::cell::RefCell::new(Vec::new()) };
+}
+
+/// A rank that leaves because another was lost is waited for in a communicator that does not contain that.
+#[test]
+fn a_rank_that_closes_after_a_loss_is_not_waited_for_elsewhere() {
+    let done = TimedBarrier::new(2);
+    let change = |config: &mut warplink::Config| config.timeout = Duration::from_secs(20);
+    threads_that_end(3, change, |comm| {
+        if comm.rank() == 2 {
+            comm.barrier().unwrap();
+            return comm.abort("the input is missing");
+        }
+        let pair = comm.subgroup(&[0, 1]).unwrap();
+        comm.barrier().unwrap();
+        let started = Stopwatch::start();
+        if comm.rank() == 0 {
+            // It comes when the loss is known.
+            comm.barrier().unwrap_err();
+            let error = comm.close().unwrap_err();
+            assert_names_peer(&error, ErrorKind::PeerLost, 2);
+        } else {
+            let error = pair.barrier().unwrap_err();
+            assert_names_peer(&error, ErrorKind::PeerLost, 0);
+            crate::common::assert_says(&error, &["rank 2", "the input is missing"]);
+        }
+        assert!(started.elapsed() < SOON, "{:?}", started.elapsed());
+        done.wait();
+    });
+}
+
+#[test]
+fn the_first_abort_counts_and_later_calls_fail() {
+    let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
+    let comm = Communicator::join(&config_of_thread(&id, 0, 1)).unwrap();
+    let stream = comm.create_stream(Priority::Normal).unwrap();
+    comm.abort("first");
+    comm.abort("second");
+    assert_eq!(comm.barrier().unwrap_err().kind(), ErrorKind::Closed);
+    let error = comm.synchronize(&stream).unwrap_err();
+    assert!(error.to_string().contains("it aborted: first"), "{error}");
+}
