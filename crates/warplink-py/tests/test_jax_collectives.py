@@ -13,10 +13,9 @@ from conftest import Stopwatch, meet, run_ranks  # noqa: E402
 WORLD = 2
 
 
-def join(rank, world, meeting, **options):
+def join(rank, world, meeting):
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    return warplink.Job.join(rank, world, meeting, timeout=options.pop("timeout", 60.0), device="host")
+    return warplink.Job.join(rank, world, meeting, timeout=60.0, device="host")
 
 
 def inputs(world, dtype, shape=(4, 3)):
@@ -117,12 +116,12 @@ def ordered(rank, world, meeting):
         # Calls that need nothing of each other, large enough for XLA to run them at the same time.
         @jax.jit
         def many(xs):
-            return [group.all_reduce(jnp.sin(x) + 1) for x in xs]
+            return [group.all_reduce(jnp.sin(x) + 2) for x in xs]
 
         xs = [jnp.full((300, 300), float(number)) for number in range(16)]
         for _ in range(20):
             for number, got in enumerate(many(xs)):
-                assert np.allclose(got, world * (np.sin(number) + 1), rtol=1e-5), number
+                assert np.allclose(got, world * (np.sin(number) + 2), rtol=1e-5), number
 
         def step(carry, x):
             carry = group.all_reduce(carry) / world + x
@@ -132,11 +131,22 @@ def ordered(rank, world, meeting):
         # Each adds its own, and the last addition is not averaged.
         assert np.allclose(carry, 4 * (world + 1) / 2 + rank + 1)
         assert (np.asarray(gathered) == np.repeat(np.arange(1, world + 1), 2)).all() and gathered.shape == (5, 2 * world)
-        sums = jax.vmap(group.all_reduce)(jnp.arange(6.0).reshape(3, 2))
-        assert np.allclose(sums, world * np.arange(6.0).reshape(3, 2))
+        # Programs that need nothing of each other, which JAX runs in the background.
+        one = jax.jit(lambda x: group.all_reduce(jnp.sin(x) + 2))
+        for number, got in enumerate([one(x) for x in xs]):
+            assert np.allclose(got, world * (np.sin(number) + 2), rtol=1e-5), number
+
+        # Gradients through layers in a loop, recomputed.
+        def layers(weights, x):
+            return jax.lax.scan(jax.checkpoint(lambda x, w: (group.all_reduce(jnp.tanh(w * x)), None)), x, weights)[0].sum()
+
+        # A rank's weights have their part of the gradient of all ranks' losses.
+        found = jax.jit(jax.grad(layers))(jnp.full((3, 2), 0.1), jnp.ones(2))
+        same = jax.grad(lambda w: jax.lax.scan(lambda x, w: (world * jnp.tanh(w * x), None), jnp.ones(2), w)[0].sum())
+        assert np.allclose(found, same(jnp.full((3, 2), 0.1)), rtol=1e-5)
 
 
-def test_independent_calls_loops_and_maps():
+def test_calls_run_in_one_order():
     run_ranks(ordered, WORLD)
 
 
@@ -144,37 +154,37 @@ def failing(rank, world, meeting, place):
     import jax.numpy as jnp
     import warplink.jax
 
-    with join(rank, world, meeting, timeout=20.0) as job:
-        group = warplink.jax.Group(job.world())
-        for wrong, says in (
-            (lambda: group.all_reduce(jnp.ones(2), "median"), "the operator is 'median'; expected sum, average"),
-            (lambda: group.reduce_scatter(jnp.ones(world + 1)), f"first dimension is {world + 1}; expected a multiple of"),
-            (lambda: group.all_gather(1.0), "has no dimension"),
-            (lambda: warplink.jax.Group([]), "no communicators"),
-        ):
-            with pytest.raises(ValueError, match=says):
-                wrong()
-        with pytest.raises(jax.errors.JaxRuntimeError, match="type 15 cannot be reduced"):
-            jax.block_until_ready(group.all_reduce(jnp.ones(2, jnp.complex64)))
-        # The program outlives its group.
-        other = warplink.jax.Group(job.world())
-        program = jax.jit(other.all_reduce).lower(jnp.ones(2)).compile()
-        assert (program(jnp.ones(2)) == world).all()
-        other._native = None
-        with pytest.raises(jax.errors.JaxRuntimeError, match="group . does not exist in this process.*keep the"):
-            jax.block_until_ready(program(jnp.ones(2)))
-        step = jax.jit(group.all_reduce)
-        step(jnp.ones(5)).block_until_ready()
-        meet(place, "before", rank, range(world))
-        if rank == world - 1:
-            os._exit(1)
-        watch = Stopwatch()
-        with pytest.raises(jax.errors.JaxRuntimeError, match=f"UNAVAILABLE.*rank {world - 1}"):
-            jax.block_until_ready(step(jnp.ones(5)))
-        assert watch.elapsed() < 5
-        # The survivors go on in a new group.
-        rest = warplink.jax.Group(job.world().survivors())
-        assert (jax.jit(rest.all_reduce)(jnp.ones(5)) == world - 1).all()
+    job = join(rank, world, meeting)
+    group = warplink.jax.Group(job.world())
+    for wrong, says in (
+        (lambda: group.all_reduce(jnp.ones(2), "median"), "the operator is 'median'; expected sum, average"),
+        (lambda: group.reduce_scatter(jnp.ones(world + 1)), f"first dimension is {world + 1}; expected a multiple of"),
+        (lambda: group.all_gather(1.0), "has no dimension"),
+        (lambda: warplink.jax.Group([]), "no communicators"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            wrong()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="type 15 cannot be reduced"):
+        jax.block_until_ready(group.all_reduce(jnp.ones(2, jnp.complex64)))
+    # The program outlives its group.
+    other = warplink.jax.Group(job.world())
+    program = jax.jit(other.all_reduce).lower(jnp.ones(2)).compile()
+    assert (program(jnp.ones(2)) == world).all()
+    other._native = None
+    with pytest.raises(jax.errors.JaxRuntimeError, match="group . does not exist in this process.*keep the"):
+        jax.block_until_ready(program(jnp.ones(2)))
+    step = jax.jit(group.all_reduce)
+    step(jnp.ones(5)).block_until_ready()
+    meet(place, "before", rank, range(world))
+    if rank == world - 1:
+        os._exit(1)
+    watch = Stopwatch()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"UNAVAILABLE.*rank {world - 1}"):
+        jax.block_until_ready(step(jnp.ones(5)))
+    assert watch.elapsed() < 5
+    # The survivors go on in a new group.
+    rest = warplink.jax.Group(job.world().survivors())
+    assert (jax.jit(rest.all_reduce)(jnp.ones(5)) == world - 1).all()
 
 
 def test_errors_name_what_is_wrong_and_survivors_go_on(tmp_path):
@@ -199,6 +209,7 @@ def several_devices(rank, world, meeting):
     from concurrent.futures import ThreadPoolExecutor
 
     jax.config.update("jax_num_cpu_devices", WORLD)
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     import jax.numpy as jnp
     from jax.sharding import Mesh, PartitionSpec
     import warplink.jax
@@ -212,11 +223,18 @@ def several_devices(rank, world, meeting):
     def both(x):
         return group.all_reduce(x), group.all_gather(x)
 
+    def loss(x):
+        return (group.all_reduce(jnp.sin(x)) * group.reduce_scatter(group.all_gather(x))).sum()[None]
+
     mapped = jax.jit(jax.shard_map(both, mesh=mesh, in_specs=rows, out_specs=(rows, rows), check_vma=False))
     x = jnp.arange(8.0)
     for _ in range(10):
         total, whole = mapped(x)
         assert (total == jnp.tile(x[:4] + x[4:], 2)).all() and (whole == jnp.tile(x, 2)).all()
+    specs = {"mesh": mesh, "in_specs": rows, "out_specs": rows, "check_vma": False}
+    found = jax.jit(jax.grad(lambda x: jax.shard_map(loss, **specs)(x).sum()))(x)
+    expected = jax.grad(lambda x: ((jnp.sin(x[:4]) + jnp.sin(x[4:])) * WORLD * (x[:4] + x[4:])).sum())(x)
+    assert jnp.allclose(found, expected, rtol=1e-5)
     with ThreadPoolExecutor(WORLD) as threads:
         list(threads.map(lambda job: job.close(), jobs))
 
@@ -226,12 +244,19 @@ def test_a_process_with_several_devices_is_several_ranks():
 
 
 def in_any_order(rank, world, meeting):
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, PartitionSpec
     import warplink.jax
 
-    with warplink.Job.join(rank, world, meeting, timeout=60.0, device="host") as job:
-        with pytest.raises(ValueError, match="jax_cpu_enable_async_dispatch', False"):
-            warplink.jax.Group(job.world())
+    with join(rank, world, meeting) as job:
+        group = warplink.jax.Group(job.world())
+        rows = PartitionSpec("rank")
+        mapped = jax.shard_map(
+            group.all_reduce, mesh=Mesh(jax.devices(), ("rank",)), in_specs=rows, out_specs=rows, check_vma=False
+        )
+        with pytest.raises(RuntimeError, match="jax_cpu_enable_async_dispatch', False"):
+            mapped(jnp.ones(2))
 
 
-def test_programs_in_any_order_are_refused():
+def test_maps_whose_programs_run_in_any_order_are_refused():
     run_ranks(in_any_order, 1)

@@ -147,6 +147,25 @@ def test_the_option_is_read_from_the_environment(monkeypatch):
     assert options(direct_collectives=True).direct_collectives
 
 
+@pytest.mark.parametrize(
+    ("given", "variables", "says"),
+    [
+        ({"buffer_size": 0}, {}, "buffer_size is 0; expected a number of bytes, at least 1"),
+        ({"buffer_size": "1G"}, {}, "buffer_size is '1G'; expected a number of bytes"),
+        ({"nccl_options": 3}, {}, "nccl_options is a int; expected ProcessGroupNCCL.Options"),
+        ({}, {"WARPLINK_TORCH_DIRECT_MESSAGES": "yes"}, "DIRECT_MESSAGES is 'yes'; expected 0 or 1, the same on every rank"),
+        ({}, {"WARPLINK_TORCH_DIRECT_COLLECTIVES": "2"}, "DIRECT_COLLECTIVES is '2'; expected 0 or 1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(given, variables, says, monkeypatch):
+    import warplink.torch
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises((TypeError, ValueError), match=says):
+        warplink.torch.Options(**given)
+
+
 def aside(rank, world, meeting):
     """What asynchronous calls do with a GPU's streams: follow the caller's, and have it wait for their end."""
     import warplink

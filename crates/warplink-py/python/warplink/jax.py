@@ -1,14 +1,11 @@
 """Collectives in programs of JAX, inside ``jax.jit`` and ``shard_map``.
 
 A rank is a device of JAX: a process has one, or several with a communicator each. XLA calls Warplink on its own stream, without
-Python. Two data-parallel processes, started by a launcher::
+Python. Data-parallel processes, started by a launcher::
 
     import jax
     import warplink
     import warplink.jax
-
-    # On the host device, before JAX computes anything; see Group.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
     with warplink.Job.from_env() as job:
         group = warplink.jax.Group(job.world())
@@ -17,6 +14,10 @@ Python. Two data-parallel processes, started by a launcher::
         def step(weights, batch):
             gradients = jax.grad(loss)(weights, batch)
             return weights - 0.1 * group.all_reduce(gradients, "average")
+
+XLA runs calls on processors in any order that data allow, where ranks need one order. So a call on the host device reads and
+writes a reference of its group, by which JAX orders calls in programs, in loops and across programs. ``shard_map`` takes no
+references: there, a call gets a ticket from the one traced before.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ from jax.extend.core import get_opaque_trace_state
 from warplink import Communicator, XlaGroup
 from warplink.errors import from_kind
 
+if not hasattr(jax, "new_ref"):
+    raise ImportError(f"JAX {jax.__version__} has no jax.new_ref; help: install JAX 0.8 or newer")
+
 #: The name by which programs find the handler.
 TARGET = "warplink_collective"
 
@@ -51,20 +55,19 @@ ADJOINTS = {
 
 
 class Group:
-    """Collectives of a communicator's ranks, which every rank calls in the same order in its programs.
+    """Collectives of a communicator's ranks, which all run the same programs in the same order.
 
     A process with several devices gives a communicator for each, in the order of ``jax.local_devices()``; a program that runs on
-    all of them, by ``shard_map`` with ``check_vma=False``, calls each device's. Creating a group is collective. ``timeout`` is how many
-    seconds a call on a GPU may take; on the host device, it is that of the job.
+    all of them, by ``shard_map`` with ``check_vma=False``, calls each device's. Creating a group is collective. ``timeout`` is how
+    many seconds a call on a GPU may take; on the host device, it is that of the job.
 
-    Arrays have the shapes that ``jax.lax`` has for tiled collectives along the first dimension. Gradients are those of the sum of all
-    ranks' losses. Failures of calls on the host device are raised by JAX when the program runs, with Warplink's text; on GPUs,
+    Arrays have the shapes that ``jax.lax`` has for tiled collectives along the first dimension. Gradients are those of the sum of
+    all ranks' losses. Failures of calls on the host device are raised by JAX when the program runs, with Warplink's text; on GPUs,
     the next call raises what went wrong, and a process that makes none is ended.
 
-    In one function, calls run in the order in which they were traced, but a call in a loop or a condition is only ordered behind
-    a call around it if it uses that one's results, and likewise the other way round. JAX must run programs one
-    after another: it does on GPUs, and on the host device with ``jax_cpu_enable_async_dispatch`` off, which is read when JAX is
-    first used.
+    JAX has no ``vmap`` of calls on the host device, and no gradient of those in ``cond``. In ``shard_map``, a call in a loop is
+    ordered behind calls around it only where it uses their results, and the other way round; and the host device needs
+    ``jax_cpu_enable_async_dispatch`` off, which JAX reads when it is first used.
     """
 
     def __init__(self, communicators: Communicator | Sequence[Communicator], *, timeout: float = 600.0) -> None:
@@ -74,12 +77,6 @@ class Group:
             raise from_kind("invalid_argument", "no communicators; expected one for each local device")
         first = communicators[0]
         on_host = first.device == "host"
-        if on_host and jax.config.read("jax_cpu_enable_async_dispatch"):
-            message = (
-                "JAX runs programs on processors in any order; expected one after another; "
-                "help: call jax.config.update('jax_cpu_enable_async_dispatch', False) before JAX is first used"
-            )
-            raise from_kind("invalid_argument", message)
         #: The number of ranks.
         self.size = first.size
         # Each blocks until all ranks have joined.
@@ -87,6 +84,8 @@ class Group:
             joined = list(threads.map(lambda communicator: communicator.collectives(), communicators))
         self._native = XlaGroup(list(zip(communicators, joined, strict=True)))
         self._tickets = threading.local()
+        #: What calls on the host device read and write; None on GPUs, where XLA has one order for all ranks.
+        self._turn = jax.new_ref(jnp.zeros((), jnp.uint32)) if on_host else None
         if on_host:
             _register("cpu")
             return
@@ -115,14 +114,27 @@ class Group:
         return self._call("all_to_all", "", x)
 
     def _call(self, kind: str, op: str, x: Any) -> jax.Array:
-        """A call behind the last one of the same trace."""
         x = jnp.asarray(x)
         self._check(kind, op, x.shape)
+        is_linear = op in ("", "sum", "average")
+        if self._turn is not None and not jax.sharding.get_abstract_mesh().manual_axes:
+            result: jax.Array = (_in_turn if is_linear else _take_turn)(self, kind, op, self._turn, x)
+            return result
+        if self._turn is not None and jax.config.read("jax_cpu_enable_async_dispatch"):
+            message = (
+                f"{kind} in shard_map: JAX runs programs on processors in any order; expected one after another; "
+                "help: call jax.config.update('jax_cpu_enable_async_dispatch', False) before JAX is first used"
+            )
+            raise from_kind("unsupported", message)
+        return self._behind(_with_ticket if is_linear else _run, kind, op, x, jnp.zeros((), jnp.uint32))
+
+    def _behind(self, run: Any, kind: str, op: str, x: Any, ticket: Any) -> jax.Array:
+        """A call behind the last one of the same trace, and behind the one that ``ticket`` is of."""
         trace = get_opaque_trace_state()
-        last, ticket = getattr(self._tickets, "last", (None, None))
-        if ticket is None or last != trace:
-            ticket = jnp.zeros((), jnp.uint32)
-        run = _differentiable if op in ("", "sum", "average") else _run
+        last_trace, last = getattr(self._tickets, "last", (None, None))
+        if last is not None and last_trace == trace:
+            ticket = ticket + last
+        result: jax.Array
         result, ticket = run(self, kind, op, x, ticket)
         self._tickets.last = trace, ticket
         return result
@@ -158,27 +170,49 @@ def _register(platform: str) -> None:
 
 
 def _run(group: Group, kind: str, op: str, x: Any, ticket: Any) -> Any:
-    """A call, and a ticket that makes the next one wait for it: XLA runs calls in any order that data allow."""
+    """A call, and a ticket that makes the next one wait for it. As in ``jax.lax``, nothing else keeps a call whose results
+    no rank uses: one with an effect could not be recomputed by ``jax.checkpoint``."""
     results = (jax.ShapeDtypeStruct(group._shape(kind, x.shape), x.dtype), jax.ShapeDtypeStruct((), jnp.uint32))
-    call = jax.ffi.ffi_call(TARGET, results, has_side_effect=True, vmap_method="sequential")
+    call = jax.ffi.ffi_call(TARGET, results, vmap_method="sequential")
     return call(x, ticket, group=np.int64(group._native.number), kind=kind, op=op)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _differentiable(group: Group, kind: str, op: str, x: Any, ticket: Any) -> Any:
-    return _run(group, kind, op, x, ticket)
-
-
-def _forward(group: Group, kind: str, op: str, x: Any, ticket: Any) -> Any:
-    return _run(group, kind, op, x, ticket), None
-
-
-def _backward(group: Group, kind: str, op: str, _: None, cotangents: Any) -> Any:
-    cotangent, _ = cotangents
+def _adjoint(group: Group, kind: str, op: str, cotangent: Any) -> tuple[str, str, Any]:
+    """The call that gives the gradient of another."""
     if kind == "reduce_scatter" and op == "average":
         cotangent = cotangent / group.size
-    operator = {"all_reduce": op, "all_gather": "sum"}.get(kind, "")
-    return group._call(ADJOINTS[kind], operator, cotangent), None
+    return ADJOINTS[kind], {"all_reduce": op, "all_gather": "sum"}.get(kind, ""), cotangent
 
 
-_differentiable.defvjp(_forward, _backward)
+def _take_turn(group: Group, kind: str, op: str, turn: Any, x: Any) -> Any:
+    result, ticket = _run(group, kind, op, x, turn[...])
+    turn[...] = ticket
+    return result
+
+
+_in_turn = jax.custom_vjp(_take_turn, nondiff_argnums=(0, 1, 2))
+_in_turn.defvjp(
+    lambda group, kind, op, turn, x: (_take_turn(group, kind, op, turn, x), turn),
+    lambda group, kind, op, turn, cotangent: (None, _turn_back(group, kind, op, turn, cotangent)),
+)
+
+
+def _turn_back(group: Group, kind: str, op: str, turn: Any, cotangent: Any) -> Any:
+    kind, op, cotangent = _adjoint(group, kind, op, cotangent)
+    return _in_turn(group, kind, op, turn, cotangent)
+
+
+_with_ticket = jax.custom_vjp(_run, nondiff_argnums=(0, 1, 2))
+
+
+def _keep_ticket(group: Group, kind: str, op: str, x: Any, ticket: Any) -> Any:
+    result, ticket = _run(group, kind, op, x, ticket)
+    return (result, ticket), ticket
+
+
+def _ticket_back(group: Group, kind: str, op: str, ticket: Any, cotangents: Any) -> Any:
+    kind, op, cotangent = _adjoint(group, kind, op, cotangents[0])
+    return group._behind(_with_ticket, kind, op, cotangent, ticket), None
+
+
+_with_ticket.defvjp(_keep_ticket, _ticket_back)
