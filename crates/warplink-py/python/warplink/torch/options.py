@@ -38,8 +38,8 @@ class Options:
             raise TypeError(f"nccl_options is a {type(nccl_options).__name__}; expected ProcessGroupNCCL.Options")
         self.nccl_options = nccl_options
         self.buffer_size = buffer_size
-        messages = _from_environment("WARPLINK_TORCH_DIRECT_MESSAGES", direct_messages)
-        collectives = _from_environment("WARPLINK_TORCH_DIRECT_COLLECTIVES", direct_collectives)
+        messages = from_environment("WARPLINK_TORCH_DIRECT_MESSAGES", direct_messages)
+        collectives = from_environment("WARPLINK_TORCH_DIRECT_COLLECTIVES", direct_collectives)
         self.direct_messages = messages is not False
         self.direct_collectives = collectives is not False
         self.direct_host_messages = messages is True
@@ -86,7 +86,7 @@ def _is_nccls(options: Any) -> bool:
     return hasattr(options, "is_high_priority_stream")
 
 
-def _from_environment(name: str, given: bool | None) -> bool | None:
+def from_environment(name: str, given: bool | None = None) -> bool | None:
     """``given``, or the environment variable ``name`` if it is set."""
     value = os.environ.get(name) or None
     if given is not None or value is None:
