@@ -14,9 +14,9 @@ use crate::stream::Stream;
 use crate::watch::{Limits, Watch, Watched};
 use pyo3::prelude::*;
 use std::sync::Arc;
+use warplink::Rank;
 use warplink::collective::{CollectiveKind, CollectivePath, ExpertOptions};
 use warplink::device::{AllocationKind, DeviceSlice};
-use warplink::{Error, ErrorKind, Rank};
 
 /// Size of the placeholder allocation passed for arrays without elements.
 const NOTHING: usize = 16;
@@ -42,7 +42,7 @@ const NOTHING: usize = 16;
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Collectives {
-    inner: Detached<warplink::Collectives>,
+    pub(crate) inner: Detached<warplink::Collectives>,
     pub(crate) place: Place,
     pub(crate) world: usize,
     /// The memory of arrays without elements.
@@ -69,17 +69,6 @@ impl Collectives {
 
     pub(crate) fn inner(&self) -> PyResult<warplink::Collectives> {
         self.inner.get("collectives")
-    }
-
-    /// As [`inner`](Self::inner), with the library's error.
-    pub(crate) fn of_library(&self) -> warplink::Result<warplink::Collectives> {
-        let closed = || {
-            Error::new(
-                ErrorKind::Closed,
-                "the collectives were closed, or are of another process",
-            )
-        };
-        self.inner.with(Clone::clone).ok_or_else(closed)
     }
 
     /// Starts a thread that waits for subsequent calls, replacing any earlier one.

@@ -183,7 +183,13 @@ impl Member {
             bytes => collectives.place.borrow_given(buffer.address, bytes),
         };
         let stream = self.stream(call)?;
-        let inner = collectives.of_library()?;
+        // `Collectives::inner` makes Python's exceptions.
+        let inner = collectives.inner.with(Clone::clone).ok_or_else(|| {
+            Error::new(
+                ErrorKind::Closed,
+                "the collectives belong to another process",
+            )
+        })?;
         inner.enqueue(&described, &memory(target)?, &memory(source)?, &stream)?;
         collectives.watched.made();
         match collectives.place.device.kind() {

@@ -35,15 +35,15 @@ class _Operator:
 
 
 def seen_as(name: str) -> Callable[[Method], Method]:
-    """Has modes see a method of a group as the operator ``c10d::name`` of the method's arguments."""
-    overload = getattr(torch.ops.c10d, name).default
+    """Has modes see a method of a group as the operator ``c10d::name`` of the method's arguments, in releases that have it."""
+    operator = getattr(torch.ops.c10d, name, None)
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)
         def call(self: Any, *arguments: Any, **named: Any) -> Any:
-            if not active():
+            if operator is None or not active():
                 return method(self, *arguments, **named)
-            return _shown(overload, functools.partial(method, self, *arguments, **named), arguments)
+            return _shown(operator.default, functools.partial(method, self, *arguments, **named), arguments)
 
         return call  # type: ignore[return-value]
 
