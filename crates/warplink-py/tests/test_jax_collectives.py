@@ -60,8 +60,8 @@ def calls(rank, world, meeting):
             assert whole.dtype == dtype and (np.asarray(whole[2 * rank : 2 * rank + 2]) == mine).all()
         assert group.all_gather(jnp.zeros((0, 3))).shape == (0, 3)
         assert group.all_reduce(jnp.float32(1)) == world
-        average = group.all_reduce(jnp.full(3, float(rank)), "average")
-        assert (average == (world - 1) / 2).all()
+        for op in ("average", "avg"):
+            assert (group.all_reduce(jnp.full(3, float(rank)), op) == (world - 1) / 2).all()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -158,8 +158,9 @@ def failing(rank, world, meeting, place):
     job = join(rank, world, meeting)
     group = warplink.jax.Group(job.world())
     for wrong, says in (
-        (lambda: group.all_reduce(jnp.ones(2), "median"), "the operator is 'median'; expected sum, average"),
+        (lambda: group.all_reduce(jnp.ones(2), "median"), "the operator is 'median'; expected one of sum, average"),
         (lambda: group.reduce_scatter(jnp.ones(world + 1)), f"first dimension is {world + 1}; expected a multiple of"),
+        (lambda: group.all_reduce(jnp.ones(2), ""), "the operator is ''"),
         (lambda: group.all_gather(1.0), "has no dimension"),
         (lambda: warplink.jax.Group([]), "no communicators"),
     ):

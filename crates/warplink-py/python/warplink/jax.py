@@ -45,6 +45,9 @@ TARGET = "warplink_collective"
 #: Seconds after which a process is ended that does not notice a failed call on a GPU.
 GRACE_SECONDS = 10.0
 
+#: Operators of reductions, by all of their names.
+OPERATORS = {name: name for name in ("sum", "average", "product", "max", "min")} | {"avg": "average"}
+
 #: For collectives with a sum or an average, and those without: the collective of the gradient.
 ADJOINTS = {
     "all_reduce": "all_reduce",
@@ -99,7 +102,7 @@ class Group:
     def all_reduce(self, x: Any, op: str = "sum") -> jax.Array:
         """The reduction of every rank's ``x``: "sum", "average", "product", "max" or "min", of which the first two have
         gradients."""
-        return self._call("all_reduce", op, x)
+        return self._call("all_reduce", _operator("all_reduce", op), x)
 
     def all_gather(self, x: Any) -> jax.Array:
         """Every rank's ``x`` in rank order, one behind the other along the first dimension."""
@@ -107,7 +110,7 @@ class Group:
 
     def reduce_scatter(self, x: Any, op: str = "sum") -> jax.Array:
         """This rank's part, along the first dimension, of the reduction of every rank's ``x``."""
-        return self._call("reduce_scatter", op, x)
+        return self._call("reduce_scatter", _operator("reduce_scatter", op), x)
 
     def all_to_all(self, x: Any) -> jax.Array:
         """Part p is this rank's part of rank p's ``x``, along the first dimension."""
@@ -115,7 +118,7 @@ class Group:
 
     def _call(self, kind: str, op: str, x: Any) -> jax.Array:
         x = jnp.asarray(x)
-        self._check(kind, op, x.shape)
+        self._check(kind, x.shape)
         is_linear = op in ("", "sum", "average")
         if self._turn is not None and not jax.sharding.get_abstract_mesh().manual_axes:
             result: jax.Array = (_in_turn if is_linear else _take_turn)(self, kind, op, self._turn, x)
@@ -139,9 +142,7 @@ class Group:
         self._tickets.last = trace, ticket
         return result
 
-    def _check(self, kind: str, op: str, shape: tuple[int, ...]) -> None:
-        if op not in ("", "sum", "average", "product", "max", "min"):
-            raise from_kind("invalid_argument", f"{kind}: the operator is {op!r}; expected sum, average, product, max or min")
+    def _check(self, kind: str, shape: tuple[int, ...]) -> None:
         if kind == "all_reduce":
             return
         if not shape:
@@ -160,6 +161,12 @@ class Group:
 
     def __repr__(self) -> str:
         return f"Group(size={self.size})"
+
+
+def _operator(kind: str, op: str) -> str:
+    if op not in OPERATORS:
+        raise from_kind("invalid_argument", f"{kind}: the operator is {op!r}; expected one of {', '.join(OPERATORS)}")
+    return OPERATORS[op]
 
 
 @functools.cache
