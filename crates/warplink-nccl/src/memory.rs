@@ -92,9 +92,10 @@ pub(crate) unsafe fn deregister(comm: Handle, _handle: *mut c_void) -> Outcome {
 }
 
 pub(crate) fn only_real(what: &str) -> Failure {
+    let error = real::missing(what);
     Failure::usage(
-        format!("{what} require the real NCCL, which was not found"),
-        "install NCCL, or set WARPLINK_NCCL_LIBRARY to its libnccl.so.2",
+        format!("{what} require NCCL itself: {}", error.message()),
+        error.help().unwrap_or_default(),
     )
 }
 

@@ -96,6 +96,15 @@ pub(crate) fn is_there() -> bool {
     loaded().is_ok()
 }
 
+/// The error of `what`, which needs the library.
+pub(crate) fn missing(what: &str) -> Error {
+    let error = loaded().err().unwrap_or_else(|| {
+        let message = "NCCL is here, but not on another rank, or this is the host device, which it does not serve";
+        Error::new(ErrorKind::LibraryMissing, message).with_help("install NCCL for every rank")
+    });
+    error.with_operation(what.to_owned())
+}
+
 /// The version of the library, if available.
 pub(crate) fn version() -> Option<c_int> {
     is_there().then_some(())?;
@@ -134,7 +143,7 @@ fn load() -> Result<Loaded> {
     }
     Err(Error::new(
         ErrorKind::LibraryMissing,
-        "the real NCCL was not found, which executes calls that Warplink does not support",
+        "the real NCCL is needed and was not found",
     )
     .with_help(format!(
         "install NCCL, or set {PATH_VARIABLE} to its {SONAME}"

@@ -88,7 +88,7 @@ pub(crate) fn route(
             return Ok(Route::Real);
         }
         if named == Some(true) {
-            return Err(no_real("all calls are routed to it"));
+            return Err(real::missing("route all calls to NCCL"));
         }
         tracing::warn!(
             obstacle,
@@ -130,19 +130,11 @@ pub(crate) fn route(
         }
         _ if on_gpu && (real::is_there() || collectives.is_some()) => Ok(Route::Real),
         _ => Err(match served.err() {
-            Some(error) if on_gpu => no_real(&error.to_string()),
+            Some(error) if on_gpu => real::missing(&format!("leave calls to NCCL, since {error}")),
             Some(error) => error,
-            None => no_real("Warplink on another rank does not support this communicator"),
+            None => real::missing("leave calls to NCCL, as another rank does"),
         }),
     }
-}
-
-fn no_real(why: &str) -> Error {
-    Error::new(
-        ErrorKind::LibraryMissing,
-        format!("the real NCCL is needed and was not found: {why}"),
-    )
-    .with_help("install NCCL, or set WARPLINK_NCCL_LIBRARY to its libnccl.so.2")
 }
 
 fn gather(communicator: &Communicator, own: Offer) -> Result<Vec<Offer>> {

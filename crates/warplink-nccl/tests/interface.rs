@@ -161,19 +161,64 @@ fn every_function_is_exported_with_its_twin() {
     );
 }
 
-/// Runs a Python program on the library, with each of the arguments at the same time.
-fn run_python(program: &str, arguments: &[&str]) -> Vec<Ended> {
+/// A Python program on the library.
+fn python(program: &str) -> Command {
     let program = Path::new(env!("CARGO_MANIFEST_DIR"))
         .join("tests/programs")
         .join(program);
+    let mut command = Command::new("python3");
+    host_device(&mut command);
+    command.arg("-B").arg(&program).arg(library());
+    command
+}
+
+/// Runs a Python program on the library, with each of the arguments at the same time.
+fn run_python(program: &str, arguments: &[&str]) -> Vec<Ended> {
     let started = Instant::now();
-    let start = |argument: &&str| {
-        let mut command = Command::new("python3");
-        host_device(&mut command);
-        command.arg("-B").arg(&program).arg(library()).arg(argument);
+    let start = |argument: &&str| python(program).arg(argument).spawn().unwrap();
+    wait_all(arguments.iter().map(start).collect(), started, LIMIT)
+}
+
+/// Variables that cannot be followed are named, with what was expected.
+#[test]
+fn wrong_variables_are_named() {
+    let nccl = ("WARPLINK_NCCL_ROUTE", "nccl");
+    let own = library().display().to_string();
+    let library = |path| ("WARPLINK_NCCL_LIBRARY", path);
+    let cases: [(&[(&str, &str)], &str); 7] = [
+        (
+            &[("WARPLINK_NCCL_ROUTE", "both")],
+            "is 'both'; expected warplink or nccl",
+        ),
+        (
+            &[("WARPLINK_NCCL_ADDRESS", "here")],
+            "is 'here'; expected an IP address",
+        ),
+        (
+            &[("WARPLINK_TIMEOUT", "soon")],
+            "is 'soon'; expected a whole number",
+        ),
+        (
+            &[nccl, library("libnccl.so.2")],
+            "WARPLINK_NCCL_LIBRARY is libnccl.so.2: expected an absolute path",
+        ),
+        (
+            &[nccl, library("/nowhere/libnccl.so.2")],
+            "WARPLINK_NCCL_LIBRARY is /nowhere/libnccl.so.2: ",
+        ),
+        (&[nccl, library(&own)], "it is this library"),
+        (&[library("/nowhere/libnccl.so.2")], "created"),
+    ];
+    let started = Instant::now();
+    let start = |(variables, _): &(&[(&str, &str)], &str)| {
+        let mut command = python("refused.py");
+        command.envs(variables.iter().copied());
         command.spawn().unwrap()
     };
-    wait_all(arguments.iter().map(start).collect(), started, LIMIT)
+    let ended = wait_all(cases.iter().map(start).collect(), started, LIMIT);
+    for ((variables, text), end) in cases.iter().zip(ended) {
+        assert!(end.output.contains(text), "{variables:?}: {}", end.output);
+    }
 }
 
 /// Bindings of Python call all functions, with ranks that are threads.

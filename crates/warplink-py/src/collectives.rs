@@ -42,7 +42,7 @@ const NOTHING: usize = 16;
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Collectives {
-    inner: Detached<warplink::Collectives>,
+    pub(crate) inner: Detached<warplink::Collectives>,
     pub(crate) place: Place,
     pub(crate) world: usize,
     /// The memory of arrays without elements.

@@ -43,6 +43,7 @@ mod transfer;
 mod untold;
 mod wait;
 mod watch;
+mod xla;
 
 use pyo3::exceptions::PyImportError;
 use pyo3::prelude::*;
@@ -98,6 +99,8 @@ mod _warplink {
 
     #[pymodule_export]
     use super::watch::Watch;
+    #[pymodule_export]
+    use super::xla::XlaGroup;
 
     #[pymodule_export]
     use super::version;

@@ -15,6 +15,9 @@ from gpus import prepare_sharing
 # Before any process is started: NVLink multicast cannot be used on every machine that tests run on.
 os.environ.update(NCCL_NVLS_ENABLE="0", TORCH_SYMM_MEM_DISABLE_MULTICAST="1", NVSHMEM_DISABLE_NVLS="1")
 
+# Inductor would compile and load a program for each instruction set, in each process that compiles a graph, to see which work.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 #: Seconds after which ranks are ended; a hang is a failure.
 LIMIT = 120.0
 
@@ -98,7 +101,7 @@ def run_ranks(
     # Ranks are forks of a process that has imported PyTorch and made nothing: that takes most of the time.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
-        ["numpy", "torch", "torch.distributed", "torch._inductor.compile_fx", "warplink"]
+        ["numpy", "torch", "torch.distributed", "torch._inductor.compile_fx", "jax.numpy", "warplink"]
     )
     results = context.Queue()
     ranks = [

@@ -17,8 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional
 
-#: The ways to train: data parallel, sharded, tensor parallel with sequences divided, and a pipeline.
-WAYS = ("ddp", "fsdp2", "tp", "pipeline")
+#: The ways to train: data parallel, sharded, tensor parallel with sequences divided, a pipeline, and data parallel with experts.
+WAYS = ("ddp", "fsdp2", "tp", "pipeline", "experts")
+
+#: How many experts each rank has of a layer.
+EXPERTS_PER_RANK = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +94,33 @@ class FeedForward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """Feed-forward networks, of which each rank has some. Each token goes to one, wherever that is."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        rank, self.world = dist.get_rank(), dist.get_world_size()
+        # All are drawn, so that each has the same weights on any rank.
+        every = [FeedForward(sizes) for _ in range(EXPERTS_PER_RANK * self.world)]
+        self.router = nn.Linear(sizes.hidden, len(every), bias=False)
+        self.own = nn.ModuleList(every[EXPERTS_PER_RANK * rank : EXPERTS_PER_RANK * (rank + 1)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+        rows = x.flatten(0, 1)
+        weights, chosen = self.router(rows).softmax(-1).max(-1)
+        order = chosen.argsort(stable=True)
+        leaving = chosen.bincount(minlength=EXPERTS_PER_RANK * self.world)
+        coming = torch.empty_like(leaving)
+        dist.all_to_all_single(coming, leaving)
+        sent, received = (counts.view(self.world, -1).sum(1).tolist() for counts in (leaving, coming))
+        arrived = all_to_all_single_autograd(rows[order], received, sent, dist.group.WORLD).split(coming.tolist())
+        computed = torch.cat([self.own[number % EXPERTS_PER_RANK](part) for number, part in enumerate(arrived)])
+        returned = all_to_all_single_autograd(computed, sent, received, dist.group.WORLD)
+        return (torch.zeros_like(rows).index_copy(0, order, returned) * weights[:, None]).view_as(x)
 
 
 class Layer(nn.Module):
@@ -198,7 +228,13 @@ def train(
     model: Any = Llama(sizes, sizes.layers).to(device, dtype)
     # Data parallel ranks have data of their own, tensor parallel ones the same.
     own = batches(sizes, steps, 100 if way == "tp" else 100 + rank, device)
-    if way == "ddp":
+    if way == "experts":
+        for layer in model.layers:
+            layer.feed_forward = Experts(sizes).to(device, dtype)
+        # Each rank's experts are its own, and have the gradients of all tokens that came.
+        theirs = [name for name, _ in model.named_parameters() if ".own." in name]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, theirs)
+    if way in ("ddp", "experts"):
         model = nn.parallel.DistributedDataParallel(model)
     elif way == "fsdp2":
         from torch.distributed.fsdp import fully_shard

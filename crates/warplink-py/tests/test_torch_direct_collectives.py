@@ -1,5 +1,6 @@
 """Collectives past the backend, as far as they can be tried without a GPU: on CPU tensors and the host device."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,7 @@ def calls_on_host(comm):
             self._order = warplink.Order()
             self._device, self._waits_block = torch.device("cpu"), False
             self._source = profiling.Source("warplink", comm.rank, comm.size)
+            self._recorder = None
 
         def _check(self):
             pass
@@ -145,6 +147,25 @@ def test_the_option_is_read_from_the_environment(monkeypatch):
     assert options(direct_collectives=True).direct_collectives
 
 
+@pytest.mark.parametrize(
+    ("given", "variables", "says"),
+    [
+        ({"buffer_size": 0}, {}, "buffer_size is 0; expected a number of bytes, at least 1"),
+        ({"buffer_size": "1G"}, {}, "buffer_size is '1G'; expected a number of bytes"),
+        ({"nccl_options": 3}, {}, "nccl_options is a int; expected ProcessGroupNCCL.Options"),
+        ({}, {"WARPLINK_TORCH_DIRECT_MESSAGES": "yes"}, "DIRECT_MESSAGES is 'yes'; expected 0 or 1, the same on every rank"),
+        ({}, {"WARPLINK_TORCH_DIRECT_COLLECTIVES": "2"}, "DIRECT_COLLECTIVES is '2'; expected 0 or 1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(given, variables, says, monkeypatch):
+    import warplink.torch
+
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises((TypeError, ValueError), match=says):
+        warplink.torch.Options(**given)
+
+
 def aside(rank, world, meeting):
     """What asynchronous calls do with a GPU's streams: follow the caller's, and have it wait for their end."""
     import warplink
@@ -188,7 +209,7 @@ class Kept(torch.Tensor):
 def batch(comm, collectives, space, side):
     """A batch as on GPUs, of contiguous tensors, which need no current stream of PyTorch's."""
     import warplink
-    from warplink.torch import profiling
+    from warplink.torch import flight_recorder, profiling
     from warplink.torch.direct import Message
     from warplink.torch.direct_collectives import GpuCollectives
 
@@ -197,6 +218,7 @@ def batch(comm, collectives, space, side):
     calls._device, calls._rank, calls._waits_block = space.device, comm.rank, False
     calls._source, calls._order = profiling.Source("warplink", comm.rank, comm.size), warplink.Order()
     calls._watch = SimpleNamespace(check=lambda: None, timeout=30.0)
+    calls._recorder = flight_recorder.Recorder(4)
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for length in (1, 5000):
         given = torch.full([length], comm.rank + 1.0)
@@ -207,6 +229,18 @@ def batch(comm, collectives, space, side):
         space.stream.synchronize(30.0)
         assert received.eq(left + 1.0).all() and work.is_completed()
         assert sent.kept == received.kept == 1
+    # The last two batches.
+    assert calls.now("all_reduce", received, received, received, ("sum", "f32"))
+    space.stream.synchronize(30.0)
+    entries = pickle.loads(calls._recorder.dump())["entries"]
+    found = [(entry["profiling_name"], entry["is_p2p"], entry["state"], entry["input_sizes"]) for entry in entries]
+    send, receive = f"nccl:send {comm.rank}->{right}", f"nccl:recv {comm.rank}<-{left}"
+    assert found == [
+        (receive, True, "completed", [[1]]),
+        (send, True, "completed", [[5000]]),
+        (receive, True, "completed", [[5000]]),
+        ("nccl:all_reduce", False, "completed", [[5000]]),
+    ]
 
 
 def test_streams_of_asynchronous_calls():

@@ -118,6 +118,32 @@ def test_messages_have_their_peers(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def batches(rank, world, _, place, folder):
+    import warplink.torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "100")
+        dist = start(rank, world, place, pg_options=warplink.torch.Options(direct_messages=True))
+    peer = 1 - rank
+    ends = [(dist.isend, torch.ones(3)), (dist.irecv, torch.ones(3)), (dist.isend, torch.ones(0))]
+    ends = [dist.P2POp(end, tensor, peer) for end, tensor in (*ends, (dist.irecv, torch.ones(0)))]
+    for work in dist.batch_isend_irecv(ends):
+        work.wait()
+    with open(f"{folder}/trace_rank_{rank}", "wb") as file:
+        file.write(warplink.torch.dump_flight_recorder())
+    dist.destroy_process_group()
+    found = pickle.loads(warplink.torch.dump_flight_recorder())["entries"]
+    return [(entry["profiling_name"], entry["p2p_seq_id"], entry["state"]) for entry in found]
+
+
+def test_messages_of_a_batch_have_an_entry_each(tmp_path):
+    names = {False: "nccl:send {0}->{1}", True: "nccl:recv {0}<-{1}"}
+    for rank, found in enumerate(on_ranks(batches, 2, str(tmp_path))):
+        expected = [(names[number % 2 == 1].format(rank, 1 - rank), number + 1, "completed") for number in range(4)]
+        assert found == expected
+    assert "Not all ranks joining" not in analyzed(tmp_path)
+
+
 def without(rank, world, _, place):
     import warplink.torch
 

@@ -406,8 +406,14 @@ def buffers(rank, world, _, place):
     for peer in range(world):
         theirs = group.get_p2p_buffer(peer, (4, 8), torch.float32, storage_offset=16)
         assert (theirs == peer).all()
-    with pytest.raises(ValueError, match="buffer's 4096"):
-        group.get_p2p_buffer(0, (1025,), torch.float32)
+    for wrong, says in (
+        (((1025,), torch.float32), "buffer's 4096"),
+        (((4,), "float32"), "dtype is 'float32'; expected one of PyTorch's"),
+        (((-4,), torch.float32), r"shape \[-4\] in buffer 0; expected sizes and a number of at least 0"),
+        ((4, torch.float32, 0, None, -1), "in buffer -1; expected"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=says):
+            group.get_p2p_buffer(0, *wrong)
     other = group.get_p2p_buffer(rank, (4, 8), torch.float32, storage_offset=16, buffer=1)
     other.fill_(10 + rank)
     work = group.intra_node_barrier()

@@ -1,4 +1,4 @@
-"""Calls with CPU tensors in PyTorch's profilers; PyTorch's own tests look at the rest."""
+"""Calls with CPU tensors in PyTorch's profilers and debug modes; PyTorch's own tests look at the rest."""
 
 import json
 
@@ -51,3 +51,46 @@ def profiled(rank, world, _, place):
 
 def test_a_profile_has_every_call():
     on_ranks(profiled, 2)
+
+
+def counted(rank, world, place, backend):
+    """The calls that ``CommDebugMode`` counts, with PyTorch's own debugging at its highest level, at which DDP crashes
+    with Gloo."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_DISTRIBUTED_DEBUG", "OFF" if backend == "gloo" else "DETAIL")
+        torch.distributed.set_debug_level_from_env()
+        dist = start(rank, world, place + backend, backend)
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    own, whole = torch.ones(4), torch.ones(4 * world)
+    parts = list(whole.chunk(world))
+    mesh = init_device_mesh("cpu", (world,))
+    with CommDebugMode() as mode:
+        model(own).sum().backward()
+        distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).redistribute(mesh, [Replicate()])
+        dist.all_reduce(own)
+        dist.all_reduce(own, async_op=True).wait()
+        dist.broadcast(own, 0)
+        dist.reduce(own, 0)
+        dist.all_gather(parts, own)
+        dist.all_gather_into_tensor(whole, own)
+        dist.reduce_scatter_tensor(own, whole)
+        dist.all_to_all_single(whole, whole.clone())
+        dist.gather(own, parts if rank == 0 else None)
+        dist.scatter(own, parts if rank == 0 else None)
+        dist.barrier()
+        dist.send(own, 1) if rank == 0 else dist.recv(own, 0)
+    dist.destroy_process_group()
+    return {str(operator): count for operator, count in mode.get_comm_counts().items()}
+
+
+def counted_as_with_gloo(rank, world, _, place):
+    expected = counted(rank, world, place, "gloo")
+    assert expected["c10d.allreduce_"] >= 2 and len(expected) >= 9
+    assert counted(rank, world, place, "warplink") == expected
+
+
+def test_debug_modes_see_every_call():
+    on_ranks(counted_as_with_gloo, 2)

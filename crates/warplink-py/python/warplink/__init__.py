@@ -20,7 +20,8 @@ signal. A ring, started by ``torchrun`` or another launcher::
 Whatever may block runs without the interpreter's lock. Errors are exceptions under
 :class:`warplink.errors.WarplinkError`, with the kind, the peer and the rank.
 
-``import warplink.torch`` registers the process group backend ``warplink`` and the fused operations.
+``import warplink.torch`` registers the process group backend ``warplink`` and the fused operations, and ``warplink.jax`` has
+collectives for programs of JAX.
 """
 
 from warplink._warplink import (
@@ -67,6 +68,7 @@ from warplink._warplink import (
     UniqueId,
     View,
     Watch,
+    XlaGroup,
     post_all,
     version,
     wait_all,
@@ -124,6 +126,7 @@ __all__ = [
     "View",
     "WarplinkError",
     "Watch",
+    "XlaGroup",
     "__version__",
     "post_all",
     "wait_all",

@@ -8,22 +8,20 @@ Importing this registers the backend::
     dist.init_process_group("warplink")                 # CPU and CUDA tensors
     dist.init_process_group("cpu:gloo,cuda:warplink")   # CUDA tensors; CPU tensors by Gloo
 
-CPU tensors of a group on one machine go over Warplink's host device, CUDA tensors to NCCL, and CPU
-tensors of groups that span machines to Gloo.
+CPU tensors of a group on one machine go over Warplink's host device, CUDA tensors by Warplink's collectives where all members
+can and by NCCL otherwise, and CPU tensors of groups that span machines to Gloo.
 """
-
-import os as _os
 
 from warplink.torch.flight_recorder import dump_flight_recorder
 from warplink.torch.fusion import disable_fusion, enable_fusion, fusion_report
 from warplink.torch.group import ProcessGroupWarplink
-from warplink.torch.options import DEFAULT_BUFFER_SIZE, Options
+from warplink.torch.options import DEFAULT_BUFFER_SIZE, Options, from_environment as _from_environment
 from warplink.torch import ops as _ops, scaled as _scaled  # noqa: F401 - torch.ops.warplink
 from warplink.torch.fused import AllReduceFusionPattern, QuantizationSFLayout, register_for_vllm
 from warplink.torch.registration import get_warplink_group, is_direct_group, register
 
 register()
-if _os.environ.get("WARPLINK_TORCH_FUSION") == "1":
+if _from_environment("WARPLINK_TORCH_FUSION"):
     enable_fusion()
 
 __all__ = [

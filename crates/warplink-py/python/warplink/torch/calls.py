@@ -12,6 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from warplink.errors import InvalidArgumentError
 from warplink.torch.direct_collectives import reduction
+from warplink.torch.modes import seen_as
 from warplink.torch.shapes import bytes_of_parts, count, limit_of, root_of, share, split
 from warplink.torch.works import Noted, WorkGroup, Works
 
@@ -92,6 +93,7 @@ class GroupCalls:
 
     # Collectives
 
+    @seen_as("broadcast_")
     def broadcast(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
         opts = opts if opts is not None else c10d.BroadcastOptions()
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
@@ -106,6 +108,7 @@ class GroupCalls:
             return self._done([direct.broadcast(t, root, _is_async(opts)) for t in tensors])
         return self._host.broadcast(tensors, root_of(self._size, opts), limit_of(opts))
 
+    @seen_as("allreduce_")
     def allreduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         if opts is None or not hasattr(opts, "reduceOp"):
@@ -117,6 +120,7 @@ class GroupCalls:
             return self._all_reduce(backend.allreduce, tensors, opts)
         return self._host.all_reduce(tensors, opts.reduceOp, limit_of(opts))
 
+    @seen_as("allreduce_coalesced_")
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.AllreduceCoalescedOptions()
         if (backend := self._backend_of(tensors)) is not None:
@@ -132,6 +136,7 @@ class GroupCalls:
                 return otherwise(tensors, opts)
         return self._done([direct.all_reduce(t, how, _is_async(opts)) for t in tensors])
 
+    @seen_as("reduce_")
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         opts = opts if opts is not None else c10d.ReduceOptions()
@@ -143,6 +148,7 @@ class GroupCalls:
             return self._done([direct.reduce(t, how, root, _is_async(opts)) for t in tensors])
         return self._host.reduce(tensors, opts.reduceOp, root_of(self._size, opts), limit_of(opts))
 
+    @seen_as("allgather_")
     def allgather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.AllgatherOptions()
         if isinstance(input_tensors, torch.Tensor):
@@ -164,6 +170,7 @@ class GroupCalls:
             count(self._size, outputs, "outputs")
         return self._host.all_gather(output_tensors, input_tensors, limit_of(opts))
 
+    @seen_as("_allgather_base_")
     def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.AllgatherOptions()
         backend = self._backend_of([output, input])
@@ -175,6 +182,7 @@ class GroupCalls:
             return self._done([direct.all_gather_flat(output, input, _is_async(opts))])
         return self._host.all_gather_flat([output], [input], limit_of(opts))
 
+    @seen_as("allgather_coalesced_")
     def allgather_coalesced(self, output_lists: Any, input_list: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.AllgatherOptions()
         if (backend := self._backend_of(input_list)) is not None:
@@ -184,6 +192,7 @@ class GroupCalls:
         outputs = [[one[index] for one in output_lists] for index in range(len(input_list))]
         return self._host.all_gather(outputs, input_list, limit_of(opts))
 
+    @seen_as("allgather_into_tensor_coalesced_")
     def allgather_into_tensor_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> Any:
@@ -197,6 +206,7 @@ class GroupCalls:
             share(self._size, output, input)
         return self._host.all_gather_flat(outputs, inputs, limit_of(opts))
 
+    @seen_as("reduce_scatter_")
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.ReduceScatterOptions()
         if isinstance(output_tensors, torch.Tensor):
@@ -220,6 +230,7 @@ class GroupCalls:
             output_tensors, input_tensors, opts.reduceOp, limit_of(opts)
         )
 
+    @seen_as("_reduce_scatter_base_")
     def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.ReduceScatterOptions()
         if (backend := self._backend_of([output, input])) is not None:
@@ -230,6 +241,7 @@ class GroupCalls:
             return self._done([direct.reduce_scatter_flat(output, input, how, _is_async(opts))])
         return self._host_reduce_scatter([output], [input], opts)
 
+    @seen_as("reduce_scatter_tensor_coalesced_")
     def reduce_scatter_tensor_coalesced(
         self, outputs: Any, inputs: Any, opts: Any = None
     ) -> Any:
@@ -248,6 +260,7 @@ class GroupCalls:
             pieces.append(list(input.detach().reshape(self._size, -1).unbind(0)))
         return self._host.reduce_scatter(outputs, pieces, opts.reduceOp, limit_of(opts))
 
+    @seen_as("alltoall_")
     def alltoall(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.AllToAllOptions()
         backend = self._backend_of(input_tensors)
@@ -260,6 +273,7 @@ class GroupCalls:
             return self._done([direct.all_to_all(output_tensors, input_tensors, _is_async(opts))])
         return self._host.all_to_all(output_tensors, input_tensors, limit_of(opts))
 
+    @seen_as("alltoall_base_")
     def alltoall_base(
         self,
         output: Any,
@@ -283,6 +297,7 @@ class GroupCalls:
         inputs = split(self._size, input, input_split_sizes, "input")
         return self._host.all_to_all(outputs, inputs, limit_of(opts))
 
+    @seen_as("gather_")
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.GatherOptions()
         if (backend := self._backend_of(input_tensors)) is not None:
@@ -293,6 +308,7 @@ class GroupCalls:
             count(self._size, outputs, "outputs")
         return self._host.gather(outputs, input_tensors[0], root, limit_of(opts))
 
+    @seen_as("gather_")
     def gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.GatherOptions()
         if (backend := self._backend_of([input])) is not None:
@@ -305,6 +321,7 @@ class GroupCalls:
             outputs = list(output.detach().view(self._size, *input.shape).unbind(0))
         return self._host.gather(outputs, input, root, limit_of(opts))
 
+    @seen_as("scatter_")
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.ScatterOptions()
         if (backend := self._backend_of(output_tensors)) is not None:
@@ -315,6 +332,7 @@ class GroupCalls:
             count(self._size, inputs, "inputs")
         return self._host.scatter(output_tensors[0], inputs, root, limit_of(opts))
 
+    @seen_as("barrier")
     def barrier(self, opts: Any = None, *rest: Any) -> Any:
         self._check()
         opts = opts if opts is not None else c10d.BarrierOptions()
@@ -331,16 +349,19 @@ class GroupCalls:
 
     # Sends and receives
 
+    @seen_as("send")
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> Any:
         if (backend := self._backend_of(tensors, by_all=False)) is not None:
             return backend.send(tensors, dst_rank, tag)
         return self._one([self._messages.send(t, dst_rank, tag) for t in tensors])
 
+    @seen_as("recv_")
     def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> Any:
         if (backend := self._backend_of(tensors, by_all=False)) is not None:
             return backend.recv(tensors, src_rank, tag)
         return self._one([self._messages.receive(t, src_rank, tag) for t in tensors])
 
+    @seen_as("recv_any_source_")
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         if (backend := self._backend_of(tensors, by_all=False)) is not None:
             return backend.recv_anysource(tensors, tag)

@@ -15,12 +15,12 @@ import torch
 
 import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError, WarplinkError
-from warplink.torch import error_handling, profiling
+from warplink.torch import error_handling, flight_recorder, profiling
 from warplink.torch.agreement import made_by_all
 from warplink.torch.arithmetic import readable, settle, writable
 from warplink.torch.shapes import check_plain
 from warplink.torch.works import GpuWork, HostWork, Worker, Works
-from warplink.torch.workspace import Workspace
+from warplink.torch.workspace import Workspace, is_recording
 
 #: Enqueues an operation on a stream, for contiguous sources and targets.
 Call = Callable[[warplink.Stream, list[torch.Tensor], list[torch.Tensor]], None]
@@ -36,6 +36,11 @@ class Message:
     peer: int
     sends: bool
     tensor: torch.Tensor
+
+    @property
+    def recorded(self) -> tuple[str, int, torch.Tensor]:
+        """As the flight recorder has it."""
+        return "send" if self.sends else "recv", self.peer, self.tensor
 
 
 def join(communicator: warplink.Communicator) -> warplink.Collectives | None:
@@ -93,7 +98,8 @@ class HostBatches:
         received = [m.tensor for m in messages if not m.sends]
         check_plain(sent, received)
         limit = self.timeout
-        work = self._works.start("batch_isend_irecv", limit, sent, received)
+        recorded = [message.recorded for message in messages]
+        work = self._works.start("batch_isend_irecv", limit, sent, received, messages=recorded)
 
         def body() -> list[torch.Tensor]:
             held = [readable(m.tensor) if m.sends else writable(m.tensor) for m in messages]
@@ -134,6 +140,7 @@ class GpuMessages:
     ) -> None:
         self._space = space
         self._source = source
+        self._recorder = flight_recorder.recorder()
         self._watch = space.communicator.watch(collectives, timeout, error_handling.grace())
         self._waits_block = error_handling.waits_block()
         #: Whether a call or a wait has raised what the watch found.
@@ -157,7 +164,7 @@ class GpuMessages:
 
         sends = [m.tensor for m in messages if m.sends]
         receives = [m.tensor for m in messages if not m.sends]
-        return self._enqueue("batch_isend_irecv", receives, sends, call, asynchronous)
+        return self._enqueue("batch_isend_irecv", receives, sends, call, asynchronous, messages=messages)
 
     def all_to_all(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], asynchronous: bool
@@ -216,6 +223,7 @@ class GpuMessages:
         if not (_is_plain(output) and (input is output or _is_plain(input))):
             return False
         call = profiling.recorded(self._source, name, call, [input], [output])
+        recorded = None if self._recorder is None else self._record(name, [input], [output])
         borrowed = self._space.stream
         self._order.follow(self._collectives, borrowed)
         try:
@@ -225,6 +233,8 @@ class GpuMessages:
             # Raises the first failure, if that is why.
             self._check()
             raise
+        if recorded is not None:
+            recorded.enqueue(borrowed.mark())
         self._check()
         return True
 
@@ -237,9 +247,10 @@ class GpuMessages:
         asynchronous: bool,
         further: Sequence[torch.Tensor] = (),
         computes: bool = False,
+        messages: Sequence[Message] = (),
     ) -> GpuWork:
         """Enqueues ``call`` on ``inputs`` and ``outputs``. ``further`` outputs are for the call to write. ``computes`` is whether
-        the call has operations of PyTorch, too."""
+        the call has operations of PyTorch, too. ``messages`` are those of a batch."""
         every, device = (*outputs, *inputs, *further), self._device
         for tensor in every:
             if tensor.device != device:
@@ -248,10 +259,13 @@ class GpuMessages:
                 )
         result, check = [*outputs, *further], self._check
         call = profiling.recorded(self._source, name, call, inputs, result)
+        recorded = None if self._recorder is None else self._record(name, inputs, result, messages)
         limit = self.timeout if self._waits_block else None
         if not asynchronous:
             streams = self._space.current_streams()
             self._run(streams[1], outputs, inputs, call)
+            if recorded is not None:
+                recorded.enqueue(streams[1].mark())
             return GpuWork(result, self._space, streams, None, check, limit)
         stream, borrowed = self._side
         borrowed.follow(self._space.stream)
@@ -262,10 +276,26 @@ class GpuMessages:
             with torch.cuda.stream(stream):
                 self._run(borrowed, outputs, inputs, call)
         event = borrowed.mark()
+        if recorded is not None:
+            recorded.enqueue(event)
         # Memory of the current stream is not reused before this stream is past it.
         for tensor in every:
             tensor.record_stream(stream)
         return GpuWork(result, self._space, self._side, event, check, limit)
+
+    def _record(
+        self,
+        name: str,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        messages: Sequence[Message] = (),
+    ) -> flight_recorder.Call | None:
+        """The call ``name`` in the flight recorder, unless a graph records it: that runs when nobody sees it."""
+        if self._recorder is None or is_recording(self._device):
+            return None
+        if messages:
+            return self._recorder.record_batch(self._source, [one.recorded for one in messages], self.timeout)
+        return self._recorder.record(self._source, name, inputs, outputs, self.timeout)
 
     def _run(
         self,
@@ -319,8 +349,10 @@ class GpuMessages:
         """Raises what went wrong so far."""
         try:
             self._watch.check()
-        except WarplinkError:
+        except WarplinkError as error:
             self._told = True
+            if self._recorder is not None:
+                self._recorder.failed(self._source, error)
             raise
 
 

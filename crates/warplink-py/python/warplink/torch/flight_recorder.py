@@ -1,4 +1,4 @@
-"""PyTorch's flight recorder, of the calls that Warplink does itself with CPU tensors.
+"""PyTorch's flight recorder, of the calls that Warplink does itself.
 
 Where TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE is set and not 0, the process keeps as many of its last calls, in the
 format of PyTorch's dumps. The first failure of a group writes them to the file that PyTorch's dumps go to, for ``torchfrtrace``,
@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from warplink import Event
 from warplink.errors import ClosedError, WarplinkError
 from warplink.torch.profiling import Source
 
@@ -46,25 +47,32 @@ _package = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
 
 class Call:
-    """A call that was recorded."""
+    """A call that was recorded: an entry, or one for each message of a batch."""
 
-    def __init__(self, recorder: Recorder, source: Source, entry: dict[str, Any]) -> None:
+    def __init__(self, recorder: Recorder, source: Source, entries: list[dict[str, Any]]) -> None:
         self._recorder, self._source = recorder, source
-        self.entry = entry
+        self._entries = entries
 
     def start(self) -> None:
         """Notes that it has begun."""
-        self.entry["time_discovered_started_ns"] = time.time_ns()
-        self.entry["state"] = "started"
+        self._set("started", time_discovered_started_ns=time.time_ns())
+
+    def enqueue(self, end: Event) -> None:
+        """Notes that a stream has it, whose event ``end`` is reached when it is over."""
+        self._recorder.enqueued(self, end)
 
     def end(self, error: BaseException | None) -> None:
         """Notes that it is over. One that failed keeps its state; the first of a group has the calls written."""
-        self.entry["retired"] = True
         if error is None:
-            self.entry["time_discovered_completed_ns"] = time.time_ns()
-            self.entry["state"] = "completed"
-        elif isinstance(error, WarplinkError) and not isinstance(error, ClosedError):
-            self._recorder.failed(self._source)
+            self._set("completed", time_discovered_completed_ns=time.time_ns(), retired=True)
+            return
+        for entry in self._entries:
+            entry["retired"] = True
+        self._recorder.failed(self._source, error)
+
+    def _set(self, state: str, **fields: Any) -> None:
+        for entry in self._entries:
+            entry.update(state=state, **fields)
 
 
 class Recorder:
@@ -73,6 +81,8 @@ class Recorder:
     def __init__(self, size: int) -> None:
         self._lock = threading.Lock()
         self._entries: collections.deque[dict[str, Any]] = collections.deque(maxlen=size)
+        #: Calls that streams have, and the events of their ends.
+        self._enqueued: collections.deque[tuple[Call, Event]] = collections.deque(maxlen=size)
         self._ids = itertools.count()
         #: By the groups' names: the group, and how many collectives and messages it had.
         self._groups: dict[str, tuple[Source, list[int]]] = {}
@@ -84,20 +94,35 @@ class Recorder:
         kind: str,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-        peer: int | None,
         limit: float,
+        peer: int | None = None,
     ) -> Call | None:
         """Records a call of ``source``, with ``peer`` if it is a message; None where the format has no such call."""
         if kind not in NAMES:
             return None
+        return self._add(source, [self._entry(source, kind, inputs, outputs, limit, peer)])
+
+    def record_batch(self, source: Source, messages: Sequence[tuple[str, int, torch.Tensor]], limit: float) -> Call:
+        """Records messages: "send" or "recv", the peer, and the tensor of each."""
+        entries = [self._entry(source, kind, [tensor], [], limit, peer) for kind, peer, tensor in messages]
+        return self._add(source, entries)
+
+    def _entry(
+        self,
+        source: Source,
+        kind: str,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        limit: float,
+        peer: int | None,
+    ) -> dict[str, Any]:
         name, is_message = NAMES[kind], peer is not None
         if is_message:
             name += f" {source.rank}{'->' if kind == 'send' else '<-'}{peer}"
         if kind in IN_PLACE:
             inputs = outputs = inputs or outputs
-        group = str(source.name)
-        entry = {
-            "process_group": (group, source.description),
+        return {
+            "process_group": (str(source.name), source.description),
             "is_p2p": is_message,
             "profiling_name": f"nccl:{name}",
             "time_created_ns": time.time_ns(),
@@ -114,26 +139,45 @@ class Recorder:
             "thread_name": threading.current_thread().name,
             "frames": _frames(),
         }
+
+    def _add(self, source: Source, entries: list[dict[str, Any]]) -> Call:
+        group = str(source.name)
         with self._lock:
             known, counts = self._groups.get(group, (source, [0, 0]))
             if known is not source:
                 # Another group may have the name of one that was destroyed.
                 self._failed.discard(group)
             self._groups[group] = source, counts
-            counts[is_message] += 1
-            entry.update(
-                record_id=next(self._ids),
-                pg_id=list(self._groups).index(group),
-                collective_seq_id=counts[0],
-                p2p_seq_id=counts[1],
-                op_id=sum(counts),
-            )
-            self._entries.append(entry)
-        return Call(self, source, entry)
+            for entry in entries:
+                counts[entry["is_p2p"]] += 1
+                entry.update(
+                    record_id=next(self._ids),
+                    pg_id=list(self._groups).index(group),
+                    collective_seq_id=counts[0],
+                    p2p_seq_id=counts[1],
+                    op_id=sum(counts),
+                )
+            self._entries.extend(entries)
+        return Call(self, source, entries)
+
+    def enqueued(self, call: Call, end: Event) -> None:
+        """Notes that a stream has ``call``, and which of the calls before it are over."""
+        with self._lock:
+            self._enqueued.append((call, end))
+            self._retire()
+
+    def _retire(self) -> None:
+        """Notes the ends of calls that streams have had; under the lock. Streams that failed have no ends."""
+        try:
+            while self._enqueued and self._enqueued[0][1].is_reached():
+                self._enqueued.popleft()[0].end(None)
+        except WarplinkError:
+            self._enqueued.clear()
 
     def dump(self, only_active: bool = False) -> bytes:
         """The calls in the format of PyTorch's dumps; with ``only_active``, those that are not done."""
         with self._lock:
+            self._retire()
             entries = [dict(entry) for entry in self._entries]
             groups = {
                 name: {"name": name, "desc": source.description, "ranks": str(source.ranks)}
@@ -142,8 +186,10 @@ class Recorder:
         chosen = [entry for entry in entries if not (only_active and entry["state"] == "completed")]
         return pickle.dumps({"version": VERSION, "entries": chosen, "pg_config": groups, "pg_status": {}})
 
-    def failed(self, source: Source) -> None:
-        """Writes the calls where ``source`` fails for the first time."""
+    def failed(self, source: Source, error: BaseException) -> None:
+        """Writes the calls where ``source`` fails for the first time, unless that is because it was closed."""
+        if not isinstance(error, WarplinkError) or isinstance(error, ClosedError):
+            return
         with self._lock:
             if str(source.name) in self._failed:
                 return
@@ -169,7 +215,7 @@ def recorder() -> Recorder | None:
 
 
 def dump_flight_recorder(only_active: bool = False) -> bytes:
-    """The last calls of this process with CPU tensors, in the format of PyTorch's dumps, which ``pickle`` and ``torchfrtrace``
+    """The last calls of this process that Warplink executed, in the format of PyTorch's dumps, which ``pickle`` and ``torchfrtrace``
     read. There are none unless TORCH_FR_BUFFER_SIZE or TORCH_NCCL_TRACE_BUFFER_SIZE sets how many are kept."""
     return (recorder() or Recorder(0)).dump(only_active)
 

@@ -351,7 +351,12 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         which blocks until all have. Reads are ordered by ``intra_node_barrier``. Raises
         InvalidArgumentError where the tensor does not fit into ``get_buffer_size``.
         """
-        return self.workspace(device).tensor(buffer, rank, list(shape), dtype, storage_offset)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype is {dtype!r}; expected one of PyTorch's, such as torch.float32")
+        shape = [shape] if isinstance(shape, int) else list(shape)
+        if min(shape, default=0) < 0 or buffer < 0:
+            raise InvalidArgumentError(f"shape {shape} in buffer {buffer}; expected sizes and a number of at least 0")
+        return self.workspace(device).tensor(buffer, rank, shape, dtype, storage_offset)
 
     def intra_node_barrier(
         self, device: str | torch.device | None = None, ranks: Sequence[int] | None = None

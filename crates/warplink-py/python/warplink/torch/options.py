@@ -32,12 +32,14 @@ class Options:
         direct_messages: bool | None = None,
         direct_collectives: bool | None = None,
     ) -> None:
-        if buffer_size <= 0:
-            raise ValueError(f"buffer_size is {buffer_size}; expected at least 1 byte")
+        if not isinstance(buffer_size, int) or buffer_size <= 0:
+            raise ValueError(f"buffer_size is {buffer_size!r}; expected a number of bytes, at least 1")
+        if nccl_options is not None and not _is_nccls(nccl_options):
+            raise TypeError(f"nccl_options is a {type(nccl_options).__name__}; expected ProcessGroupNCCL.Options")
         self.nccl_options = nccl_options
         self.buffer_size = buffer_size
-        messages = _from_environment("WARPLINK_TORCH_DIRECT_MESSAGES", direct_messages)
-        collectives = _from_environment("WARPLINK_TORCH_DIRECT_COLLECTIVES", direct_collectives)
+        messages = from_environment("WARPLINK_TORCH_DIRECT_MESSAGES", direct_messages)
+        collectives = from_environment("WARPLINK_TORCH_DIRECT_COLLECTIVES", direct_collectives)
         self.direct_messages = messages is not False
         self.direct_collectives = collectives is not False
         self.direct_host_messages = messages is True
@@ -68,7 +70,7 @@ class Options:
             return Options()
         if isinstance(given, Options):
             return given
-        if hasattr(given, "is_high_priority_stream"):
+        if _is_nccls(given):
             return Options(nccl_options=given)
         # Options of no backend in particular, with a timeout only.
         if hasattr(given, "_timeout"):
@@ -79,6 +81,16 @@ class Options:
         )
 
 
-def _from_environment(name: str, given: bool | None) -> bool | None:
+def _is_nccls(options: Any) -> bool:
+    """Whether they are of NCCL's type, which PyTorch has only where it has NCCL."""
+    return hasattr(options, "is_high_priority_stream")
+
+
+def from_environment(name: str, given: bool | None = None) -> bool | None:
     """``given``, or the environment variable ``name`` if it is set."""
-    return {"0": False, "1": True}.get(os.environ.get(name, "")) if given is None else given
+    value = os.environ.get(name) or None
+    if given is not None or value is None:
+        return given
+    if value not in ("0", "1"):
+        raise ValueError(f"{name} is {value!r}; expected 0 or 1, the same on every rank")
+    return value == "1"

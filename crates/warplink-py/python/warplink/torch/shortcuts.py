@@ -2,8 +2,8 @@
 
 The checks that ``GroupCalls`` makes before each call have known results for these: one tensor or two, on a GPU, with
 options of PyTorch's own.
-Everything else takes the long way; of calls that go direct, also those that need a work, as they are asynchronous or
-coalesced. An entry in a group's ``__dict__`` comes before the method of its class, so a short way costs a call nothing
+Everything else takes the long way, as does every call that a dispatch mode is to see; of calls that go direct, also those
+that need a work, as they are asynchronous or coalesced. An entry in a group's ``__dict__`` comes before the method of its class, so a short way costs a call nothing
 but what is written here.
 """
 
@@ -15,6 +15,7 @@ from typing import Any, Callable
 from torch.distributed import distributed_c10d as c10d
 
 from warplink.torch.direct_collectives import GpuCollectives, reduction
+from warplink.torch.modes import active
 from warplink.torch.shapes import bytes_of_parts, share
 from warplink.torch.works import Noted
 
@@ -91,7 +92,7 @@ def _long(group: Any, name: str) -> weakref.WeakMethod[Any]:
 
 def _of_list(short: Way, long: weakref.WeakMethod[Any], options: type) -> Way:
     def call(tensors: Any, opts: Any = None, *rest: Any) -> Any:
-        if type(opts) is options and type(tensors) is list and len(tensors) == 1 and tensors[0].is_cuda:
+        if type(opts) is options and type(tensors) is list and len(tensors) == 1 and tensors[0].is_cuda and not active():
             return short(tensors, opts)
         return _alive(long)(tensors, opts, *rest)
 
@@ -100,7 +101,7 @@ def _of_list(short: Way, long: weakref.WeakMethod[Any], options: type) -> Way:
 
 def _of_pair(short: Way, long: weakref.WeakMethod[Any]) -> Way:
     def call(output: Any, input: Any, *rest: Any, **named: Any) -> Any:
-        if rest and not named and output.is_cuda and input.is_cuda:
+        if rest and not named and output.is_cuda and input.is_cuda and not active():
             return short(output, input, *rest)
         return _alive(long)(output, input, *rest, **named)
 
@@ -115,7 +116,7 @@ def _all_reduce(direct: GpuCollectives, _size: int, works: Noted, long: weakref.
     def call(tensors: Any, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is c10d.AllreduceOptions and type(tensors) is list and len(tensors) == 1:
             tensor = tensors[0]
-            if tensor.is_cuda and not opts.asyncOp and works.works is None:
+            if tensor.is_cuda and not opts.asyncOp and works.works is None and not active():
                 how = reduction(opts.reduceOp, tensor.dtype)
                 if how is not None and direct.now("all_reduce", tensor, tensor, tensor, how):
                     return None
@@ -128,7 +129,7 @@ def _broadcast(direct: GpuCollectives, size: int, works: Noted, long: weakref.We
     def call(tensors: Any, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is c10d.BroadcastOptions and type(tensors) is list and len(tensors) == 1:
             tensor, root = tensors[0], opts.rootRank
-            if tensor.is_cuda and not opts.asyncOp and works.works is None and 0 <= root < size:
+            if tensor.is_cuda and not opts.asyncOp and works.works is None and not active() and 0 <= root < size:
                 if direct.now("broadcast", tensor, tensor, tensor, root=root):
                     return None
         return _alive(long)(tensors, opts, *rest)
@@ -139,7 +140,7 @@ def _broadcast(direct: GpuCollectives, size: int, works: Noted, long: weakref.We
 def _all_gather(direct: GpuCollectives, size: int, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
     def call(output: Any, input: Any, opts: Any = None) -> Any:
         if type(opts) is c10d.AllgatherOptions and output.is_cuda and input.is_cuda:
-            if not opts.asyncOp and works.works is None:
+            if not opts.asyncOp and works.works is None and not active():
                 share(size, output, input)
                 if direct.now("all_gather", output, input, input):
                     return None
@@ -151,7 +152,7 @@ def _all_gather(direct: GpuCollectives, size: int, works: Noted, long: weakref.W
 def _reduce_scatter(direct: GpuCollectives, size: int, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
     def call(output: Any, input: Any, opts: Any = None) -> Any:
         if type(opts) is c10d.ReduceScatterOptions and output.is_cuda and input.is_cuda:
-            if not opts.asyncOp and works.works is None:
+            if not opts.asyncOp and works.works is None and not active():
                 how = reduction(opts.reduceOp, output.dtype)
                 if how is not None:
                     share(size, input, output)
@@ -165,7 +166,7 @@ def _reduce_scatter(direct: GpuCollectives, size: int, works: Noted, long: weakr
 def _all_to_all(direct: GpuCollectives, size: int, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
     def call(output: Any, input: Any, output_split_sizes: Any, input_split_sizes: Any, opts: Any = None) -> Any:
         if type(opts) is c10d.AllToAllOptions and output.is_cuda and input.is_cuda:
-            if not opts.asyncOp and works.works is None:
+            if not opts.asyncOp and works.works is None and not active():
                 received = bytes_of_parts(size, output, output_split_sizes, "output")
                 sent = bytes_of_parts(size, input, input_split_sizes, "input")
                 if direct.all_to_all_single_now(output, input, received, sent):

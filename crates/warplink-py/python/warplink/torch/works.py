@@ -386,13 +386,17 @@ class Works:
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
         peer: int | None = None,
+        messages: Sequence[tuple[str, int, torch.Tensor]] = (),
     ) -> HostWork:
-        """A work of an operation that begins, with ``peer`` if it is a message, and may take ``limit`` seconds; noted where
-        calls are coalesced."""
+        """A work of an operation that begins, with ``peer`` if it is a message, or with the ``messages`` of a batch, and may
+        take ``limit`` seconds; noted where calls are coalesced."""
         event = profiling.begin(self.source, name, inputs, outputs)
         recorded = None
         if self._recorder is not None:
-            recorded = self._recorder.record(self.source, name, inputs, outputs, peer, limit)
+            if messages:
+                recorded = self._recorder.record_batch(self.source, messages, limit)
+            else:
+                recorded = self._recorder.record(self.source, name, inputs, outputs, limit, peer)
         work = HostWork(name, self.source.rank, self._completer, event, recorded)
         self.noted.extend([work])
         return work
