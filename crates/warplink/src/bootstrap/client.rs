@@ -10,7 +10,7 @@ use super::handshake::Identity;
 use super::health::Health;
 use super::journal::Journal;
 use super::message::{
-    self, Answer, GroupDeclaration, MAX_REASON, RefusalKind, Reply, Request, StoreEvent,
+    self, Answer, GroupDeclaration, MAX_REASON, Refusal, RefusalKind, Reply, Request, StoreEvent,
 };
 use super::outbox::Outbox;
 use super::pulse::{Pulse, not_heard};
@@ -29,6 +29,9 @@ use std::time::{Duration, Instant};
 /// How long, beyond its deadline, a request waits for the store to confirm that it was cancelled. Without the
 /// confirmation, the reply with a value that was just taken could be in flight, and the value would be lost.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Advice where not all ranks could join.
+const START_ALL: &str = "start every rank, with the same address and world size";
 
 /// A member's connection to the store. Its reading thread ends once there is no store any more.
 pub(crate) struct Client {
@@ -77,7 +80,7 @@ pub(super) struct ClientState {
 pub(super) enum Phase {
     Joining,
     Ready,
-    Abandoned(Vec<u32>),
+    Abandoned(Refusal),
 }
 
 struct PendingCall {
@@ -151,8 +154,8 @@ impl Client {
             self.health.check(&self.health.lost())?;
             match (&state.phase, &state.over) {
                 (Phase::Ready, _) => return Ok(()),
-                (Phase::Abandoned(missing), _) => {
-                    return Err(missing_ranks(missing, "before another rank's deadline"));
+                (Phase::Abandoned(refusal), _) => {
+                    return Err(refusal.clone().into_error().with_help(START_ALL));
                 }
                 (_, Some(error)) => return Err(error.clone()),
                 (Phase::Joining, None) => {}
@@ -172,8 +175,11 @@ impl Client {
             // The last one joined just now.
             Ok(Reply::Ranks(missing)) if missing.is_empty() => Ok(()),
             Ok(Reply::Ranks(missing)) => {
-                let when = format!("within {:?}", deadline.limit());
-                Err(missing_ranks(&missing, &when))
+                let names: Vec<_> = missing.iter().map(u32::to_string).collect();
+                let (names, limit) = (names.join(", "), deadline.limit());
+                let message = format!("rank {names} did not join within {limit:?}");
+                let error = Error::new(ErrorKind::Timeout, message).with_peer(missing[0] as Rank);
+                Err(error.with_help(START_ALL))
             }
             _ => Err(deadline.expired("every rank to join")),
         }
@@ -282,8 +288,8 @@ impl Client {
             StoreEvent::Lost { rank, reason } => self.health.lose(rank as Rank, &reason),
             StoreEvent::Left { rank } => self.health.leave(rank as Rank),
             StoreEvent::Ready { standby } => self.ready(standby),
-            StoreEvent::Abandoned { missing } => {
-                lock(&self.state).phase = Phase::Abandoned(missing)
+            StoreEvent::Abandoned(refusal) => {
+                lock(&self.state).phase = Phase::Abandoned(refusal);
             }
             StoreEvent::Conflict {
                 groups,
@@ -294,7 +300,11 @@ impl Client {
                 group,
                 rank,
                 reason,
-            } => self.group_failed(GroupName::from_bytes(group), rank as Rank, &reason),
+                is_attempt,
+            } => {
+                let group = GroupName::from_bytes(group);
+                self.group_failed(group, rank as Rank, &reason, is_attempt);
+            }
             StoreEvent::Query {
                 group,
                 number,
@@ -364,19 +374,28 @@ impl Client {
     }
 
     /// `rank` can do no more work in `group`.
-    fn group_failed(&self, group: GroupName, rank: Rank, reason: &str) {
+    fn group_failed(&self, group: GroupName, rank: Rank, reason: &str, is_attempt: bool) {
+        if is_attempt {
+            return self.end_group(group, &failed_attempt(rank, reason));
+        }
         let error = failed_group(rank, reason);
         self.end_group(group, &error);
         self.health.fail_group(group, &error);
     }
 
-    /// Fails the calls in `group` and in its dependents with `error`, those in flight and later ones.
-    fn end_group(&self, group: GroupName, error: &Error) {
+    /// Fails the calls in `group` and in its dependents with `error`, those in flight and later ones. No effect on groups
+    /// that have ended already.
+    pub(super) fn end_group(&self, group: GroupName, error: &Error) {
         let mut state = lock(&self.state);
         let link = state.open_link();
         let mut names = vec![group];
-        let pairs = state.dependents.iter();
-        names.extend(pairs.filter_map(|(parent, one)| (*parent == group).then_some(*one)));
+        let mut at = 0;
+        while let Some(&parent) = names.get(at) {
+            let pairs = state.dependents.iter();
+            names.extend(pairs.filter_map(|(of, one)| (*of == parent).then_some(*one)));
+            at += 1;
+        }
+        names.retain(|name| state.ended_groups.iter().all(|(ended, _)| ended != name));
         let ended = names.iter().map(|name| (*name, error.clone()));
         state.ended_groups.extend(ended);
         state.calls.retain(|&id, call| {
@@ -399,12 +418,14 @@ impl Client {
         group: GroupName,
         members: Vec<u32>,
         reason: &str,
+        is_attempt: bool,
         deadline: Deadline,
     ) -> Result<()> {
         let request = Request::Fail {
             group: group.to_bytes(),
             members,
             reason: limited(reason),
+            is_attempt,
         };
         self.call("report a failure", request, deadline).map(drop)
     }
@@ -565,14 +586,10 @@ pub(crate) fn failed_group(rank: Rank, reason: &str) -> Error {
         .with_help("check the log of that rank, and continue with survivors()")
 }
 
-/// The error of a join for which ranks are missing, `when` they should have joined.
-fn missing_ranks(missing: &[u32], when: &str) -> Error {
-    let names: Vec<_> = missing.iter().map(u32::to_string).collect();
-    let message = format!("rank {} did not join {when}", names.join(", "));
-    let error = Error::new(ErrorKind::Timeout, message)
-        .with_help("start every rank, with the same address and world size");
-    match missing {
-        [one, ..] => error.with_peer(*one as Rank),
-        [] => error,
-    }
+/// The error of an attempt at a joint step that has failed on `rank`, of the job.
+fn failed_attempt(rank: Rank, reason: &str) -> Error {
+    let message = format!("rank {rank} of the job failed: {reason}");
+    Error::new(ErrorKind::PeerFailed, message)
+        .with_peer(rank)
+        .with_help("fix the error of that rank, then retry on every rank")
 }

@@ -153,7 +153,7 @@ impl Bootstrap {
                 server.stop();
             })?;
         if let Err(error) = client.wait_until_ready(deadline) {
-            server.abandon();
+            server.stop_waiting();
             // Giving up is no loss: this rank leaves in order, and so will the others.
             let _ = client.leave(Deadline::after(DROP_TIMEOUT));
             heartbeat.stop();
@@ -286,7 +286,7 @@ impl Bootstrap {
     pub(crate) fn fail_group(&self, group: &Group, reason: &str, deadline: Deadline) -> Result<()> {
         let members = wire_ranks(group.members())?;
         self.client
-            .fail_group(group.name(), members, reason, deadline)
+            .fail_group(group.name(), members, reason, false, deadline)
     }
 
     /// Confirms to the others that this rank knows that the group `name` failed. Blocks until the store has the confirmation,

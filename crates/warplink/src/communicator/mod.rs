@@ -33,11 +33,6 @@ use engines::Engines;
 use services::JobServices;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-use std::thread;
-use std::time::Duration;
-
-/// How long a lost rank may take to fail a communicator after an operation has reported the loss.
-const FAILS_WITHIN: Duration = Duration::from_secs(2);
 
 /// An ordered group of the ranks of a [`Job`](crate::Job), as seen from one of them. Each communicator
 /// numbers its ranks from 0 and has its own tags, keys and signals, so operations in different communicators
@@ -433,18 +428,7 @@ impl Communicator {
     pub fn barrier(&self) -> Result<()> {
         let barrier = self.group.barrier(self.deadline());
         let barrier = self.fault.with_outcome(barrier);
-        barrier.map_err(|error| self.group.in_own_ranks(self.failed_by(error)))
-    }
-
-    /// Returns `error`, if it is of a lost rank once that has failed this communicator, which another thread does: so later
-    /// calls fail at once, and do not wait for ranks that have failed as well.
-    fn failed_by(&self, error: Error) -> Error {
-        let until = Deadline::after(FAILS_WITHIN);
-        while error.kind() == ErrorKind::PeerLost && self.fault.error().is_none() && !until.passed()
-        {
-            thread::sleep(Duration::from_millis(1));
-        }
-        error
+        barrier.map_err(|error| self.group.in_own_ranks(error))
     }
 
     /// Creates a reusable barrier between the ranks' streams. Collective. Uses the communicator's path
@@ -468,7 +452,7 @@ impl Communicator {
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let gathered = self.group.all_gather(bytes, self.deadline());
         let gathered = self.fault.with_outcome(gathered);
-        gathered.map_err(|error| self.group.in_own_ranks(self.failed_by(error)))
+        gathered.map_err(|error| self.group.in_own_ranks(error))
     }
 
     /// Matmuls and element-wise operations of the device.
