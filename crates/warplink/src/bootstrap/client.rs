@@ -3,6 +3,7 @@
 //! If the connection ends because the rank that serves the store was lost, `handover.rs` finds the rank that serves it
 //! next, and unanswered requests are retried there.
 
+use super::abort_handle::AbortHandle;
 use super::channel::Frame;
 use super::connection::StoreLink;
 use super::group_name::GroupName;
@@ -148,9 +149,20 @@ impl Client {
     }
 
     /// Waits until every rank has joined.
-    pub(crate) fn wait_until_ready(&self, deadline: Deadline) -> Result<()> {
+    pub(crate) fn wait_until_ready(
+        self: &Arc<Self>,
+        deadline: Deadline,
+        abort: &AbortHandle,
+    ) -> Result<()> {
+        let waiting = Arc::downgrade(self);
+        abort.interrupt_with(move |_| {
+            if let Some(client) = waiting.upgrade() {
+                client.notify_waiting();
+            }
+        });
         let mut state = lock(&self.state);
         loop {
+            abort.check()?;
             self.health.check(&self.health.lost())?;
             match (&state.phase, &state.over) {
                 (Phase::Ready, _) => return Ok(()),
@@ -319,10 +331,15 @@ impl Client {
             StoreEvent::Forget { keys } => lock(&self.state).journal.forget(&keys),
             StoreEvent::Checkpoint { version } => lock(&self.state).journal.checkpoint(version),
         }
+        self.notify_waiting();
+        Ok(())
+    }
+
+    /// Has threads that wait for `changed` check their conditions.
+    fn notify_waiting(&self) {
         // A thread between checking its condition and waiting holds the lock; after this it waits, and is notified.
         drop(lock(&self.state));
         self.changed.notify_all();
-        Ok(())
     }
 
     /// The store accepts requests. Retries those that a lost store did not answer.

@@ -9,7 +9,7 @@ mod services;
 mod threads;
 mod topology;
 
-use crate::bootstrap::{Bootstrap, Group};
+use crate::bootstrap::{AbortHandle, Bootstrap, Group};
 use crate::channel::{Connection, ConnectionExchange, ConnectionRequest, Connections};
 use crate::collective::{self, Collectives};
 use crate::config::Config;
@@ -83,9 +83,28 @@ impl Communicator {
     /// Those of [`Bootstrap::join`] and [`device::open`](crate::device::open), and [`ErrorKind::Mismatch`] if
     /// ranks use different kinds of devices.
     pub fn join(config: &Config) -> Result<Self> {
-        let job = JobServices::join(config)?;
+        Self::join_with(config, &AbortHandle::default())
+    }
+
+    /// As [`join`](Self::join), until another thread aborts it by `abort`, which can then also abort the job.
+    ///
+    /// # Errors
+    /// Those of [`join`](Self::join); [`ErrorKind::Closed`] once it was aborted.
+    pub fn join_with(config: &Config, abort: &AbortHandle) -> Result<Self> {
+        let joined = JobServices::join(config, abort);
+        let job = joined.map_err(|error| match abort.check() {
+            Err(aborted) => aborted.with_rank(config.join.rank).with_operation("join"),
+            Ok(()) => error,
+        })?;
         let everyone = job.bootstrap.everyone().clone();
-        Ok(Self::of(&job, everyone, true))
+        let world = Self::of(&job, everyone, true);
+        let own = (Arc::downgrade(&job), Arc::downgrade(&world.fault));
+        abort.interrupt_with(move |reason| {
+            if let (Some(job), Some(fault)) = (own.0.upgrade(), own.1.upgrade()) {
+                job.abort(&fault, reason);
+            }
+        });
+        Ok(world)
     }
 
     /// Creates the communicator of `group`. Does not communicate.
@@ -536,7 +555,8 @@ impl Communicator {
         drop(lock(&self.collectives).take());
         if self.is_world {
             let closed = self.job.close(|deadline| self.group.barrier(deadline));
-            return closed.inspect_err(|error| self.end(&format!("it was closed: {error}")));
+            let reason = |error: &Error| format!("it was closed: {error}");
+            return closed.inspect_err(|error| self.job.raise(&self.fault, &reason(error)));
         }
         self.barrier()
     }
@@ -566,16 +586,6 @@ impl Communicator {
     /// it and `reason`, and so do waits in this rank's own streams. Later calls fail. Blocks for about two
     /// seconds at most; no effect after [`close`](Self::close) or an earlier abort.
     pub fn abort(&self, reason: &str) {
-        let reason = format!("it aborted: {reason}");
-        self.job.end(&reason);
-        self.end(&reason);
-    }
-
-    /// Ends work after the job has ended for `reason`, which fails the job's device. Work may also be in streams of
-    /// another device object of this process, whose waits only the communicator's fault ends.
-    fn end(&self, reason: &str) {
-        let message = format!("this rank's communicator ended: {reason}");
-        let error = Error::closed(message);
-        self.fault.raise(error.with_rank(self.rank()));
+        self.job.abort(&self.fault, reason);
     }
 }
