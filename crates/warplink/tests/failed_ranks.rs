@@ -36,7 +36,7 @@ fn connect(comm: &Communicator) -> Result<()> {
 
 fn bind(comm: &Communicator) -> Result<()> {
     let program = Program::parse(
-        "program total(n) {\n input A: f32[n]\n output B: f32[n]\n B = all_reduce(A)\n}",
+        "program total(n) {\n input A: f32[n]\n output B: f32[n]\n B = all_reduce(A, sum)\n}",
     )?;
     let region = comm.alloc(64)?;
     let prepared =
