@@ -3,6 +3,8 @@
 //! If the connection ends because the rank that serves the store was lost, `handover.rs` finds the rank that serves it
 //! next, and unanswered requests are retried there.
 
+mod groups;
+
 use super::abort_handle::AbortHandle;
 use super::channel::Frame;
 use super::connection::StoreLink;
@@ -26,6 +28,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+
+pub(crate) use groups::failed_group;
 
 /// How long, beyond its deadline, a request waits for the store to confirm that it was cancelled. Without the
 /// confirmation, the reply with a value that was just taken could be in flight, and the value would be lost.
@@ -376,77 +380,6 @@ impl Client {
         state.calls.retain(|_, call| !unsure(call));
     }
 
-    /// Ranks disagree about `groups`: fails the calls that wait in them.
-    fn conflict(&self, groups: &[[u8; 16]], ranks: [u32; 2], message: String) {
-        let other = ranks.map(|rank| rank as Rank);
-        let other = other.into_iter().find(|&rank| rank != self.identity.rank);
-        let mut error = Error::mismatch(message)
-            .with_help("call subgroup with the same lists in the same order on all of their ranks");
-        if let Some(other) = other {
-            error = error.with_peer(other);
-        }
-        for &group in groups {
-            self.end_group(GroupName::from_bytes(group), &error);
-        }
-    }
-
-    /// `rank` can do no more work in `group`.
-    fn group_failed(&self, group: GroupName, rank: Rank, reason: &str, is_attempt: bool) {
-        if is_attempt {
-            return self.end_group(group, &failed_attempt(rank, reason));
-        }
-        let error = failed_group(rank, reason);
-        self.end_group(group, &error);
-        self.health.fail_group(group, &error);
-    }
-
-    /// Fails the calls in `group` and in its dependents with `error`, those in flight and later ones. No effect on groups
-    /// that have ended already.
-    pub(super) fn end_group(&self, group: GroupName, error: &Error) {
-        let mut state = lock(&self.state);
-        let link = state.open_link();
-        let mut names = vec![group];
-        let mut at = 0;
-        while let Some(&parent) = names.get(at) {
-            let pairs = state.dependents.iter();
-            names.extend(pairs.filter_map(|(of, one)| (*of == parent).then_some(*one)));
-            at += 1;
-        }
-        names.retain(|name| state.ended_groups.iter().all(|(ended, _)| ended != name));
-        let ended = names.iter().map(|name| (*name, error.clone()));
-        state.ended_groups.extend(ended);
-        state.calls.retain(|&id, call| {
-            let ends = names.iter().any(|name| name.is_of(&call.request));
-            if ends {
-                call.finish(Err(error.clone()));
-                if let Some(link) = &link
-                    && let Ok(cancel) = message::encode(&Request::Cancel { id })
-                {
-                    let _ = link.push(0, &cancel);
-                }
-            }
-            !ends
-        });
-    }
-
-    /// Reports to the members of `group` that this rank can do no more work in it.
-    pub(crate) fn fail_group(
-        &self,
-        group: GroupName,
-        members: Vec<u32>,
-        reason: &str,
-        is_attempt: bool,
-        deadline: Deadline,
-    ) -> Result<()> {
-        let request = Request::Fail {
-            group: group.to_bytes(),
-            members,
-            reason: limited(reason),
-            is_attempt,
-        };
-        self.call("report a failure", request, deadline).map(drop)
-    }
-
     /// Declares a group that this rank creates to the store. Does not block.
     pub(crate) fn declare(&self, declaration: GroupDeclaration) {
         let link = lock(&self.state).open_link();
@@ -593,20 +526,4 @@ fn limited(reason: &str) -> String {
         length -= 1;
     }
     reason[..length].to_owned()
-}
-
-/// The error of a group in which `rank`, of the job, can do no more work.
-pub(crate) fn failed_group(rank: Rank, reason: &str) -> Error {
-    let message = format!("rank {rank} of the job cannot finish its work here: {reason}");
-    Error::new(ErrorKind::PeerFailed, message)
-        .with_peer(rank)
-        .with_help("check the log of that rank, and continue with survivors()")
-}
-
-/// The error of an attempt at a joint step that has failed on `rank`, of the job.
-fn failed_attempt(rank: Rank, reason: &str) -> Error {
-    let message = format!("rank {rank} of the job failed: {reason}");
-    Error::new(ErrorKind::PeerFailed, message)
-        .with_peer(rank)
-        .with_help("fix the error of that rank, then retry on every rank")
 }
