@@ -153,7 +153,8 @@ pub(crate) trait Matching {
     /// withdrawn.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`], with the first missing end; [`ErrorKind::PeerLost`]; errors of [`meet`](Self::meet).
+    /// [`ErrorKind::Timeout`], with the first missing end; the error of a communicator that fails meanwhile; errors of
+    /// [`meet`](Self::meet).
     fn complete(
         &self,
         published: PublishedEnds<Self::End>,
