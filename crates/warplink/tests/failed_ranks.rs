@@ -38,11 +38,11 @@ fn bind(comm: &Communicator) -> Result<()> {
     let program = Program::parse(
         "program total(n) {\n input A: f32[n]\n output B: f32[n]\n B = all_reduce(A, sum)\n}",
     )?;
-    let region = comm.alloc(64)?;
+    let regions = [("A", comm.alloc(64)?), ("B", comm.alloc(64)?)];
     let prepared =
         comm.executor()
             .prepare(&program, &[("n", 16)].into(), PrepareOptions::default())?;
-    let bindings = ["A", "B"].map(|name| (name.to_owned(), region.memory().clone()));
+    let bindings = regions.map(|(name, region)| (name.to_owned(), region.memory().clone()));
     prepared.bind(&Bindings::from(bindings)).map(drop)
 }
 
