@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError, RwLock};
+use warplink::bootstrap::AbortHandle;
 use warplink::device::{Device, DeviceSlice};
 use warplink::memory::Region;
 use warplink::{Collectives, Communicator, DeviceKind, Error, ErrorKind};
@@ -31,6 +32,8 @@ pub(crate) struct Comm {
     /// Whether calls may block.
     pub(crate) blocking: bool,
     state: Mutex<CommunicatorState>,
+    /// Ends joining.
+    pub(crate) joining: AbortHandle,
     /// The first failure after joining.
     failure: OnceLock<Error>,
     /// Set by finalization: only calls that end the communicator may follow.
@@ -188,6 +191,7 @@ impl Comm {
             ordinal,
             blocking,
             state: Mutex::new(CommunicatorState::Joining),
+            joining: AbortHandle::default(),
             failure: OnceLock::new(),
             finalized: AtomicBool::new(false),
             revoked: AtomicBool::new(false),
@@ -232,7 +236,7 @@ impl Comm {
         None
     }
 
-    /// Removes the communicator from the table, and takes its joined state.
+    /// Removes the communicator from the table, and takes its joined state. If its ranks are still joining, that ends.
     pub(crate) fn end(&self) -> Option<Arc<Joined>> {
         let mut alive = ALIVE.write().unwrap_or_else(PoisonError::into_inner);
         if let Some(alive) = &mut *alive {
@@ -240,10 +244,16 @@ impl Comm {
         }
         drop(alive);
         windows::forget(self.handle());
-        match std::mem::replace(&mut *lock(&self.state), CommunicatorState::Ended) {
-            CommunicatorState::Joined(joined) => Some(joined),
-            _ => None,
+        let state = std::mem::replace(&mut *lock(&self.state), CommunicatorState::Ended);
+        match state {
+            CommunicatorState::Joined(joined) => return Some(joined),
+            CommunicatorState::Joining => {
+                self.joining
+                    .abort("its communicator was ended while ranks were joining");
+            }
+            CommunicatorState::Failed(_) | CommunicatorState::Ended => {}
         }
+        None
     }
 
     /// The joined state, even if the communicator has failed since.

@@ -258,7 +258,7 @@ fn join(comm: &Arc<Comm>, place: &MeetingPlace) -> Result<Joined> {
         config.timeout = TIMEOUT;
         config.join.timeout = TIMEOUT;
     }
-    let communicator = Communicator::join(&config)?;
+    let communicator = Communicator::join_with(&config, &comm.joining)?;
     let route = route(comm, &communicator, place.multiprocessors);
     let route = route.inspect_err(|error| communicator.abort(&error.to_string()))?;
     let joined = Joined {

@@ -126,6 +126,11 @@ fn ranks_that_do_not_block_are_in_progress() {
 }
 
 #[test]
+fn ranks_that_are_ended_while_they_join_leave_no_thread() {
+    assert_done(&run("ended", 1, 2));
+}
+
+#[test]
 fn one_thread_has_several_ranks() {
     assert_done(&run("thread", 1, 3));
 }

@@ -240,6 +240,16 @@ impl DType {
         with_element!(self, T => Box::new(all::<T>(bytes)))
     }
 
+    /// As [`decode`](Self::decode), rounded to single precision; without a call for each element.
+    pub(crate) fn decode_f32(self, bytes: &[u8]) -> Vec<f32> {
+        fn all<T: Element>(bytes: &[u8]) -> Vec<f32> {
+            let chunks = bytes.chunks_exact(size_of::<T>());
+            let value = |chunk| T::read_from_bytes(chunk).map_or(0.0, Element::to_f64);
+            chunks.map(|chunk| value(chunk) as f32).collect()
+        }
+        with_element!(self, T => all::<T>(bytes))
+    }
+
     /// Encodes `values` as elements, converted by [`Element::from_f64`].
     pub fn encode(self, values: impl IntoIterator<Item = f64>) -> Vec<u8> {
         fn all<T: Element>(values: impl Iterator<Item = f64>) -> Vec<u8> {

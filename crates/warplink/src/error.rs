@@ -254,6 +254,14 @@ impl Error {
         self.0.kind
     }
 
+    /// Whether it reports the failure of another rank, or the end of the work that depended on one.
+    pub(crate) fn is_by_peer(&self) -> bool {
+        matches!(
+            self.kind(),
+            ErrorKind::PeerFailed | ErrorKind::PeerLost | ErrorKind::PeerLeft | ErrorKind::Closed
+        )
+    }
+
     /// The message, without context.
     pub fn message(&self) -> &str {
         &self.0.message

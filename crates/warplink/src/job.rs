@@ -1,5 +1,6 @@
 //! A job: the ranks that joined together.
 
+use crate::bootstrap::AbortHandle;
 use crate::communicator::Communicator;
 use crate::config::Config;
 use crate::device::Device;
@@ -31,12 +32,18 @@ impl Job {
     /// # Errors
     /// Those of starting a thread.
     pub fn begin_join(config: &Config) -> Result<PendingJob> {
-        let config = config.clone();
-        let thread = std::thread::Builder::new()
-            .name(format!("warplink-join-{}", config.join.rank))
-            .spawn(move || Self::join(&config))
+        let abort = AbortHandle::default();
+        let thread =
+            std::thread::Builder::new().name(format!("warplink-join-{}", config.join.rank));
+        let (config, aborted) = (config.clone(), abort.clone());
+        let join = move || {
+            let world = Communicator::join_with(&config, &aborted)?;
+            Ok(Self { world })
+        };
+        let thread = thread
+            .spawn(join)
             .map_err(|error| Error::thread("start the thread that joins", &error))?;
-        Ok(PendingJob { thread })
+        Ok(PendingJob { thread, abort })
     }
 
     /// Joins with the configuration in the environment; see [`Config::from_env`]. Blocks until all ranks have
@@ -82,12 +89,18 @@ impl Job {
 #[derive(Debug)]
 pub struct PendingJob {
     thread: JoinHandle<Result<Job>>,
+    abort: AbortHandle,
 }
 
 impl PendingJob {
     /// Whether it has ended, so that [`wait`](Self::wait) will not block.
     pub fn is_finished(&self) -> bool {
         self.thread.is_finished()
+    }
+
+    /// Ends the join, or leaves the job as failed; see [`AbortHandle::abort`].
+    pub fn abort(&self, reason: &str) {
+        self.abort.abort(reason);
     }
 
     /// The joined job. Blocks until every rank has joined, or one could not.

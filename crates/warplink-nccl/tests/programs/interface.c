@@ -2,6 +2,7 @@
  * name. The arguments are the library, what to do, the rank, the number of ranks, and a file for the unique id. */
 
 #define _DEFAULT_SOURCE
+#include <dirent.h>
 #include <dlfcn.h>
 #include <limits.h>
 #include <stdint.h>
@@ -297,14 +298,49 @@ static void await(comm_t comm, int code) {
 }
 
 /* Joined in the background: until that is over, the communicator is in progress. */
-static void in_progress(int rank, int ranks, const char *file) {
+static int join_in_background(comm_t *comm, int rank, int ranks, const char *file) {
     struct config config = {sizeof config, 0xcafebeef, 21800, 0, INT_MIN, INT_MIN, INT_MIN, NULL, INT_MIN};
+    return CALL(ncclCommInitRankConfig, comm_t *, int, id_t128, int, struct config *)(comm, ranks, meet(rank, file), rank, &config);
+}
+
+static void in_progress(int rank, int ranks, const char *file) {
     comm_t comm = NULL;
-    int code = CALL(ncclCommInitRankConfig, comm_t *, int, id_t128, int, struct config *)(&comm, ranks, meet(rank, file), rank, &config);
-    await(comm, code);
+    await(comm, join_in_background(&comm, rank, ranks, file));
     collectives(comm, rank, ranks, (stream_t)(uintptr_t)16);
     await(comm, CALL(ncclCommFinalize, comm_t)(comm));
     OK(CALL(ncclCommDestroy, comm_t)(comm));
+}
+
+/* Whether a thread of this process joins a communicator. */
+static int is_joining(void) {
+    int found = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    CHECK(tasks != NULL);
+    for (struct dirent *task; (task = readdir(tasks)) != NULL;) {
+        char path[300], name[32] = "";
+        snprintf(path, sizeof path, "/proc/self/task/%s/comm", task->d_name);
+        FILE *file = fopen(path, "r");
+        if (file == NULL) continue;
+        found |= fgets(name, sizeof name, file) != NULL && strcmp(name, "warplink-join\n") == 0;
+        fclose(file);
+    }
+    closedir(tasks);
+    return found;
+}
+
+/* Ended while the other ranks are awaited, which none of them is: the thread that joins ends long before the timeout. */
+static void ended_early(int rank, int ranks, const char *file) {
+    for (int destroyed = 0; destroyed < 2; destroyed++) {
+        comm_t comm = NULL;
+        CHECK(join_in_background(&comm, rank, ranks, file) == IN_PROGRESS);
+        usleep(300000);
+        CHECK(is_joining());
+        OK(destroyed ? CALL(ncclCommDestroy, comm_t)(comm) : CALL(ncclCommAbort, comm_t)(comm));
+        for (int waited = 0; is_joining(); waited++) {
+            CHECK(waited < 500);
+            usleep(10000);
+        }
+    }
 }
 
 int main(int count, char **arguments) {
@@ -320,8 +356,10 @@ int main(int count, char **arguments) {
         whole_life(rank, ranks, file);
     else if (strcmp(what, "thread") == 0)
         one_thread(ranks);
-    else
+    else if (strcmp(what, "progress") == 0)
         in_progress(rank, ranks, file);
+    else
+        ended_early(rank, ranks, file);
     printf("done\n");
     return 0;
 }

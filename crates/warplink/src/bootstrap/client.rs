@@ -3,6 +3,9 @@
 //! If the connection ends because the rank that serves the store was lost, `handover.rs` finds the rank that serves it
 //! next, and unanswered requests are retried there.
 
+mod groups;
+
+use super::abort_handle::AbortHandle;
 use super::channel::Frame;
 use super::connection::StoreLink;
 use super::group_name::GroupName;
@@ -10,7 +13,7 @@ use super::handshake::Identity;
 use super::health::Health;
 use super::journal::Journal;
 use super::message::{
-    self, Answer, GroupDeclaration, MAX_REASON, RefusalKind, Reply, Request, StoreEvent,
+    self, Answer, GroupDeclaration, MAX_REASON, Refusal, RefusalKind, Reply, Request, StoreEvent,
 };
 use super::outbox::Outbox;
 use super::pulse::{Pulse, not_heard};
@@ -26,9 +29,14 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+pub(crate) use groups::failed_group;
+
 /// How long, beyond its deadline, a request waits for the store to confirm that it was cancelled. Without the
 /// confirmation, the reply with a value that was just taken could be in flight, and the value would be lost.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Advice where not all ranks could join.
+const START_ALL: &str = "start every rank, with the same address and world size";
 
 /// A member's connection to the store. Its reading thread ends once there is no store any more.
 pub(crate) struct Client {
@@ -77,7 +85,7 @@ pub(super) struct ClientState {
 pub(super) enum Phase {
     Joining,
     Ready,
-    Abandoned(Vec<u32>),
+    Abandoned(Refusal),
 }
 
 struct PendingCall {
@@ -145,14 +153,25 @@ impl Client {
     }
 
     /// Waits until every rank has joined.
-    pub(crate) fn wait_until_ready(&self, deadline: Deadline) -> Result<()> {
+    pub(crate) fn wait_until_ready(
+        self: &Arc<Self>,
+        deadline: Deadline,
+        abort: &AbortHandle,
+    ) -> Result<()> {
+        let waiting = Arc::downgrade(self);
+        abort.interrupt_with(move |_| {
+            if let Some(client) = waiting.upgrade() {
+                client.notify_waiting();
+            }
+        });
         let mut state = lock(&self.state);
         loop {
+            abort.check()?;
             self.health.check(&self.health.lost())?;
             match (&state.phase, &state.over) {
                 (Phase::Ready, _) => return Ok(()),
-                (Phase::Abandoned(missing), _) => {
-                    return Err(missing_ranks(missing, "before another rank's deadline"));
+                (Phase::Abandoned(refusal), _) => {
+                    return Err(refusal.clone().into_error().with_help(START_ALL));
                 }
                 (_, Some(error)) => return Err(error.clone()),
                 (Phase::Joining, None) => {}
@@ -172,8 +191,11 @@ impl Client {
             // The last one joined just now.
             Ok(Reply::Ranks(missing)) if missing.is_empty() => Ok(()),
             Ok(Reply::Ranks(missing)) => {
-                let when = format!("within {:?}", deadline.limit());
-                Err(missing_ranks(&missing, &when))
+                let names: Vec<_> = missing.iter().map(u32::to_string).collect();
+                let (names, limit) = (names.join(", "), deadline.limit());
+                let message = format!("rank {names} did not join within {limit:?}");
+                let error = Error::new(ErrorKind::Timeout, message).with_peer(missing[0] as Rank);
+                Err(error.with_help(START_ALL))
             }
             _ => Err(deadline.expired("every rank to join")),
         }
@@ -282,8 +304,8 @@ impl Client {
             StoreEvent::Lost { rank, reason } => self.health.lose(rank as Rank, &reason),
             StoreEvent::Left { rank } => self.health.leave(rank as Rank),
             StoreEvent::Ready { standby } => self.ready(standby),
-            StoreEvent::Abandoned { missing } => {
-                lock(&self.state).phase = Phase::Abandoned(missing)
+            StoreEvent::Abandoned(refusal) => {
+                lock(&self.state).phase = Phase::Abandoned(refusal);
             }
             StoreEvent::Conflict {
                 groups,
@@ -294,7 +316,11 @@ impl Client {
                 group,
                 rank,
                 reason,
-            } => self.group_failed(GroupName::from_bytes(group), rank as Rank, &reason),
+                is_attempt,
+            } => {
+                let group = GroupName::from_bytes(group);
+                self.group_failed(group, rank as Rank, &reason, is_attempt);
+            }
             StoreEvent::Query {
                 group,
                 number,
@@ -309,10 +335,15 @@ impl Client {
             StoreEvent::Forget { keys } => lock(&self.state).journal.forget(&keys),
             StoreEvent::Checkpoint { version } => lock(&self.state).journal.checkpoint(version),
         }
+        self.notify_waiting();
+        Ok(())
+    }
+
+    /// Has threads that wait for `changed` check their conditions.
+    fn notify_waiting(&self) {
         // A thread between checking its condition and waiting holds the lock; after this it waits, and is notified.
         drop(lock(&self.state));
         self.changed.notify_all();
-        Ok(())
     }
 
     /// The store accepts requests. Retries those that a lost store did not answer.
@@ -347,66 +378,6 @@ impl Client {
             }
         }
         state.calls.retain(|_, call| !unsure(call));
-    }
-
-    /// Ranks disagree about `groups`: fails the calls that wait in them.
-    fn conflict(&self, groups: &[[u8; 16]], ranks: [u32; 2], message: String) {
-        let other = ranks.map(|rank| rank as Rank);
-        let other = other.into_iter().find(|&rank| rank != self.identity.rank);
-        let mut error = Error::mismatch(message)
-            .with_help("call subgroup with the same lists in the same order on all of their ranks");
-        if let Some(other) = other {
-            error = error.with_peer(other);
-        }
-        for &group in groups {
-            self.end_group(GroupName::from_bytes(group), &error);
-        }
-    }
-
-    /// `rank` can do no more work in `group`.
-    fn group_failed(&self, group: GroupName, rank: Rank, reason: &str) {
-        let error = failed_group(rank, reason);
-        self.end_group(group, &error);
-        self.health.fail_group(group, &error);
-    }
-
-    /// Fails the calls in `group` and in its dependents with `error`, those in flight and later ones.
-    fn end_group(&self, group: GroupName, error: &Error) {
-        let mut state = lock(&self.state);
-        let link = state.open_link();
-        let mut names = vec![group];
-        let pairs = state.dependents.iter();
-        names.extend(pairs.filter_map(|(parent, one)| (*parent == group).then_some(*one)));
-        let ended = names.iter().map(|name| (*name, error.clone()));
-        state.ended_groups.extend(ended);
-        state.calls.retain(|&id, call| {
-            let ends = names.iter().any(|name| name.is_of(&call.request));
-            if ends {
-                call.finish(Err(error.clone()));
-                if let Some(link) = &link
-                    && let Ok(cancel) = message::encode(&Request::Cancel { id })
-                {
-                    let _ = link.push(0, &cancel);
-                }
-            }
-            !ends
-        });
-    }
-
-    /// Reports to the members of `group` that this rank can do no more work in it.
-    pub(crate) fn fail_group(
-        &self,
-        group: GroupName,
-        members: Vec<u32>,
-        reason: &str,
-        deadline: Deadline,
-    ) -> Result<()> {
-        let request = Request::Fail {
-            group: group.to_bytes(),
-            members,
-            reason: limited(reason),
-        };
-        self.call("report a failure", request, deadline).map(drop)
     }
 
     /// Declares a group that this rank creates to the store. Does not block.
@@ -555,24 +526,4 @@ fn limited(reason: &str) -> String {
         length -= 1;
     }
     reason[..length].to_owned()
-}
-
-/// The error of a group in which `rank`, of the job, can do no more work.
-pub(crate) fn failed_group(rank: Rank, reason: &str) -> Error {
-    let message = format!("rank {rank} of the job cannot finish its work here: {reason}");
-    Error::new(ErrorKind::PeerFailed, message)
-        .with_peer(rank)
-        .with_help("check the log of that rank, and continue with survivors()")
-}
-
-/// The error of a join for which ranks are missing, `when` they should have joined.
-fn missing_ranks(missing: &[u32], when: &str) -> Error {
-    let names: Vec<_> = missing.iter().map(u32::to_string).collect();
-    let message = format!("rank {} did not join {when}", names.join(", "));
-    let error = Error::new(ErrorKind::Timeout, message)
-        .with_help("start every rank, with the same address and world size");
-    match missing {
-        [one, ..] => error.with_peer(*one as Rank),
-        [] => error,
-    }
 }

@@ -1,5 +1,6 @@
 //! A connection between a member and the store, and how a member makes one.
 
+use super::abort_handle::AbortHandle;
 use super::channel::{Channel, Frame, Opener};
 use super::handshake::{self, Identity};
 use super::message::StoreEntry;
@@ -9,7 +10,7 @@ use super::socket::{self, DeadlineStream};
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use std::io::BufReader;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
@@ -64,20 +65,28 @@ pub(crate) struct StoreLink {
     pub(crate) serving: Rank,
 }
 
-/// Joins at `address`, retrying with backoff until the deadline while nobody answers. `entry` makes the request, which
-/// may depend on the connection.
+/// Joins at `address`, retrying with backoff until the deadline or an abort while nobody answers. `entry` makes the
+/// request, which may depend on the connection.
 pub(crate) fn join(
     address: SocketAddr,
     identity: &Identity,
-    deadline: Deadline,
+    (deadline, abort): (Deadline, &AbortHandle),
     entry: &dyn Fn(&TcpStream) -> Result<StoreEntry>,
 ) -> Result<StoreLink> {
+    let failed = |error| Error::io("connect", &error);
+    let begin = |stream: &TcpStream| {
+        let stream_of_abort = stream.try_clone().map_err(failed)?;
+        // This ends the handshake.
+        abort.interrupt_with(move |_| drop(stream_of_abort.shutdown(Shutdown::Both)));
+        entry(stream)
+    };
     // Exponential backoff: ranks usually start within milliseconds of each other, but may come minutes apart.
     let mut pause = Duration::from_millis(5);
     loop {
+        abort.check()?;
         let limit = deadline.remaining().min(MAX_ATTEMPT);
         // A process that holds the port may not have begun to serve, so the handshake may take all of the time.
-        let error = match connect(address, identity, limit, [deadline; 2], entry) {
+        let error = match connect(address, identity, limit, [deadline; 2], &begin) {
             Ok(link) => return Ok(link),
             Err(error) if error.kind() == ErrorKind::Io => error,
             // A single attempt has a shorter limit than the deadline.

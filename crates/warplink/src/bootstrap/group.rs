@@ -10,8 +10,13 @@ use crate::debug::debug_fields;
 use crate::error::ErrorKind;
 use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
-use std::sync::Arc;
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// How long the report of a failed attempt waits for the store.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Some or all of the ranks, for all-gathers and barriers among them.
 ///
@@ -24,6 +29,8 @@ pub struct Group {
     sorted: Vec<u32>,
     instance: u64,
     sequence: AtomicU64,
+    /// How many attempts at each operation were begun.
+    attempts: Mutex<HashMap<&'static str, u64>>,
     /// This rank's position among the members.
     rank: Rank,
     name: GroupName,
@@ -58,6 +65,7 @@ impl Group {
             sorted,
             instance,
             sequence: AtomicU64::new(0),
+            attempts: Mutex::default(),
             name: GroupName::WORLD,
             is_dependent: false,
         }
@@ -72,10 +80,61 @@ impl Group {
 
     /// Lets the group end when `parent` does: calls that wait in it fail with the parent's error.
     pub(crate) fn depending_on(mut self, parent: &Self) -> Self {
-        let pair = (parent.name, self.name);
-        lock(&self.client.state).dependents.push(pair);
+        lock(&self.client.state).depend(parent.name, self.name);
         self.is_dependent = true;
         self
+    }
+
+    /// Calls `attempt` with a group of the same members that exists for this attempt only: if ranks give up at different
+    /// points, the gathers of their next attempts still match. It ends when this group does, and if the attempt fails on
+    /// one rank, it ends on all, with the error of that rank. Every member makes its attempts at an operation in
+    /// the same order.
+    pub(crate) fn attempt<T>(
+        &self,
+        operation: &'static str,
+        attempt: impl FnOnce(Arc<Self>) -> Result<T>,
+    ) -> Result<T> {
+        let number = {
+            let mut attempts = lock(&self.attempts);
+            let number = attempts.entry(operation).or_default();
+            *number += 1;
+            *number
+        };
+        let job_rank = self.job_rank(self.rank)?;
+        let members = self.members.clone();
+        let name = self.name.child(operation, &members, number);
+        let group = Self::new(
+            self.client.clone(),
+            job_rank,
+            members,
+            self.sorted.clone(),
+            0,
+        );
+        let group = Arc::new(group.named(name).depending_on(self));
+        attempt(group.clone()).inspect_err(|error| {
+            if !error.is_by_peer() {
+                group.report_failure(error);
+            }
+        })
+    }
+
+    /// Ends the calls of this rank in the group and in its attempts, those in flight and later ones, except gathers and
+    /// barriers among all ranks of the job.
+    pub(crate) fn end_calls(&self, error: &Error) {
+        self.client.end_group(self.name, error);
+    }
+
+    /// Reports to the members that this rank has failed in the group, which ends their calls in it. Blocks until the store
+    /// has passed it on.
+    fn report_failure(&self, error: &Error) {
+        let deadline = Deadline::after(REPORT_TIMEOUT);
+        let (members, reason) = (self.sorted.clone(), error.message());
+        let reported = self
+            .client
+            .fail_group(self.name, members, reason, true, deadline);
+        if let Err(error) = reported {
+            tracing::debug!(%error, "a failed attempt could not be reported to the other ranks");
+        }
     }
 
     /// This rank's position among the members.
@@ -232,3 +291,86 @@ fn unexpected() -> Error {
 }
 
 debug_fields!(Group, |it| members: it.members);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bootstrap::{Bootstrap, JoinConfig, Rendezvous, UniqueId};
+    use crate::error::ErrorKind;
+    use std::thread;
+    use std::time::Instant;
+
+    /// Longest that a rank may wait for one that has failed.
+    const SOON: Duration = Duration::from_secs(5);
+
+    fn late() -> Deadline {
+        Deadline::after(Duration::from_secs(60))
+    }
+
+    /// Runs `body` as two ranks.
+    fn pair(body: impl Fn(&Bootstrap) + Sync) {
+        let id = UniqueId::create([127, 0, 0, 1].into(), 0).unwrap();
+        thread::scope(|scope| {
+            for rank in 0..2 {
+                let (config, body) = (JoinConfig::new(Rendezvous::Id(id.clone()), rank, 2), &body);
+                scope.spawn(move || {
+                    let bootstrap = Bootstrap::join(&config).unwrap();
+                    body(&bootstrap);
+                    bootstrap.close(late()).unwrap();
+                });
+            }
+        });
+    }
+
+    /// Checks the error of rank 1, which waited for rank 0.
+    fn check(error: &Error, began: Instant, reason: &str) {
+        assert!(began.elapsed() < SOON, "{error}");
+        assert_eq!(error.kind(), ErrorKind::PeerFailed, "{error}");
+        assert_eq!(error.peer(), Some(0), "{error}");
+        assert!(error.message().contains(reason), "{error}");
+    }
+
+    #[test]
+    fn an_attempt_that_fails_on_one_rank_ends_on_all() {
+        pair(|bootstrap| {
+            let group = bootstrap.everyone();
+            for fails_at in 0..3 {
+                let began = Instant::now();
+                let error = group.attempt("test", |attempt| {
+                    for step in 0..3 {
+                        if bootstrap.rank() == 0 && step == fails_at {
+                            return Err(Error::invalid("no memory"));
+                        }
+                        attempt.all_gather(b"step", late())?;
+                    }
+                    Ok(())
+                });
+                if bootstrap.rank() == 1 {
+                    check(&error.unwrap_err(), began, "no memory");
+                }
+            }
+            let again = group.attempt("test", |attempt| attempt.barrier(late()));
+            again.unwrap();
+        });
+    }
+
+    #[test]
+    fn an_attempt_ends_with_the_group_around_it() {
+        pair(|bootstrap| {
+            let group = bootstrap.everyone();
+            group.barrier(late()).unwrap();
+            if bootstrap.rank() == 0 {
+                thread::sleep(Duration::from_millis(100));
+                let failed = bootstrap.fail_group(group, "for the test", late());
+                return failed.unwrap();
+            }
+            let began = Instant::now();
+            let inner = |outer: Arc<Group>| outer.attempt("inner", |group| group.barrier(late()));
+            // Later ones end as well.
+            for _ in 0..2 {
+                let error = group.attempt("outer", inner).unwrap_err();
+                check(&error, began, "for the test");
+            }
+        });
+    }
+}

@@ -1,6 +1,6 @@
 //! Names of groups, which every member derives locally.
 
-use super::message::Request;
+use super::message::{Purpose, Request};
 use crate::error::Rank;
 use sha2::{Digest, Sha256};
 
@@ -37,6 +37,10 @@ impl GroupName {
     pub(crate) fn is_of(self, request: &Request) -> bool {
         let prefix = self.key("");
         match request {
+            // Hosts may still meet after the group of all ranks has failed, but no joint step can succeed.
+            Request::Gather { id, purpose, .. } if self == Self::WORLD => {
+                id.instance == 0 && *purpose == Purpose::Bind
+            }
             Request::Gather { id, .. } => id.instance == self.instance(),
             Request::Wait { keys, .. } => keys.iter().any(|key| key.starts_with(&prefix)),
             Request::Set { pairs } => pairs.iter().any(|(key, _)| key.starts_with(&prefix)),

@@ -1,5 +1,6 @@
 //! A rank's membership in a job, from joining to leaving.
 
+use super::abort_handle::AbortHandle;
 use super::client::Client;
 use super::config::{JoinConfig, Rendezvous};
 use super::connection;
@@ -76,13 +77,18 @@ impl Bootstrap {
     ///   0's address when that could not be reached. As every rank is needed, all fail once the
     ///   first gives up.
     pub fn join(config: &JoinConfig) -> Result<Arc<Self>> {
-        Self::enter(config).map_err(|error| {
+        Self::join_with(config, &AbortHandle::default())
+    }
+
+    /// As [`Bootstrap::join`], until it is aborted.
+    pub(crate) fn join_with(config: &JoinConfig, abort: &AbortHandle) -> Result<Arc<Self>> {
+        Self::enter(config, abort).map_err(|error| {
             let error = error.with_rank(config.rank);
             error.with_operation("join")
         })
     }
 
-    fn enter(config: &JoinConfig) -> Result<Arc<Self>> {
+    fn enter(config: &JoinConfig, abort: &AbortHandle) -> Result<Arc<Self>> {
         let &JoinConfig { rank, world, .. } = config;
         if world == 0 || world > MAX_WORLD || rank >= world {
             return Err(Error::invalid(format!(
@@ -137,7 +143,7 @@ impl Bootstrap {
             let standby = standby.map(|server| server.address()).transpose()?;
             Ok(StoreEntry::Join { standby })
         };
-        let joined = connection::join(target, &identity, deadline, &entry);
+        let joined = connection::join(target, &identity, (deadline, abort), &entry);
         let link =
             joined.inspect_err(|_| own.get().into_iter().for_each(|server| server.stop()))?;
         let session = link.session;
@@ -152,10 +158,19 @@ impl Bootstrap {
                 client.close();
                 server.stop();
             })?;
-        if let Err(error) = client.wait_until_ready(deadline) {
-            server.abandon();
-            // Giving up is no loss: this rank leaves in order, and so will the others.
-            let _ = client.leave(Deadline::after(DROP_TIMEOUT));
+        if let Err(error) = client.wait_until_ready(deadline, abort) {
+            let soon = Deadline::after(DROP_TIMEOUT);
+            let left = match abort.reason() {
+                Some(reason) => client.abort(&aborted(&reason), soon),
+                None => {
+                    server.stop_waiting();
+                    // Giving up is no loss: this rank leaves in order, and so will the others.
+                    client.leave(soon)
+                }
+            };
+            if let Err(error) = left {
+                tracing::debug!(%error, "the end of a join could not be reported");
+            }
             heartbeat.stop();
             client.close();
             server.stop();
@@ -286,7 +301,7 @@ impl Bootstrap {
     pub(crate) fn fail_group(&self, group: &Group, reason: &str, deadline: Deadline) -> Result<()> {
         let members = wire_ranks(group.members())?;
         self.client
-            .fail_group(group.name(), members, reason, deadline)
+            .fail_group(group.name(), members, reason, false, deadline)
     }
 
     /// Confirms to the others that this rank knows that the group `name` failed. Blocks until the store has the confirmation,
@@ -381,6 +396,11 @@ impl Bootstrap {
         self.client.close();
         notifier
     }
+}
+
+/// The reason of a loss by an abort for `reason`.
+pub(crate) fn aborted(reason: &str) -> String {
+    format!("it aborted: {reason}")
 }
 
 /// The key by which `rank` confirms that it knows of the failure of the group `name`.

@@ -158,6 +158,8 @@ pub(crate) enum Request {
         group: [u8; 16],
         members: Vec<u32>,
         reason: String,
+        /// Whether the group is for one attempt, and no communicator ends with it.
+        is_attempt: bool,
     },
     /// A query to ranks of a group, which their reading threads answer by [`Self::QueryReply`]; or a notice, which needs no
     /// answer, if `number` is 0. Not answered by the store.
@@ -240,10 +242,8 @@ pub(crate) enum StoreEvent {
     Ready {
         standby: Vec<Option<SocketAddr>>,
     },
-    /// A rank stopped waiting for these ranks to join.
-    Abandoned {
-        missing: Vec<u32>,
-    },
+    /// The ranks cannot all join, for this reason.
+    Abandoned(Refusal),
     /// A rank is lost. It gets the event too if it can still be reached.
     Lost {
         rank: u32,
@@ -273,6 +273,7 @@ pub(crate) enum StoreEvent {
         group: [u8; 16],
         rank: u32,
         reason: String,
+        is_attempt: bool,
     },
     /// A query of a rank to the receiver, or a notice if `number` is 0.
     Query {

@@ -49,6 +49,7 @@
 //! | `handshake.rs`, `channel.rs`, `message.rs` | the protocol: admission, encrypted frames, messages |
 //! | `outbox.rs`, `socket.rs` | sending without blocking, socket options |
 
+mod abort_handle;
 mod candidates;
 mod channel;
 mod client;
@@ -86,12 +87,14 @@ mod waiters;
 #[cfg(any(test, fuzzing))]
 pub mod fuzzing;
 
+pub use abort_handle::AbortHandle;
 pub(crate) use client::failed_group;
 pub use config::{JoinConfig, Rendezvous};
 pub use group::Group;
 pub(crate) use group_name::GroupName;
 pub use health::Health;
 pub use member::Bootstrap;
+pub(crate) use member::aborted;
 pub(crate) use query::Respondent;
 pub use secret::Secret;
 pub use store::{Store, Wait};

@@ -199,9 +199,9 @@ impl Server {
     }
 
     /// Announces to the members that nobody waits for missing ranks any more.
-    pub(crate) fn abandon(&self) {
+    pub(crate) fn stop_waiting(&self) {
         let mut state = lock(&self.shared.state);
-        state.table.abandon();
+        state.table.stop_waiting();
         self.shared.deliver(state);
     }
 
@@ -313,8 +313,16 @@ impl ServerShared {
                 Ok((rank, connection))
             }
             Err(refusal) => {
-                connection.outbox.push(0, &handshake::refusal(&refusal)?)?;
-                Err(refusal.into_error())
+                let answered = connection.outbox.push(0, &handshake::refusal(&refusal)?);
+                // Either number may be the wrong one, so no rank need wait for the others to come. The joiner has its answer
+                // by now: this may end the store.
+                if claim.world != self.settings.identity.world as u64 {
+                    let joiner = u32::try_from(claim.rank).unwrap_or(u32::MAX);
+                    let mut state = lock(&self.state);
+                    state.table.abandon(refusal.clone().with_peer(joiner));
+                    self.deliver(state);
+                }
+                answered.and(Err(refusal.into_error()))
             }
         }
     }
@@ -326,13 +334,12 @@ impl ServerShared {
         entry: &StoreEntry,
         connection: &StoreConnection,
     ) -> Result<u32, Refusal> {
-        let expected = self.settings.identity.world as u64;
-        if world != expected {
+        let (server, expected) = (self.settings.identity.rank, self.settings.identity.world);
+        if world != expected as u64 {
             let message = format!(
-                "rank {rank} was started for a world of {world} ranks, rank {} for one of {expected}; expected the same",
-                self.settings.identity.rank
+                "rank {rank} was started for a world of {world} ranks, rank {server} for one of {expected}; expected the same"
             );
-            return Err(Refusal::new(RefusalKind::Mismatch, message));
+            return Err(Refusal::new(RefusalKind::Mismatch, message).with_peer(server as u32));
         }
         let rank = u32::try_from(rank).unwrap_or(u32::MAX);
         let mut state = match entry {

@@ -23,8 +23,8 @@ pub(crate) struct StoreTable {
     waiters: Waiters,
     gathers: Gathers,
     declarations: Declarations,
-    /// Whether a rank gave up before all had joined, so that the job can no longer begin.
-    abandoned: bool,
+    /// Why the job can no longer begin, if it cannot.
+    abandoned: Option<Refusal>,
     /// The address at which each rank would serve the store.
     standby: Vec<Option<SocketAddr>>,
     /// After a loss of the store, until every remaining rank has sent its journal.
@@ -41,7 +41,7 @@ impl StoreTable {
             waiters: Waiters::default(),
             gathers: Gathers::default(),
             declarations: Declarations::default(),
-            abandoned: false,
+            abandoned: None,
             standby: vec![None; world],
             restoring: None,
             out: Vec::new(),
@@ -103,9 +103,8 @@ impl StoreTable {
     /// Admits a rank, or returns why not.
     pub(crate) fn join(&mut self, rank: u32, standby: Option<SocketAddr>) -> Result<(), Refusal> {
         let world = self.world();
-        if self.abandoned {
-            let message = "another rank stopped waiting before every rank had joined";
-            return Err(Refusal::new(RefusalKind::PeerLeft, message));
+        if let Some(refusal) = &self.abandoned {
+            return Err(refusal.clone());
         }
         let Some(state) = self.members.get_mut(rank as usize) else {
             let message = format!("rank {rank} is out of range; the world has {world} ranks");
@@ -206,15 +205,27 @@ impl StoreTable {
         }
     }
 
-    /// Announces to all that a rank no longer waits for missing ones. As every rank is needed, the others need not wait
-    /// longer either.
-    pub(crate) fn abandon(&mut self) {
-        let missing = self.missing();
-        if missing.is_empty() {
+    /// Announces to all that a rank no longer waits for missing ones.
+    pub(crate) fn stop_waiting(&mut self) {
+        let names: Vec<_> = self.missing().iter().map(u32::to_string).collect();
+        let message = format!(
+            "rank {} did not join before another rank's deadline",
+            names.join(", ")
+        );
+        let mut refusal = Refusal::new(RefusalKind::Cancelled, message);
+        refusal.peer = self.missing().first().copied();
+        self.abandon(refusal);
+    }
+
+    /// Unless all ranks have joined, announces to those that have why the others cannot. As every rank is needed, they need
+    /// not wait longer.
+    pub(crate) fn abandon(&mut self, refusal: Refusal) {
+        let has_begun = self.missing().is_empty() || self.is_restoring();
+        if has_begun || self.abandoned.is_some() {
             return;
         }
-        self.abandoned = true;
-        self.broadcast(&StoreEvent::Abandoned { missing });
+        self.abandoned = Some(refusal.clone());
+        self.broadcast(&StoreEvent::Abandoned(refusal));
     }
 
     /// `rank` aborted, or its connection ended although it had not left.
@@ -258,7 +269,7 @@ impl StoreTable {
     fn leave(&mut self, rank: u32) {
         if self.depart(rank, MemberState::Left) {
             self.broadcast(&StoreEvent::Left { rank });
-            self.abandon();
+            self.stop_waiting();
         }
     }
 
@@ -417,6 +428,7 @@ impl StoreTable {
                 group,
                 members,
                 reason,
+                is_attempt,
             } => {
                 if !members.contains(&rank) {
                     let message = format!(
@@ -428,6 +440,7 @@ impl StoreTable {
                     group,
                     rank,
                     reason,
+                    is_attempt,
                 };
                 self.send(members, &event);
                 Reply::Done

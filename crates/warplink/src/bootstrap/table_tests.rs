@@ -538,6 +538,7 @@ fn only_members_report_and_learn_the_failure_of_a_group() {
         group: [7; 16],
         members: members.to_vec(),
         reason: "rank 3 was lost".into(),
+        is_attempt: false,
     };
     let mut table = full(4);
     table.handle(0, 1, fail(&[2, 0]));

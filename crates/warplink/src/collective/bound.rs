@@ -166,7 +166,7 @@ impl Collectives {
         let words = call.words(0);
         let mut statement: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         statement.push(u8::from(own == Overlap::Shared));
-        let all = self.0.context.gather_in_step(&statement)?;
+        let all = self.0.context.all_gather(&statement)?;
         for (peer, theirs) in all.iter().enumerate() {
             let (theirs, _) = theirs.as_chunks::<4>();
             let theirs: Vec<u32> = theirs.iter().copied().map(u32::from_le_bytes).collect();
@@ -205,7 +205,7 @@ impl Collectives {
         let inner = &self.0;
         let fault = inner.context.fault.check();
         let other = fault.is_err() || inner.machine.forced.is_some() || !cannot_map(&error);
-        let all = inner.context.gather_in_step(&[u8::from(other)])?;
+        let all = inner.context.all_gather(&[u8::from(other)])?;
         fault?;
         if all.iter().all(|other| other == &[0]) {
             tracing::info!(%error, "a bound call uses kernels, since its memory cannot be mapped");

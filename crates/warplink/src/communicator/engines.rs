@@ -9,7 +9,6 @@ use crate::program::execute::{DirectCollectives, EngineSource, RankContext};
 use crate::sync::lock;
 use crate::topology::TopologyClass;
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -26,12 +25,9 @@ pub(super) struct Engines {
     topology: Option<TopologyClass>,
     /// Registry of all joined collectives of the communicator.
     collectives: Arc<JoinedCollectives>,
-    /// Number of attempts to join direct collectives.
-    attempts: AtomicU64,
 }
 
-/// An engine, once joined. The group is kept when joining fails, so that the ranks' gathers still match when
-/// they retry.
+/// An engine of the ranks of a group, once joined.
 #[derive(Debug)]
 struct Joined {
     group: Arc<Group>,
@@ -55,7 +51,6 @@ impl Engines {
             parts: Mutex::default(),
             topology,
             collectives: collectives.clone(),
-            attempts: AtomicU64::new(0),
         }
     }
 
@@ -69,7 +64,7 @@ impl Engines {
         let members = members.collect::<Result<Vec<_>>>()?;
         let name = whole.name().child("engine", &members, 0);
         let group = self.bootstrap.named_group(&members, name)?;
-        let part = Arc::new(Joined::new(Arc::new(group)));
+        let part = Arc::new(Joined::new(Arc::new(group.depending_on(whole))));
         parts.insert(ranks.to_vec(), part.clone());
         Ok(part)
     }
@@ -81,13 +76,15 @@ impl Engines {
         }
         let (group, whole) = (&joined.group, &self.all.group);
         let deadline = Deadline::after(self.timeout);
-        let mut exchange = |bytes: Vec<u8>| {
-            let gathered = group.all_gather(&bytes, deadline);
-            gathered.map_err(|error| whole.in_own_ranks(error))
-        };
-        let (rank, world) = (group.rank(), group.world());
-        let (device, fault) = (&self.device, &self.fault);
-        let engine = device.collective_engine(rank, world, fault, deadline, &mut exchange)?;
+        let engine = group.attempt("engine", |attempt| {
+            let mut exchange = |bytes: Vec<u8>| {
+                let gathered = attempt.all_gather(&bytes, deadline);
+                gathered.map_err(|error| whole.in_own_ranks(error))
+            };
+            let (rank, world) = (group.rank(), group.world());
+            let (device, fault) = (&self.device, &self.fault);
+            device.collective_engine(rank, world, fault, deadline, &mut exchange)
+        })?;
         // Another thread may have joined meanwhile; one engine is kept.
         Ok(joined.engine.get_or_init(|| engine).clone())
     }
@@ -95,17 +92,9 @@ impl Engines {
 
 impl EngineSource for Engines {
     fn direct(&self, context: &RankContext) -> Result<Option<Arc<dyn DirectCollectives>>> {
-        let whole = &self.all.group;
-        // Relaxed: ranks make these calls at the same time, so only the count matters.
-        let attempt = self.attempts.fetch_add(1, Ordering::Relaxed);
-        // A group of each attempt: if ranks abandon it at different points, their later gathers still match.
-        let name = whole.name().child("programs", whole.members(), attempt);
-        let group = self.bootstrap.named_group(whole.members(), name)?;
-        let context = RankContext {
-            group: Arc::new(group.depending_on(whole)),
-            ..context.clone()
-        };
-        let joined = Collectives::join(context, &CollectiveOptions::default(), self.topology)?;
+        let joined = context.attempt("programs", |context| {
+            Collectives::join(context, &CollectiveOptions::default(), self.topology)
+        })?;
         self.collectives.add(&joined);
         Ok(joined.for_programs())
     }

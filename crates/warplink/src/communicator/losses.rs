@@ -51,6 +51,8 @@ impl Losses {
         // Announce before aborting waits: a stream that resumes must find the error already set.
         let announced = concerned.map(|(fault, group)| {
             fault.announce(group.in_own_ranks(error.clone()));
+            // They may wait for a rank that is not lost, but has failed as well, and so never comes.
+            group.end_calls(error);
             fault
         });
         announced.collect()

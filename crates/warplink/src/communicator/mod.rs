@@ -9,7 +9,7 @@ mod services;
 mod threads;
 mod topology;
 
-use crate::bootstrap::{Bootstrap, Group};
+use crate::bootstrap::{AbortHandle, Bootstrap, Group};
 use crate::channel::{Connection, ConnectionExchange, ConnectionRequest, Connections};
 use crate::collective::{self, Collectives};
 use crate::config::Config;
@@ -33,11 +33,6 @@ use engines::Engines;
 use services::JobServices;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
-use std::thread;
-use std::time::Duration;
-
-/// How long a lost rank may take to fail a communicator after an operation has reported the loss.
-const FAILS_WITHIN: Duration = Duration::from_secs(2);
 
 /// An ordered group of the ranks of a [`Job`](crate::Job), as seen from one of them. Each communicator
 /// numbers its ranks from 0 and has its own tags, keys and signals, so operations in different communicators
@@ -88,9 +83,28 @@ impl Communicator {
     /// Those of [`Bootstrap::join`] and [`device::open`](crate::device::open), and [`ErrorKind::Mismatch`] if
     /// ranks use different kinds of devices.
     pub fn join(config: &Config) -> Result<Self> {
-        let job = JobServices::join(config)?;
+        Self::join_with(config, &AbortHandle::default())
+    }
+
+    /// As [`join`](Self::join), until another thread aborts it by `abort`, which can then also abort the job.
+    ///
+    /// # Errors
+    /// Those of [`join`](Self::join); [`ErrorKind::Closed`] once it was aborted.
+    pub fn join_with(config: &Config, abort: &AbortHandle) -> Result<Self> {
+        let joined = JobServices::join(config, abort);
+        let job = joined.map_err(|error| match abort.check() {
+            Err(aborted) => aborted.with_rank(config.join.rank).with_operation("join"),
+            Ok(()) => error,
+        })?;
         let everyone = job.bootstrap.everyone().clone();
-        Ok(Self::of(&job, everyone, true))
+        let world = Self::of(&job, everyone, true);
+        let own = (Arc::downgrade(&job), Arc::downgrade(&world.fault));
+        abort.interrupt_with(move |reason| {
+            if let (Some(job), Some(fault)) = (own.0.upgrade(), own.1.upgrade()) {
+                job.abort(&fault, reason);
+            }
+        });
+        Ok(world)
     }
 
     /// Creates the communicator of `group`. Does not communicate.
@@ -433,18 +447,7 @@ impl Communicator {
     pub fn barrier(&self) -> Result<()> {
         let barrier = self.group.barrier(self.deadline());
         let barrier = self.fault.with_outcome(barrier);
-        barrier.map_err(|error| self.group.in_own_ranks(self.failed_by(error)))
-    }
-
-    /// Returns `error`, if it is of a lost rank once that has failed this communicator, which another thread does: so later
-    /// calls fail at once, and do not wait for ranks that have failed as well.
-    fn failed_by(&self, error: Error) -> Error {
-        let until = Deadline::after(FAILS_WITHIN);
-        while error.kind() == ErrorKind::PeerLost && self.fault.error().is_none() && !until.passed()
-        {
-            thread::sleep(Duration::from_millis(1));
-        }
-        error
+        barrier.map_err(|error| self.group.in_own_ranks(error))
     }
 
     /// Creates a reusable barrier between the ranks' streams. Collective. Uses the communicator's path
@@ -468,7 +471,7 @@ impl Communicator {
     pub fn all_gather_bytes(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
         let gathered = self.group.all_gather(bytes, self.deadline());
         let gathered = self.fault.with_outcome(gathered);
-        gathered.map_err(|error| self.group.in_own_ranks(self.failed_by(error)))
+        gathered.map_err(|error| self.group.in_own_ranks(error))
     }
 
     /// Matmuls and element-wise operations of the device.
@@ -552,7 +555,8 @@ impl Communicator {
         drop(lock(&self.collectives).take());
         if self.is_world {
             let closed = self.job.close(|deadline| self.group.barrier(deadline));
-            return closed.inspect_err(|error| self.end(&format!("it was closed: {error}")));
+            let reason = |error: &Error| format!("it was closed: {error}");
+            return closed.inspect_err(|error| self.job.raise(&self.fault, &reason(error)));
         }
         self.barrier()
     }
@@ -582,16 +586,6 @@ impl Communicator {
     /// it and `reason`, and so do waits in this rank's own streams. Later calls fail. Blocks for about two
     /// seconds at most; no effect after [`close`](Self::close) or an earlier abort.
     pub fn abort(&self, reason: &str) {
-        let reason = format!("it aborted: {reason}");
-        self.job.end(&reason);
-        self.end(&reason);
-    }
-
-    /// Ends work after the job has ended for `reason`, which fails the job's device. Work may also be in streams of
-    /// another device object of this process, whose waits only the communicator's fault ends.
-    fn end(&self, reason: &str) {
-        let message = format!("this rank's communicator ended: {reason}");
-        let error = Error::closed(message);
-        self.fault.raise(error.with_rank(self.rank()));
+        self.job.abort(&self.fault, reason);
     }
 }

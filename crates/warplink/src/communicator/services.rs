@@ -2,11 +2,11 @@
 
 use super::losses::{self, Losses};
 use super::proxies::Proxies;
-use crate::bootstrap::Bootstrap;
+use crate::bootstrap::{AbortHandle, Bootstrap, aborted};
 use crate::config::Config;
 use crate::deadline::Deadline;
 use crate::device::network::NetworkOptions;
-use crate::device::{self, Device, InFlight};
+use crate::device::{self, Device, Fault, InFlight};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::MemoryRegistry;
 use crate::p2p::{Path, Protocol};
@@ -38,7 +38,7 @@ pub(super) struct JobServices {
 /// Notifies the other ranks that this rank failed to join. If a lost rank is the cause, the store has notified them
 /// already; the store may be lost with that rank, and the caller must not wait for it.
 fn abort_join(bootstrap: &Arc<Bootstrap>, error: &Error) {
-    let reason = format!("it aborted: {error}");
+    let reason = aborted(&error.to_string());
     if error.kind() == ErrorKind::PeerLost {
         let (bootstrap, reason) = (bootstrap.clone(), reason.clone());
         let aborting = std::thread::Builder::new().name("warplink-abort".to_owned());
@@ -50,11 +50,17 @@ fn abort_join(bootstrap: &Arc<Bootstrap>, error: &Error) {
 }
 
 impl JobServices {
-    /// Joins the other ranks. Blocks until all have joined.
-    pub(super) fn join(config: &Config) -> Result<Arc<Self>> {
+    /// Joins the other ranks. Blocks until all have joined, or it is aborted.
+    pub(super) fn join(config: &Config, abort: &AbortHandle) -> Result<Arc<Self>> {
         let rank = config.join.rank;
         let device = device::open(&config.device).map_err(|error| error.with_rank(rank))?;
-        let bootstrap = Bootstrap::join(&config.join)?;
+        let bootstrap = Bootstrap::join_with(&config.join, abort)?;
+        let joined = Arc::downgrade(&bootstrap);
+        abort.interrupt_with(move |reason| {
+            if let Some(bootstrap) = joined.upgrade() {
+                bootstrap.abort(&aborted(reason));
+            }
+        });
         let deadline = Deadline::after(config.timeout);
         let secret = bootstrap.secret().clone();
         let memory = MemoryRegistry::start(
@@ -180,12 +186,23 @@ impl JobServices {
     }
 
     /// Leaves as failed, for `reason`.
-    pub(super) fn end(&self, reason: &str) {
+    fn end(&self, reason: &str) {
         self.bootstrap.abort(reason);
+        self.raise(self.device.fault(), reason);
+    }
+
+    /// Leaves as failed, since the communicator with `fault` was aborted for `reason`. Its work may also be in streams of
+    /// another device object of this process, whose waits only its fault ends.
+    pub(super) fn abort(&self, fault: &Fault, reason: &str) {
+        let reason = aborted(reason);
+        self.end(&reason);
+        self.raise(fault, &reason);
+    }
+
+    /// Ends work that depends on `fault`, after this rank has left for `reason`.
+    pub(super) fn raise(&self, fault: &Fault, reason: &str) {
         let message = format!("this rank's communicator ended: {reason}");
-        self.device
-            .fault()
-            .raise(Error::closed(message).with_rank(self.rank()));
+        fault.raise(Error::closed(message).with_rank(self.rank()));
     }
 }
 

@@ -11,6 +11,9 @@ use serde::{Deserialize, Serialize};
 /// Maximum length of a failure message sent to the other ranks, in characters.
 const MAX_MESSAGE: usize = 4096;
 
+/// First byte of a contribution of bytes, which is never empty therefore.
+const WAITS: u8 = 1;
+
 /// Exchanges among a group's ranks. All of them make the same calls in the same order.
 pub(crate) struct GroupExchange<'a> {
     pub(crate) group: &'a Group,
@@ -92,12 +95,13 @@ impl GroupExchange<'_> {
     /// Gathers every rank's bytes. Blocks until every rank has called it. If one rank no longer waits, it fails on
     /// all: otherwise later ranks would succeed and be one step ahead from then on.
     pub(crate) fn gather_in_step(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let gathered = self.group.gather_votes(bytes, self.deadline);
-        let gathered = gathered.map_err(|error| self.group.in_own_ranks(error))?;
-        match gathered.iter().position(Vec::is_empty) {
-            Some(rank) => Err(self.peer_failed(rank, &no_longer_waits(rank))),
-            None => Ok(gathered),
-        }
+        let gathered = self.gather_votes(&[&[WAITS], bytes].concat())?;
+        let gathered = gathered.into_iter().enumerate();
+        let gathered = gathered.map(|(rank, bytes)| match bytes.split_first() {
+            Some((_, bytes)) => Ok(bytes.to_vec()),
+            None => Err(self.peer_failed(rank, &no_longer_waits(rank))),
+        });
+        gathered.collect()
     }
 
     /// Maps the regions that the other ranks share, in rank order; each rank shares the same number. The entries of
@@ -172,8 +176,7 @@ impl GroupExchange<'_> {
 
     /// Every rank's vote; a failure for a rank that no longer waits.
     fn votes(&self, own: &Vote) -> Result<Vec<Vote>> {
-        let votes = self.group.gather_votes(&encode(own)?, self.deadline);
-        let votes = votes.map_err(|error| self.group.in_own_ranks(error))?;
+        let votes = self.gather_votes(&encode(own)?)?;
         let votes = votes.iter().enumerate();
         votes
             .map(|(rank, bytes)| match &**bytes {
@@ -184,6 +187,12 @@ impl GroupExchange<'_> {
                 bytes => decode(bytes).map_err(|error| error.with_peer(rank)),
             })
             .collect()
+    }
+
+    /// Every rank's contribution; an empty one for a rank that no longer waits.
+    fn gather_votes(&self, own: &[u8]) -> Result<Vec<Vec<u8>>> {
+        let votes = self.group.gather_votes(own, self.deadline);
+        votes.map_err(|error| self.group.in_own_ranks(error))
     }
 
     fn peer_failed(&self, rank: Rank, message: &str) -> Error {
@@ -216,14 +225,7 @@ impl Vote {
 
 /// Whether an error looks like a consequence of another rank's failure.
 fn follows(error: &Error) -> bool {
-    matches!(
-        error.kind(),
-        ErrorKind::PeerFailed
-            | ErrorKind::PeerLost
-            | ErrorKind::PeerLeft
-            | ErrorKind::Timeout
-            | ErrorKind::Closed
-    )
+    error.is_by_peer() || error.kind() == ErrorKind::Timeout
 }
 
 fn no_longer_waits(rank: Rank) -> String {

@@ -4,7 +4,7 @@
 //! Transfers, connections and added regions of connections have two *ends*, one on each rank. Each rank
 //! 1. *publishes* its ends: each end is set in the store under its own key, all of a batch by one request;
 //! 2. *takes* the peers' ends by one more request, which waits for missing ones until the deadline, or until a peer
-//!    is lost;
+//!    is lost or the communicator fails;
 //! 3. *matches* each of its ends with the peer's: both ranks compare the same two ends, so on a mismatch both fail
 //!    with the same error;
 //! 4. *rolls back* on failure: ends that no peer has taken are withdrawn, so that a retry matches the peer's ends;

@@ -121,7 +121,7 @@ pub(crate) trait Matching {
         deadline: Deadline,
     ) -> Result<PublishedEnds<Self::End>> {
         let pairs = self.pairs();
-        pairs.check()?;
+        pairs.fault.check()?;
         let mut offers = Vec::new();
         let prepared = ends.into_iter().try_for_each(|offer| {
             let mut offer = offer?;
@@ -153,7 +153,8 @@ pub(crate) trait Matching {
     /// withdrawn.
     ///
     /// # Errors
-    /// [`ErrorKind::Timeout`], with the first missing end; [`ErrorKind::PeerLost`]; errors of [`meet`](Self::meet).
+    /// [`ErrorKind::Timeout`], with the first missing end; the error of a communicator that fails meanwhile; errors of
+    /// [`meet`](Self::meet).
     fn complete(
         &self,
         published: PublishedEnds<Self::End>,
@@ -270,20 +271,6 @@ impl<K: Eq + Hash> PairExchange<K> {
             .with_rank(self.group.rank())
             .with_peer(peer)
             .with_help(help)
-    }
-
-    /// Fails if the communicator has failed, or is about to, since a member is known to be lost: the fault is raised by
-    /// another thread, and a member that is not lost may never come.
-    fn check(&self) -> Result<()> {
-        self.fault.check()?;
-        match self.bootstrap.health().check(self.group.members()) {
-            Err(error) if error.kind() == ErrorKind::PeerLost => Err(self
-                .group
-                .in_own_ranks(error)
-                .with_operation(self.operation)
-                .with_rank(self.group.rank())),
-            _ => Ok(()),
-        }
     }
 
     /// Fails if the peer is not a rank of the communicator.

@@ -36,21 +36,49 @@ fn by_plain_address_with_and_without_a_secret() {
     });
 }
 
+/// The worlds of ranks, the last of which comes when the others have joined, and what all errors say.
 #[test]
-fn a_wrong_world_size_is_refused_and_both_are_named() {
-    within(30, || {
-        let id = new_id();
-        let zero = rank_0(&id);
-        let refused = error(Bootstrap::join(&config(&id, 1, 3)));
-        assert_eq!(refused.kind(), ErrorKind::Mismatch);
-        let text = refused.to_string();
-        assert!(
-            text.contains("3 ranks") && text.contains("one of 2"),
-            "{text}"
-        );
-        let one = Bootstrap::join(&config(&id, 1, 2)).unwrap();
-        close_all(vec![zero.join().unwrap().unwrap(), one]);
-    });
+fn worlds_that_differ_are_named_on_all() {
+    let cases: [(&[usize], [&str; 2]); 3] = [
+        (
+            &[3, 2],
+            ["rank 1 was started for a world of 2", "rank 0 for one of 3"],
+        ),
+        (
+            &[2, 3],
+            ["rank 1 was started for a world of 3", "rank 0 for one of 2"],
+        ),
+        (
+            &[4, 4, 3],
+            ["rank 2 was started for a world of 3", "rank 0 for one of 4"],
+        ),
+    ];
+    for (worlds, parts) in cases {
+        within(30, move || {
+            let id = new_id();
+            let ranks = worlds.iter().enumerate().map(|(rank, &world)| {
+                let config = config(&id, rank, world);
+                if rank + 1 == worlds.len() {
+                    thread::sleep(Duration::from_millis(300));
+                }
+                thread::spawn(move || {
+                    let begun = Stopwatch::start();
+                    let refused = error(Bootstrap::join(&config));
+                    assert!(begun.elapsed() < Duration::from_secs(5), "{refused}");
+                    refused
+                })
+            });
+            let last = worlds.len() - 1;
+            for (rank, refused) in ranks.collect::<Vec<_>>().into_iter().enumerate() {
+                let refused = refused.join().unwrap();
+                let peer = if rank == last { 0 } else { last };
+                let expected = (ErrorKind::Mismatch, Some(peer));
+                assert_eq!((refused.kind(), refused.peer()), expected, "{refused}");
+                let text = refused.to_string();
+                assert!(parts.iter().all(|part| text.contains(part)), "{text}");
+            }
+        });
+    }
 }
 
 #[test]

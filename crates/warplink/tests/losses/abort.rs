@@ -1,14 +1,15 @@
 //! Ranks that end without closing: by abort, by dropping the communicator, by a panic.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, assert_names_peer, config_of_thread, threads_that_end, world,
+    Stopwatch, TimedBarrier, assert_names_peer, assert_says, config_of_thread, kind,
+    threads_that_end, world,
 };
-use std::net::{IpAddr, Ipv4Addr};
+use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::time::Duration;
-use warplink::bootstrap::{UniqueId, Wait};
+use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId, Wait};
 use warplink::device::Priority;
 use warplink::p2p::TransferRequest;
-use warplink::{Communicator, Error, ErrorKind, Result};
+use warplink::{Communicator, Config, Error, ErrorKind, Job, PendingJob, Result};
 
 /// How soon the peers must have their error.
 const SOON: Duration = Duration::from_secs(5);
@@ -217,4 +218,63 @@ fn the_first_abort_counts_and_later_calls_fail() {
     assert_eq!(comm.barrier().unwrap_err().kind(), ErrorKind::Closed);
     let error = comm.synchronize(&stream).unwrap_err();
     assert!(error.to_string().contains("it aborted: first"), "{error}");
+}
+
+/// A job of rank `rank` of `world` that is joined in the background.
+fn pending(rendezvous: Rendezvous, rank: usize, world: usize) -> PendingJob {
+    let config = Config::new(JoinConfig::new(rendezvous, rank, world), kind());
+    Job::begin_join(&config).unwrap()
+}
+
+/// Aborts a join that goes on, which ends soon.
+fn abort_join(pending: PendingJob) {
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(!pending.is_finished());
+    let started = Stopwatch::start();
+    pending.abort("the input is missing");
+    let error = pending.wait().unwrap_err();
+    let took = started.elapsed();
+    assert!(took < SOON, "{error} came after {took:?}");
+    assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
+    assert_says(&error, &["join was aborted", "the input is missing"]);
+}
+
+#[test]
+fn a_join_ends_when_it_is_aborted_wherever_it_waits() {
+    let new_id = || UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
+    // Nobody listens.
+    let held = new_id();
+    let address = held.address();
+    let _port = held.release();
+    abort_join(pending(Rendezvous::Address(address), 1, 2));
+    // Somebody listens, and does not answer.
+    let silent = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let address = silent.local_addr().unwrap();
+    abort_join(pending(Rendezvous::Address(address), 1, 2));
+    // The others do not come.
+    abort_join(pending(Rendezvous::Id(new_id()), 0, 2));
+    // Another one has come, and learns why this one does not go on.
+    let id = new_id();
+    let waiting = pending(Rendezvous::Id(id.clone()), 0, 3);
+    abort_join(pending(Rendezvous::Id(id), 1, 3));
+    let error = waiting.wait().unwrap_err();
+    assert_names_peer(&error, ErrorKind::PeerLost, 1);
+    assert_says(&error, &["it aborted: the input is missing"]);
+}
+
+/// It is then the job that is aborted.
+#[test]
+fn an_abort_that_comes_after_the_join_ends_the_job() {
+    let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
+    let [zero, one] = [0, 1].map(|rank| pending(Rendezvous::Id(id.clone()), rank, 2));
+    let zero = zero.wait().unwrap();
+    while !one.is_finished() {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    one.abort("the input is missing");
+    let error = zero.world().barrier().unwrap_err();
+    assert_names_peer(&error, ErrorKind::PeerLost, 1);
+    assert_says(&error, &["it aborted: the input is missing"]);
+    let one = one.wait().unwrap();
+    assert_eq!(one.world().check().unwrap_err().kind(), ErrorKind::Closed);
 }

@@ -36,7 +36,7 @@ const MAX_KEPT: usize = 1024;
 
 /// Maximum tokens of a lane in a launch where ranks share cores: lanes are interpreted there, from the start of a launch
 /// again for what they read from memory.
-const SHARED_TOKENS: usize = 4;
+const SHARED_TOKENS: usize = 16;
 
 /// Alignment of scratch rows, in words.
 const SCRATCH_WORDS: usize = 16;

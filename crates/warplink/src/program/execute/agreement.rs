@@ -100,11 +100,6 @@ impl RankContext {
         Ok(())
     }
 
-    /// As [`GroupExchange::gather_in_step`].
-    pub(crate) fn gather_in_step(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        self.exchange().gather_in_step(bytes)
-    }
-
     /// As [`GroupExchange::agree_on`].
     pub(crate) fn agree_on<T>(&self, made: Result<T>) -> Result<T> {
         self.exchange().agree_on(made)

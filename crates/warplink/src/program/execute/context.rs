@@ -92,10 +92,23 @@ impl RankContext {
         }
     }
 
-    /// Every rank's bytes, in rank order. Blocks until every rank has called it.
+    /// Every rank's bytes, in rank order; see [`GroupExchange::gather_in_step`].
     pub(crate) fn all_gather(&self, bytes: &[u8]) -> Result<Vec<Vec<u8>>> {
-        let gathered = self.group.all_gather(bytes, self.deadline());
-        gathered.map_err(|error| self.group.in_own_ranks(error))
+        self.exchange().gather_in_step(bytes)
+    }
+
+    /// Calls `attempt` with a context for one attempt at a joint step; see [`Group::attempt`].
+    pub(crate) fn attempt<T>(
+        &self,
+        operation: &'static str,
+        attempt: impl FnOnce(Self) -> Result<T>,
+    ) -> Result<T> {
+        self.group.attempt(operation, |group| {
+            attempt(Self {
+                group,
+                ..self.clone()
+            })
+        })
     }
 
     /// An exchange among all ranks, limited by this rank's timeout.
@@ -117,8 +130,7 @@ impl RankContext {
 
     /// Blocks until every rank has called it.
     pub(crate) fn barrier(&self) -> Result<()> {
-        let barrier = self.group.barrier(self.deadline());
-        barrier.map_err(|error| self.group.in_own_ranks(error))
+        self.all_gather(&[]).map(drop)
     }
 
     /// A barrier of streams during which no other kernel runs. Every rank creates one at the same time.

@@ -45,6 +45,10 @@ impl RankContext {
     /// # Errors
     /// Those of [`HardwareModel::find`] on any rank, on all.
     pub(crate) fn hardware_model(&self) -> Result<Arc<HardwareModel>> {
+        self.attempt("hardware model", |context| context.agreed_model())
+    }
+
+    fn agreed_model(&self) -> Result<Arc<HardwareModel>> {
         let description = DeviceDescription::of(&*self.device);
         let found = HardwareModel::find(&description, self.world());
         let (own, origin) = self.agree_on(found)?;
@@ -54,7 +58,7 @@ impl RankContext {
             model: Sha256::digest(&text).into(),
             device: identity(&*self.device, &description),
         };
-        let all = self.gather_in_step(&described.encode())?;
+        let all = self.all_gather(&described.encode())?;
         let all: Vec<RankModel> = all
             .iter()
             .map(|bytes| RankModel::decode(bytes))
@@ -63,7 +67,7 @@ impl RankContext {
         let mut model = own;
         if all.iter().any(|other| other.model != first.model) {
             // The exchange is collective, so all ranks take part although only rank 0's text is used.
-            let texts = self.gather_in_step(text.as_bytes())?;
+            let texts = self.all_gather(text.as_bytes())?;
             if described.model != first.model {
                 tracing::warn!(
                     own = %model.name,
@@ -81,7 +85,7 @@ impl RankContext {
         let cached = (self.rank() == 0)
             .then(|| calibration::known(&machine))
             .flatten();
-        let cached = self.gather_in_step(&encode(&cached)?)?;
+        let cached = self.all_gather(&encode(&cached)?)?;
         let figures = match decode(&cached[0])? {
             Some(figures) => figures,
             None => {
@@ -119,7 +123,7 @@ impl RankContext {
         let bytes = if shared { SHARED_BYTES } else { BYTES };
         let allocate = || self.memory.allocate(bytes, AllocationKind::Plain);
         let regions = allocate().and_then(|own| Ok([own, allocate()?]));
-        let all = self.gather_in_step(&[u8::from(regions.is_ok())])?;
+        let all = self.all_gather(&[u8::from(regions.is_ok())])?;
         let (Ok(regions), true) = (regions, all.iter().all(|has| has == &[1])) else {
             tracing::warn!(
                 "a rank has no memory for a measurement; the model is estimated from the devices' properties"
@@ -127,7 +131,7 @@ impl RankContext {
             return Ok(None);
         };
         let own = Measurement::new(self, regions)?.figures(description)?;
-        let all = self.gather_in_step(&encode(&Some(own))?)?;
+        let all = self.all_gather(&encode(&Some(own))?)?;
         let all = all.iter().map(|bytes| decode(bytes));
         let all: Vec<Figures> = all.filter_map(Result::transpose).collect::<Result<_>>()?;
         let least = |of: fn(&Figures) -> f64| all.iter().map(of).fold(f64::INFINITY, f64::min);
@@ -376,6 +380,6 @@ fn neighbours(context: &RankContext, into: &Region) -> Result<Option<RemoteRegio
         .exchange()
         .share(&context.memory, &[into], |rank| rank == next);
     let opened = shared.ok().and_then(|mut regions| regions[next].pop());
-    let all = context.gather_in_step(&[u8::from(opened.is_some())])?;
+    let all = context.all_gather(&[u8::from(opened.is_some())])?;
     Ok(opened.filter(|_| all.iter().all(|opened| opened == &[1])))
 }

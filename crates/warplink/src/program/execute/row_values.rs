@@ -18,15 +18,14 @@ pub(super) fn row_arguments(
             RowArgument::Sources(count, operator) => (*count, *operator),
         };
         let mut these = next.by_ref().take(count);
-        let first = these.next().map(|(dtype, bytes)| decode(*dtype, bytes));
+        let first = these.next().map(|(dtype, bytes)| dtype.decode_f32(bytes));
         let missing = || Error::new(ErrorKind::Internal, "a row has no source");
         let mut all = first.ok_or_else(missing)?;
         let factor = operator.factor().map(|factor| factor.value() as f32);
         let begin = |value: f32| factor.map_or(value, |factor| value * factor);
         all.iter_mut().for_each(|value| *value = begin(*value));
         for (dtype, bytes) in these {
-            let others = decode(*dtype, bytes);
-            for (value, other) in all.iter_mut().zip(others) {
+            for (value, other) in all.iter_mut().zip(dtype.decode_f32(bytes)) {
                 *value = combined(operator, *value, begin(other));
             }
         }
@@ -46,11 +45,6 @@ fn combined(operator: ReduceOp, a: f32, b: f32) -> f32 {
         ReduceOp::Min => RowBinary::Min,
     };
     a.binary(function, b)
-}
-
-/// Decodes `bytes`.
-fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
-    dtype.decode(bytes).map(|value| value as f32).collect()
 }
 
 /// Bytes of a row of `elements`, each rounded to `dtype`; a single value is broadcast.

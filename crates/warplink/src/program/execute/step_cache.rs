@@ -1,31 +1,50 @@
 //! Cache of resolved lane steps.
 
-use crate::error::Result;
-use crate::program::section::{LaneStep, SectionInstance};
+use crate::program::diagnostic::Diagnostic;
+use crate::program::section::{LaneStep, ReadValues, ReadWord, SectionInstance};
 use crate::sync::lock;
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// Limit on the steps cached for a kernel, which bounds its memory; lanes with more are resolved for each launch.
+/// Limit on the steps cached for a kernel, which bounds its memory; further ones are resolved for each launch.
 const MAX_STEPS: usize = 1 << 14;
 
-/// Cache of resolved steps. The steps of a lane hardly depend on the launch, and resolving them takes longer than
-/// executing them on small data, so later launches reuse them.
+/// Limit on the words on which cached steps depend: resolutions refer to one another, and are dropped recursively.
+const MAX_WORDS: usize = 512;
+
+/// Number of steps that are resolved although the cache is full before it is emptied: the values on which its steps
+/// depend may never come again.
+const MAX_MISSED: usize = 8 * MAX_STEPS;
+
+/// Cache of resolved steps. Resolving the steps of a lane takes longer than executing them on small data. They hardly
+/// depend on the launch, and the values that lanes read from memory often recur, so later launches reuse them.
 #[derive(Default)]
 pub(super) struct StepCache {
     announced: OnceLock<Vec<usize>>,
-    reads_values: OnceLock<bool>,
     steps: Mutex<CachedSteps>,
 }
 
 #[derive(Default)]
 struct CachedSteps {
-    steps: BTreeMap<Key, Arc<[LaneStep]>>,
+    first: BTreeMap<Key, Arc<Resolution>>,
     count: usize,
+    /// Steps that were resolved since it is full.
+    missed: usize,
 }
 
 /// Cache key: lane, epoch modulo its period, and the announced tensors that some rank does not reach.
 type Key = (usize, u64, Vec<usize>);
+
+/// Answer to a question for a word; `None` if its value is not known yet.
+type Answer = Option<i64>;
+
+/// How a resolution goes on.
+enum Resolution {
+    Complete(Arc<[LaneStep]>),
+    /// It asks for a word, and depends on the answer.
+    Asks(ReadWord, Mutex<BTreeMap<Answer, Arc<Resolution>>>),
+}
 
 impl StepCache {
     /// Tensors that lanes announce.
@@ -33,34 +52,91 @@ impl StepCache {
         self.announced.get_or_init(|| section.announced())
     }
 
-    /// Whether the steps of lanes depend on values in memory, so that they are resolved in every launch.
-    pub(super) fn read_values(&self, section: &SectionInstance) -> bool {
-        let reads = || !section.read_as_values().is_empty();
-        *self.reads_values.get_or_init(reads)
-    }
-
     /// Steps of a lane of `section`, which must be the same section in every call, with the tensors `missing`
-    /// unreachable. No step may depend on values in memory.
+    /// unreachable, and words of memory that have `values`; see [`SectionInstance::steps_where`]. Asks for each word once.
     pub(super) fn steps(
         &self,
         section: &SectionInstance,
-        lane: usize,
-        epoch: u64,
+        (lane, epoch): (usize, u64),
         missing: &[usize],
-    ) -> Result<Arc<[LaneStep]>> {
+        values: &ReadValues<'_>,
+    ) -> Result<Arc<[LaneStep]>, Diagnostic> {
         let key = (lane, epoch % section.period.max(1), missing.to_vec());
-        if let Some(steps) = lock(&self.steps).steps.get(&key) {
-            return Ok(steps.clone());
+        let mut asked = Vec::new();
+        let mut next = lock(&self.steps).first.get(&key).cloned();
+        while let Some(resolution) = next {
+            match &*resolution {
+                Resolution::Complete(steps) => return Ok(steps.clone()),
+                Resolution::Asks(word, answers) => {
+                    let answer = values(word);
+                    asked.push((*word, answer));
+                    next = lock(answers).get(&answer).cloned();
+                }
+            }
         }
+        // Resolved from the start; words that were asked for already keep their answers.
+        let (known, asked) = (asked.len(), RefCell::new(asked));
+        let repeated = RefCell::new(0..known);
+        let answer = |word: &ReadWord| {
+            if let Some(number) = repeated.borrow_mut().next() {
+                return asked.borrow()[number].1;
+            }
+            let answer = values(word);
+            asked.borrow_mut().push((*word, answer));
+            answer
+        };
         let reachable = |tensor: usize| !missing.contains(&tensor);
-        let steps = section.steps_where(lane, epoch, &reachable, &|_| None)?;
-        let steps: Arc<[LaneStep]> = steps.into();
-        let mut cached = lock(&self.steps);
-        if cached.count + steps.len() <= MAX_STEPS
-            && cached.steps.insert(key, steps.clone()).is_none()
-        {
-            cached.count += steps.len();
-        }
+        let steps: Arc<[LaneStep]> = section
+            .steps_where(lane, epoch, &reachable, &answer)?
+            .into();
+        lock(&self.steps).insert(key, asked.into_inner(), &steps);
         Ok(steps)
+    }
+}
+
+impl CachedSteps {
+    fn insert(&mut self, key: Key, asked: Vec<(ReadWord, Answer)>, steps: &Arc<[LaneStep]>) {
+        if asked.len() > MAX_WORDS {
+            return;
+        }
+        let size = steps.len() + asked.len();
+        if self.count + size > MAX_STEPS {
+            self.missed += size;
+            if self.missed <= MAX_MISSED {
+                return;
+            }
+            *self = Self::default();
+        }
+        self.count += size;
+        let complete = Arc::new(Resolution::Complete(steps.clone()));
+        // The rest of the path that is not cached yet, from its end.
+        let path = |asked: &[(ReadWord, Answer)]| {
+            asked
+                .iter()
+                .rev()
+                .fold(complete.clone(), |next, (word, answer)| {
+                    let answers = BTreeMap::from([(*answer, next)]);
+                    Arc::new(Resolution::Asks(*word, Mutex::new(answers)))
+                })
+        };
+        let mut at = match self.first.get(&key) {
+            Some(first) => first.clone(),
+            None => {
+                self.first.insert(key, path(&asked));
+                return;
+            }
+        };
+        for (number, (_, answer)) in asked.iter().enumerate() {
+            let Resolution::Asks(_, answers) = &*at else {
+                return;
+            };
+            let mut answers = lock(answers);
+            let Some(next) = answers.get(answer).cloned() else {
+                answers.insert(*answer, path(&asked[number + 1..]));
+                return;
+            };
+            drop(answers);
+            at = next;
+        }
     }
 }

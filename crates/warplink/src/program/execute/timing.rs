@@ -15,34 +15,9 @@ impl Executor {
     /// All ranks start a run together, and the slowest rank counts. Collective: every rank calls it at the same time
     /// with plans of the same programs, and all get the same times. Blocks until all runs complete.
     pub(crate) fn time_in_turn(&self, plans: Vec<Plan>, samples: usize) -> Result<Vec<Times>> {
-        let clock = Clock::new(&self.context)?;
-        let eager: Vec<_> = plans
-            .iter()
-            .map(|plan| |stream: &Stream| plan.run(stream))
-            .collect();
-        let eager = clock.medians(&eager, samples)?;
-        let captured: Vec<Option<CapturedPlan>> = plans
-            .into_iter()
-            .map(|plan| match plan.eager_only() {
-                Some(_) => Ok(None),
-                None => plan.capture().map(Some),
-            })
-            .collect::<Result<_>>()?;
-        let launches: Vec<_> = captured
-            .iter()
-            .flatten()
-            .map(|plan| |stream: &Stream| plan.launch(stream))
-            .collect();
-        let mut launched = clock.medians(&launches, samples)?.into_iter();
-        let captured = captured.iter().map(|plan| match plan {
-            Some(_) => launched.next().unwrap_or(f64::INFINITY),
-            None => f64::INFINITY,
-        });
-        Ok(eager
-            .into_iter()
-            .zip(captured)
-            .map(|(eager, captured)| Times { eager, captured })
-            .collect())
+        self.context.attempt("time plans", |context| {
+            Clock::new(&context)?.time_in_turn(plans, samples)
+        })
     }
 }
 
@@ -64,6 +39,37 @@ impl<'a> Clock<'a> {
             barrier: context.stream_barrier()?,
             context,
         })
+    }
+
+    /// Eager and captured times of `plans`.
+    fn time_in_turn(&self, plans: Vec<Plan>, samples: usize) -> Result<Vec<Times>> {
+        let eager: Vec<_> = plans
+            .iter()
+            .map(|plan| |stream: &Stream| plan.run(stream))
+            .collect();
+        let eager = self.medians(&eager, samples)?;
+        let captured: Vec<Option<CapturedPlan>> = plans
+            .into_iter()
+            .map(|plan| match plan.eager_only() {
+                Some(_) => Ok(None),
+                None => plan.capture().map(Some),
+            })
+            .collect::<Result<_>>()?;
+        let launches: Vec<_> = captured
+            .iter()
+            .flatten()
+            .map(|plan| |stream: &Stream| plan.launch(stream))
+            .collect();
+        let mut launched = self.medians(&launches, samples)?.into_iter();
+        let captured = captured.iter().map(|plan| match plan {
+            Some(_) => launched.next().unwrap_or(f64::INFINITY),
+            None => f64::INFINITY,
+        });
+        Ok(eager
+            .into_iter()
+            .zip(captured)
+            .map(|(eager, captured)| Times { eager, captured })
+            .collect())
     }
 
     /// Median time of each of `works`.

@@ -20,6 +20,7 @@ use crate::program::section::{
     LaneStep, LaneStepKind, Packing, Part, RowOrder, RowStep, SectionInstance, SectionMemory,
 };
 use located::{Announcing, Located};
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -141,6 +142,7 @@ async fn run_steps(
         located: announced.map(Located::new).collect(),
         values: BTreeMap::new(),
         buffers: Buffers::default(),
+        unrung: RefCell::default(),
     };
     let mut times = input.times.map(|clock| clock.start(lane, epoch));
     let mut missing: Vec<usize> = section.withheld.to_vec();
@@ -163,6 +165,7 @@ async fn run_steps(
             steps = run.steps(&missing, next)?;
         }
     }
+    run.ring()?;
     if let Some(times) = times {
         let (memory, bytes) = times.finish()?;
         block.write(&memory, &bytes)?;
@@ -181,7 +184,19 @@ struct Lane<'a> {
     /// Values read from memory that may change, by the number of the read.
     values: BTreeMap<usize, i64>,
     buffers: Buffers,
+    unrung: RefCell<Unrung>,
 }
+
+/// Packets that were stored without ringing for their ranks' lanes. One ring before this lane waits or works for long wakes a
+/// rank once, and not for each piece of a message.
+#[derive(Default)]
+struct Unrung {
+    ranks: Vec<Rank>,
+    bytes: usize,
+}
+
+/// Bytes of packets after which their ranks are rung for anyway, so that they unpack these while more are stored.
+const MAX_UNRUNG: usize = 64 << 10;
 
 /// Buffers for sources and results, reused across steps.
 #[derive(Default)]
@@ -199,6 +214,7 @@ impl Lane<'_> {
                 return self.signals(*peer)?.tell(number);
             }
             LaneStepKind::Wait(peer) => {
+                self.ring()?;
                 let number = self.first_signal(rank) + self.lane * world + peer;
                 return self.signals(rank)?.arrived(number).await;
             }
@@ -234,6 +250,7 @@ impl Lane<'_> {
             } => (*operator, *dtype, rows, *elements, targets, sources),
         };
         if let Some(rows) = rows {
+            self.ring()?;
             return self.rows(rows, elements, targets, sources).await;
         }
         // Process the halves in either order, because the threads of a block are unordered: this exposes code that
@@ -248,6 +265,7 @@ impl Lane<'_> {
         if let (None, [source]) = (operator, &sources[..])
             && targets.iter().chain(sources).all(is_plain)
         {
+            self.ring()?;
             for piece in pieces.into_iter().filter(|piece| !piece.is_empty()) {
                 let source = self.operand(source, &piece)?;
                 for target in targets {
@@ -410,13 +428,15 @@ impl Lane<'_> {
         if !packing.is_packets() {
             return self.block.load_into(memory, data);
         }
+        self.ring()?;
         let (flag, lines) = (self.flag(*packing), *packing == Packing::Packets128);
         self.block
             .load_packets(memory, (data, bytes), flag, lines)
             .await
     }
 
-    /// Stores `bytes` in an operand, which belongs to `part`, and wakes its rank's lanes that wait for them.
+    /// Stores `bytes` in an operand, which belongs to `part`; its rank's lanes are woken for packets by the next
+    /// [`ring`](Self::ring).
     fn store(&self, part: &Part, target: &Operand, bytes: &[u8]) -> Result<()> {
         let Operand { memory, packing } = target;
         if !packing.is_packets() {
@@ -424,7 +444,21 @@ impl Lane<'_> {
         }
         let (flag, lines) = (self.flag(*packing), *packing == Packing::Packets128);
         self.block.store_packets(memory, bytes, flag, lines)?;
-        self.signals(part.rank)?.ring()
+        let mut unrung = self.unrung.borrow_mut();
+        if !unrung.ranks.contains(&part.rank) {
+            unrung.ranks.push(part.rank);
+        }
+        unrung.bytes += bytes.len();
+        let many = unrung.bytes >= MAX_UNRUNG;
+        drop(unrung);
+        if many { self.ring() } else { Ok(()) }
+    }
+
+    /// Wakes the lanes of ranks that may wait for packets of this lane.
+    fn ring(&self) -> Result<()> {
+        let Unrung { ranks, .. } = self.unrung.take();
+        let mut ranks = ranks.into_iter();
+        ranks.try_for_each(|rank| self.signals(rank)?.ring())
     }
 
     /// Packet flag of this launch, which never equals the initial contents of memory.

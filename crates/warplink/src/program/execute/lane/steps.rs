@@ -12,13 +12,9 @@ impl Lane<'_> {
     /// Steps of the lane, as far as the values that it reads are known, with the tensors `missing` unreachable. Reads
     /// those that the step `next` and the following ones read, so that steps are not resolved again for each.
     pub(super) fn steps(&mut self, missing: &[usize], next: usize) -> Result<Arc<[LaneStep]>> {
-        let (section, lane, cache) = (self.section, self.lane, self.input.cache);
-        if !cache.read_values(section) {
-            return cache.steps(section, lane, self.epoch, missing);
-        }
-        let reachable = |tensor: usize| !missing.contains(&tensor);
+        let (section, launch) = (self.section, (self.lane, self.epoch));
         let (ahead, following) = (RefCell::new(BTreeMap::new()), Cell::new(next));
-        let steps = section.steps_where(lane, self.epoch, &reachable, &|word| {
+        let steps = self.input.cache.steps(section, launch, missing, &|word| {
             if let Some(known) = self.values.get(&word.number) {
                 return Some(*known);
             }
@@ -36,10 +32,9 @@ impl Lane<'_> {
         });
         self.values.extend(ahead.into_inner());
         // The verifier has checked everything that does not depend on a value.
-        let steps = steps.map_err(|diagnostic| {
+        steps.map_err(|diagnostic| {
             Error::invalid(diagnostic.message).with_help("check the values that kernels read")
-        })?;
-        Ok(steps.into())
+        })
     }
 
     /// An integer in memory, or that the launch carries.

@@ -3,6 +3,7 @@
 use super::{RowBinary, RowFunction, RowNode, RowReduction, RowUnary};
 use crate::dtype::DType;
 use crate::program::expr::Comparison;
+use std::borrow::Cow;
 
 /// Elements of a row that a thread handles at a time. Must match the kernels, because it determines the summation
 /// order.
@@ -50,7 +51,7 @@ impl RowFunction {
         order: RowOrder,
     ) -> Vec<Vec<V>> {
         let uniform = self.uniform(&|argument| arguments[argument].len() == 1);
-        let mut values: Vec<Vec<V>> = Vec::with_capacity(self.nodes.len());
+        let mut values: Vec<Cow<'_, [V]>> = Vec::with_capacity(self.nodes.len());
         for (number, node) in self.nodes.iter().enumerate() {
             let at = |operand: usize, element: usize| {
                 let all = &values[operand];
@@ -60,10 +61,10 @@ impl RowFunction {
             let all = match *node {
                 RowNode::Number(number) => vec![V::number(number.value()); count],
                 RowNode::Width => vec![V::number(width as f32); count],
-                RowNode::Argument(argument) => each(count, |element| {
-                    let all = &arguments[argument];
-                    all[if all.len() == 1 { 0 } else { element }]
-                }),
+                RowNode::Argument(argument) => {
+                    values.push(Cow::Borrowed(&arguments[argument]));
+                    continue;
+                }
                 RowNode::OfBlock(argument, size) => {
                     each(count, |element| arguments[argument][element / size])
                 }
@@ -99,7 +100,7 @@ impl RowFunction {
                     at(a, low).pair(high)
                 }),
             };
-            values.push(all);
+            values.push(Cow::Owned(all));
         }
         let results = self.results.iter();
         let blocks = self.blocks(&uniform);

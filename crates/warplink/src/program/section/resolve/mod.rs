@@ -23,6 +23,7 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use crate::program::expr::{self, Condition, Expr};
 use crate::program::site::{Position, Site};
 use crate::program::text::below;
+use std::cell::OnceCell;
 use std::sync::Arc;
 use value::{Resolved, Stop, with_large_values};
 
@@ -99,7 +100,7 @@ impl SectionInstance {
         let mut resolver = Resolver {
             instance: self,
             lane,
-            announced: self.announced(),
+            announced: OnceCell::new(),
             told: Vec::new(),
             agreed: Vec::new(),
             asked: Vec::new(),
@@ -142,7 +143,7 @@ struct Resolver<'s> {
     site: Site,
     /// Announced tensors: all, those that this lane has announced, those that it has agreed on, those that it has
     /// asked for without having agreed on them, and those known to be reachable at this point.
-    announced: Vec<usize>,
+    announced: OnceCell<Vec<usize>>,
     told: Vec<usize>,
     agreed: Vec<usize>,
     asked: Vec<(usize, Position)>,
@@ -477,8 +478,11 @@ impl<'s> Resolver<'s> {
             offset: view.offset,
             elements: length,
         };
-        let announced = place.on.is_some() && self.announced.contains(&part.tensor);
-        if announced && !self.reached.contains(&part.tensor) {
+        let may_be_far = place.on.is_some() && !self.reached.contains(&part.tensor);
+        let is_scratch = self.instance.scratch_of(part.tensor).is_some();
+        // Listed only where it matters, since that takes long.
+        let announced = || self.announced.get_or_init(|| self.instance.announced());
+        if may_be_far && !is_scratch && announced().contains(&part.tensor) {
             let name = &self.instance.tensors[part.tensor].name;
             let message = format!(
                 "{place} is used where it may not be reachable; expected 'if reachable({name})' around it"
