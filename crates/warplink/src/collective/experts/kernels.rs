@@ -27,10 +27,9 @@ pub(super) struct ListedDispatch {
 impl ListedDispatch {
     pub(super) fn new(inner: &Inner, options: &ExpertOptions) -> Result<Self> {
         let (world, device) = (inner.machine.world, &*inner.context.device);
-        let lines = inner.messages.as_ref().map(Messages::rows);
+        let rows = inner.messages.as_ref().and_then(Messages::rows);
         // Before memory is allocated: a row must fit a chunk, since it is not split.
-        lines
-            .ok_or_else(no_direct_path)?
+        rows.ok_or_else(no_direct_path)?
             .check_unit(options.row_bytes())?;
         let source =
             ModuleSource::new("experts").with_cuda(include_str!("../../../kernels/experts.cu"));
@@ -92,10 +91,8 @@ impl ListedDispatch {
             entries.push(message(receives, &received.0[peer], row, stated, None));
             entries.push(message(receives, &received.1[peer], WORD, stated, None));
         }
-        let messages = inner.messages.as_ref();
-        messages.map_or(Ok(()), |messages| {
-            messages.rows().enqueue(&entries, (stream, is_recorded))
-        })
+        let rows = inner.messages.as_ref().and_then(Messages::rows);
+        rows.map_or(Ok(()), |rows| rows.enqueue(&entries, (stream, is_recorded)))
     }
 
     /// Enqueues building the list of rows for each of `world` ranks.
