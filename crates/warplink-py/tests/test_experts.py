@@ -176,10 +176,10 @@ def misused(rank, world, meeting):
         refused("read target.rows: NoneType is not", layer.dispatch, missing, tokens, experts, kind=TypeError)
         refused("weights is f64", layer.combine, tokens, to, weights.astype(float))
         refused("read tokens: .*strides", layer.dispatch, to, numpy.zeros((8, 12), numpy.float32)[:, ::2], experts)
-        # More rows for a rank than there is room for, told on both ranks.
+        # More rows for a rank than there is room for, reported on both ranks.
         layer = collectives.experts(**good, max_rows=3)
         experts[:] = 2
-        with pytest.raises(MismatchError, match="by the count in device memory; expected at most"):
+        with pytest.raises(MismatchError, match="rank 0 has 16 rows for rank 1; expected at most 3"):
             own = slice(8 if rank == 0 else 1)
             layer.dispatch(stream, layer.allocate(), tokens[own], experts[own])
             stream.synchronize()

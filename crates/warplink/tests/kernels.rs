@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::Path;
-use warplink::collective::{expert_programs, fused_programs, message_kernels};
+use warplink::collective::{dispatch_program, expert_programs, fused_programs, message_kernels};
 use warplink::device::{ReduceOp, cuda};
 use warplink::program::section::SectionInstance;
 use warplink::program::{OperationKind, Parameters, Program, unroll};
@@ -221,6 +221,17 @@ fn every_combine_of_experts_compiles() {
     let programs = expert_programs().expect("programs of layers of experts");
     for (number, (named, world)) in programs.iter().zip([1, 2, 8]).enumerate() {
         if !program_compiles(named, world, number) {
+            return;
+        }
+    }
+}
+
+/// The dispatch of experts for any number of ranks, each for another architecture.
+#[test]
+fn every_dispatch_of_experts_compiles() {
+    for (number, world) in [1, 2, 8].into_iter().enumerate() {
+        let program = dispatch_program(world).expect("a program of layers of experts");
+        if !program_compiles(&program, world, number) {
             return;
         }
     }

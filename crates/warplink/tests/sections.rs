@@ -19,6 +19,8 @@ mod faulty_texts;
 mod followed;
 #[path = "sections/fused.rs"]
 mod fused;
+#[path = "sections/matched.rs"]
+mod matched;
 #[path = "sections/meaning.rs"]
 mod meaning;
 #[path = "sections/play.rs"]

@@ -1,4 +1,4 @@
-// Integers that the lanes of kernel sections read from memory; a part of sections.cuh. As with the steps in
+// Integers that the lanes of kernel sections read from memory and store there; a part of sections.cuh. As with the steps in
 // steps.cuh, all threads of a lane make every call.
 
 #ifndef WARPLINK_VALUES_CUH
@@ -65,6 +65,69 @@ template <typename T, u32 DATA> __device__ __forceinline__ Index packet_value(La
     i64 word = (T)packet.unit.word[0];
     if constexpr (sizeof(T) == 8) word = (i64)((u64)packet.unit.word[1] << 32 | packet.unit.word[0]);
     return detail::checked(lane, word, most, place, note);
+}
+
+// Words among which a lane looks for those from `from` to `to`, exclusive, or for all others.
+template <typename T> struct Words {
+    u64 at, count;
+    i64 from, to;
+    bool inside;
+
+    __device__ __forceinline__ bool holds(u64 number) const {
+        if (number >= count) return false;
+        const i64 word = detail::load_word<T>(at + sizeof(T) * number);
+        return (from <= word && word < to) == inside;
+    }
+};
+
+// How many such words there are.
+template <typename T> __device__ __forceinline__ Index count(Lane &lane, const Words<T> &words) {
+    u64 all = 0;
+#pragma unroll 1
+    for (u64 first = 0; first < words.count; first += blockDim.x) all += __syncthreads_count(words.holds(first + threadIdx.x));
+    return (Index)all;
+}
+
+// The position of such word number `number`. There must be that many: otherwise the lane ends as with a value that is out
+// of range.
+template <typename T> __device__ __forceinline__ Index position(Lane &lane, const Words<T> &words, i64 number, i64 most, u64 place, u64 note) {
+    __shared__ u32 of_warps[32];
+    __shared__ i64 found;
+    const u32 warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
+    i64 before = 0;
+    // Earlier calls have read it.
+    __syncthreads();
+    if (threadIdx.x == 0) found = -1;
+#pragma unroll 1
+    for (u64 first = 0; first < words.count && before <= number; first += blockDim.x) {
+        const bool holds = words.holds(first + threadIdx.x);
+        const u32 of_warp = __ballot_sync(__activemask(), holds);
+        if (threadIdx.x % 32 == 0) of_warps[warp] = __popc(of_warp);
+        __syncthreads();
+        i64 own = before + __popc(of_warp & ((1u << threadIdx.x % 32) - 1));
+        for (u32 i = 0; i < warps; i++) {
+            if (i < warp) own += of_warps[i];
+            before += of_warps[i];
+        }
+        if (holds && own == number) found = (i64)(first + threadIdx.x);
+        __syncthreads();
+    }
+    __syncthreads();
+    return detail::checked(lane, found, most, place, note);
+}
+
+// Stores an integer in one element.
+template <typename T> __device__ __forceinline__ void store_integer(Lane &lane, u64 at, i64 value) {
+    if (!lane.ended && threadIdx.x == 0) *(volatile T *)at = (T)value;
+}
+
+// The same in a packet with `DATA` bytes of data.
+template <typename T, u32 DATA> __device__ __forceinline__ void store_packet_integer(Lane &lane, u64 at, i64 value) {
+    static_assert(sizeof(T) <= DATA, "an integer in one packet");
+    Unit<DATA> unit{};
+    unit.word[0] = (u32)value;
+    if constexpr (sizeof(T) == 8) unit.word[1] = (u32)((u64)value >> 32);
+    if (!lane.ended && threadIdx.x == 0) detail::store_packet(at, unit, Flag(lane.epoch()));
 }
 
 }  // namespace warplink

@@ -1,7 +1,7 @@
 //! Diagnosis of calls that do not complete or that differ between ranks.
 
 use super::comparison::{CallComparison, PATIENCE, QueryResult};
-use super::experts::{COMBINE, describe_combine};
+use super::experts::{COMBINE, DISPATCH, EXCEEDED, describe_combine, describe_dispatch};
 use super::fused::{FUSED, describe_fused};
 use super::messages::Messages;
 use super::{Call, Collectives, Inner};
@@ -181,6 +181,7 @@ pub(super) fn describe(words: &[u32]) -> String {
     match words.first().map(|what| what & 0xf) {
         Some(FUSED) => describe_fused(words),
         Some(COMBINE) => describe_combine(words),
+        Some(DISPATCH | EXCEEDED) => describe_dispatch(words),
         _ => Call::describe(words),
     }
 }

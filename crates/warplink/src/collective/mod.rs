@@ -56,9 +56,9 @@ pub use algorithm::Algorithm;
 pub use bound::BoundCall;
 pub use call::{Call, CollectiveKind};
 pub use choice::Choice;
-#[doc(hidden)]
-pub use experts::expert_programs;
 pub use experts::{Dispatched, ExpertOptions, Experts};
+#[doc(hidden)]
+pub use experts::{dispatch_program, expert_programs};
 #[doc(hidden)]
 pub use fused::fused_programs;
 pub use fused::{

@@ -10,8 +10,8 @@ use warplink::program::ir::{
 };
 use warplink::program::parameters::{Parameter, ParameterKind};
 use warplink::program::section::{
-    DeviceValue, Literal, Move, Otherwise, Packing, Place, Receiver, ReduceOperator, Scratch,
-    Section, Source, Step, StepKind, Verb,
+    DeviceValue, IntegerStore, Literal, Move, Otherwise, Packing, Place, Receiver, ReduceOperator,
+    Scratch, Section, Source, Step, StepKind, Verb, WordRange, WordValue,
 };
 use warplink::program::{Backend, Condition, Direction, Expr, Protocol, Value};
 use warplink::{DType, device::ReduceOp};
@@ -263,7 +263,16 @@ fn movement() -> impl Strategy<Value = Move> {
 }
 
 fn device_value() -> impl Strategy<Value = DeviceValue> {
-    (name(), place(), expr()).prop_map(|(name, place, most)| DeviceValue { name, place, most })
+    let range = || {
+        let parts = (any::<bool>(), expr(), expr());
+        parts.prop_map(|(inside, from, to)| WordRange { inside, from, to })
+    };
+    let gives = prop_oneof![
+        expr().prop_map(WordValue::Word),
+        range().prop_map(WordValue::Count),
+        (expr(), range()).prop_map(|(number, range)| WordValue::Position(number, range)),
+    ];
+    (name(), place(), gives).prop_map(|(name, place, gives)| DeviceValue { name, place, gives })
 }
 
 fn receiver() -> impl Strategy<Value = Receiver> {
@@ -277,6 +286,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
         (name(), selected).prop_map(|(name, value)| NodeKind::LetTensor { name, value }),
         movement().prop_map(|it| NodeKind::Do(StepKind::Move(it))),
         device_value().prop_map(|it| NodeKind::Do(StepKind::Value(it))),
+        (place(), expr()).prop_map(
+            |(target, value)| NodeKind::Do(StepKind::Store(IntegerStore { target, value }))
+        ),
         each(receiver()).prop_map(|list| NodeKind::Do(StepKind::Signal(list))),
         each(expr()).prop_map(|list| NodeKind::Do(StepKind::Wait(list))),
         Just(NodeKind::Do(StepKind::Barrier)),

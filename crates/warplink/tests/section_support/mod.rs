@@ -10,6 +10,7 @@ mod functions;
 mod memory;
 mod mutation;
 pub(crate) mod play;
+mod read;
 pub(crate) mod sample;
 mod stage;
 mod writer;

@@ -1,6 +1,7 @@
 //! The steps of all lanes in all launches, as accesses to cells of memory.
 
 use super::functions::{self, Function};
+use super::read::Read;
 use crate::program_support::interpreter::Choice;
 use rustc_hash::FxHashMap;
 use std::cell::{Cell, RefCell};
@@ -53,15 +54,6 @@ pub(super) enum Act {
     Wait(usize),
     Value(Read),
     Move(Movement),
-}
-
-/// A read of an integer.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Read {
-    /// How many reads of the lane in the launch come before it.
-    pub(super) number: usize,
-    pub(super) word: Operand,
-    pub(super) most: i64,
 }
 
 #[derive(Clone, Debug)]
@@ -226,7 +218,8 @@ impl<'a> Stage<'a> {
     pub(crate) fn bounded(&self) -> Option<Vec<RankProgram>> {
         let Survey { reads, copies, .. } = self.survey();
         let mut bounds: BTreeMap<Memory, i64> = BTreeMap::new();
-        for read in reads {
+        // Words among which lanes look for some may be anything.
+        for read in reads.into_iter().filter(|read| read.among.is_none()) {
             let most = bounds.entry(read.word.memory()).or_insert(read.most);
             *most = read.most.min(*most);
         }
@@ -261,7 +254,8 @@ impl<'a> Stage<'a> {
         let mut ranks = self.ranks.to_vec();
         let mut wider = false;
         let mut bounds: BTreeMap<Memory, i64> = BTreeMap::new();
-        for read in self.survey().reads {
+        let reads = self.survey().reads.into_iter();
+        for read in reads.filter(|read| read.among.is_none()) {
             let most = bounds.entry(read.word.memory()).or_insert(read.most);
             wider |= read.most != *most;
             *most = read.most.max(*most);
@@ -485,12 +479,27 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
         LaneStepKind::Value {
             number,
             source,
+            matching,
             most,
         } => Act::Value(Read {
             number: *number,
             word: operand(source),
+            among: matching.map(|it| (it.inside, it.from, it.to, it.nth)),
             most: *most,
         }),
+        LaneStepKind::Store { value, target } => {
+            let tensor = &sections[target.rank].tensors[target.tensor];
+            let unit = match tensor.memory {
+                SectionMemory::Tensor(_) => 1,
+                SectionMemory::Scratch(id) => packet(&ranks[target.rank], id),
+            };
+            Act::Move(Movement {
+                dtype: tensor.dtype,
+                unit,
+                words: vec![*value as f64],
+                ..announcement(&[0], vec![operand(target)], Vec::new())
+            })
+        }
         LaneStepKind::Announce { values, target, .. } => {
             Act::Move(announcement(values, vec![operand(target)], Vec::new()))
         }

@@ -64,7 +64,7 @@ pub(super) fn write(random: &mut Random, lanes: usize, drawn: Pieces) -> Text {
             .then(|| writer.announces());
         for number in 0..1 + writer.random.below(if count > 1 { 1 } else { 2 }) {
             if by_values && (kernel + number == 0 || writer.random.chance(3)) {
-                writer.piece_by_values(5);
+                writer.piece_by_values(7);
             } else {
                 writer.piece();
             }
@@ -126,7 +126,9 @@ impl Writer<'_> {
             1 => self.counted_chunks(),
             2 => self.rows_by_index(),
             3 => self.rows_behind_others(),
-            _ => self.named_rows(),
+            4 => self.named_rows(),
+            5 => self.matched_rows(),
+            _ => self.matched_message(),
         }
     }
 

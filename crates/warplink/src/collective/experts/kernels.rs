@@ -1,123 +1,125 @@
-//! The kernel that lists the rows of a dispatch; see `kernels/experts.cu`.
+//! Dispatch on GPUs until the program has been measured there: a kernel lists the rows (`kernels/experts.cu`), and messages
+//! with counts in device memory move them.
 
-use crate::device::{Argument, Block, Device, DeviceSlice, Kernel, Launch, ModuleSource, Stream};
-use crate::error::{Error, ErrorKind, Result};
+use super::dispatch::Routed;
+use super::{ExpertOptions, WORD, no_direct_path, parts};
+use crate::collective::Inner;
+use crate::collective::messages::{Count, Entry, Messages};
+use crate::device::{AllocationKind, Argument, DeviceSlice, Kernel, Launch, ModuleSource, Stream};
+use crate::error::Result;
+use crate::p2p::Direction;
 use std::sync::Arc;
 
 /// Threads of a block.
 const ROUTE_THREADS: u32 = 1024;
 
-/// The loaded kernel.
-pub(super) struct ExpertKernels {
+/// The loaded kernel, and the lists.
+pub(super) struct ListedDispatch {
     route: Kernel,
+    options: ExpertOptions,
+    max_rows: usize,
+    /// For each rank: number of rows, and token and expert of each. Behind the numbers of rows, that of tokens.
+    counts: DeviceSlice,
+    tokens: DeviceSlice,
+    locals: DeviceSlice,
 }
 
-/// Arguments of `route`; memory holds 32-bit integers.
-pub(super) struct Routing {
-    pub(super) experts: DeviceSlice,
-    pub(super) tokens: usize,
-    pub(super) slots: usize,
-    pub(super) all: usize,
-    pub(super) each: usize,
-    pub(super) limit: usize,
-    pub(super) counts: DeviceSlice,
-    pub(super) rows: DeviceSlice,
-    pub(super) locals: DeviceSlice,
-    pub(super) places: DeviceSlice,
-}
-
-impl ExpertKernels {
-    pub(super) fn load(device: &dyn Device) -> Result<Self> {
-        let source = ModuleSource::new("experts")
-            .with_cuda(include_str!("../../../kernels/experts.cu"))
-            .with_host_kernel("route", route);
+impl ListedDispatch {
+    pub(super) fn new(inner: &Inner, options: &ExpertOptions) -> Result<Self> {
+        let (world, device) = (inner.machine.world, &*inner.context.device);
+        let rows = inner.messages.as_ref().and_then(Messages::rows);
+        // Before memory is allocated: a row must fit a chunk, since it is not split.
+        rows.ok_or_else(no_direct_path)?
+            .check_unit(options.row_bytes())?;
+        let source =
+            ModuleSource::new("experts").with_cuda(include_str!("../../../kernels/experts.cu"));
         // SAFETY: the kernel accesses the memory of a launch within the lengths that the layer has checked.
         let module = unsafe { device.load_module(&source)? };
+        let max_rows = options.rows_per_peer(world);
+        let memory = |bytes: usize| device.allocate(bytes, AllocationKind::Plain);
         Ok(Self {
             route: module.kernel("route")?,
+            options: *options,
+            max_rows,
+            counts: memory(WORD * (world + 1))?,
+            tokens: memory(WORD * world * max_rows)?,
+            locals: memory(WORD * world * max_rows)?,
         })
     }
 
+    /// Enqueues listing and sending the rows of all tokens.
+    pub(super) fn enqueue(
+        &self,
+        inner: &Inner,
+        at: &Routed<'_>,
+        (stream, is_recorded): (&Stream, bool),
+    ) -> Result<()> {
+        self.list(inner.machine.world, at, stream)?;
+        let (rank, world) = (inner.context.rank(), inner.machine.world);
+        let (row, rows) = (self.options.row_bytes(), self.max_rows);
+        let parts = |memory: &DeviceSlice, bytes| parts(memory, world, bytes);
+        let (sent, numbers, locals) = (
+            parts(&self.counts, WORD)?,
+            parts(&self.tokens, WORD * rows)?,
+            parts(&self.locals, WORD * rows)?,
+        );
+        let received = (
+            parts(at.rows, row * rows)?,
+            parts(at.locals, WORD * rows)?,
+            parts(at.counts, WORD)?,
+        );
+        let mut entries = Vec::with_capacity(4 * world);
+        // Starts with this rank, so that ranks do not all target the same peer.
+        for peer in (0..world).map(|step| (rank + step) % world) {
+            let message = |direction, data, unit, count, index| Entry {
+                peer,
+                direction,
+                data,
+                bytes: unit * rows,
+                unit,
+                count,
+                index,
+            };
+            let given = Count::Given(&sent[peer]);
+            let stated = Count::Stated(&received.2[peer]);
+            let numbers = Some(&numbers[peer]);
+            let sends = Direction::Send;
+            entries.push(message(sends, at.tokens, row, given, numbers));
+            // Two messages for each direction and peer share one count: the rows, and the expert of each row.
+            entries.push(message(sends, &locals[peer], WORD, given, None));
+            let receives = Direction::Receive;
+            entries.push(message(receives, &received.0[peer], row, stated, None));
+            entries.push(message(receives, &received.1[peer], WORD, stated, None));
+        }
+        let rows = inner.messages.as_ref().and_then(Messages::rows);
+        rows.map_or(Ok(()), |rows| rows.enqueue(&entries, (stream, is_recorded)))
+    }
+
     /// Enqueues building the list of rows for each of `world` ranks.
-    pub(super) fn route(&self, it: &Routing, world: usize, stream: &Stream) -> Result<()> {
+    fn list(&self, world: usize, at: &Routed<'_>, stream: &Stream) -> Result<()> {
+        let options = &self.options;
         let words = [
-            it.experts.address(),
-            it.tokens as u64,
-            it.slots as u64,
-            it.all as u64,
-            it.each as u64,
-            it.limit as u64,
-            it.counts.address(),
-            it.rows.address(),
-            it.locals.address(),
-            it.places.address(),
+            at.experts.address(),
+            (at.tokens.bytes() / options.row_bytes()) as u64,
+            options.top_k as u64,
+            options.experts as u64,
+            (options.experts / world) as u64,
+            self.max_rows as u64,
+            self.counts.address(),
+            self.tokens.address(),
+            self.locals.address(),
+            at.places.address(),
         ];
-        let memory = [&it.experts, &it.counts, &it.rows, &it.locals, &it.places];
+        let memory = [
+            at.experts,
+            &self.counts,
+            &self.tokens,
+            &self.locals,
+            at.places,
+        ];
         let launch = Launch::new(world as u32, ROUTE_THREADS);
         let memory: Arc<[DeviceSlice]> = memory.into_iter().cloned().collect();
         let arguments = [Argument::Words(words.into()), Argument::Memory(memory)];
         self.route.launch(stream, &launch, &arguments)
     }
-}
-
-fn numbers(block: &Block<'_>, memory: &DeviceSlice) -> Result<Vec<u32>> {
-    let bytes = block.load(memory)?;
-    let words = bytes.chunks_exact(4);
-    Ok(words
-        .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
-        .collect())
-}
-
-fn store(block: &Block<'_>, memory: &DeviceSlice, from: usize, numbers: &[u32]) -> Result<()> {
-    let bytes: Vec<u8> = numbers.iter().flat_map(|n| n.to_le_bytes()).collect();
-    block.store(&memory.slice(4 * from..4 * from + bytes.len())?, &bytes)
-}
-
-/// `route`: one block for each rank.
-fn route(block: &Block<'_>) -> Result<()> {
-    let words = block.words(0)?;
-    let [tokens, slots, all, each, limit] = [1, 2, 3, 4, 5].map(|word| words[word] as usize);
-    let [experts, counts, rows, locals, places] = block.memory(1)? else {
-        return Err(missing());
-    };
-    let rank = block.index() as usize;
-    // Marks a slot without an expert.
-    let nowhere = (block.blocks() as usize * limit) as u32;
-    let experts = numbers(block, experts)?;
-    let (mut listed, mut of_rank) = (Vec::new(), Vec::new());
-    let mut count = 0;
-    for (slot, expert) in experts.iter().take(tokens * slots).enumerate() {
-        let expert = *expert as usize;
-        let there = expert < all;
-        if there && expert / each == rank {
-            let fits = count < limit;
-            if fits {
-                listed.push((slot / slots) as u32);
-                of_rank.push((expert % each) as u32);
-            }
-            let place = if fits {
-                (rank * limit + count) as u32
-            } else {
-                nowhere
-            };
-            store(block, places, slot, &[place])?;
-            count += 1;
-        } else if !there && rank == 0 {
-            store(block, places, slot, &[nowhere])?;
-        }
-    }
-    store(block, rows, rank * limit, &listed)?;
-    store(block, locals, rank * limit, &of_rank)?;
-    store(block, counts, rank, &[count as u32])?;
-    if rank == 0 {
-        store(block, counts, block.blocks() as usize, &[tokens as u32])?;
-    }
-    Ok(())
-}
-
-fn missing() -> Error {
-    Error::new(
-        ErrorKind::Internal,
-        "a launch without memory of a layer of experts",
-    )
 }

@@ -1,32 +1,37 @@
 //! Expert parallelism: sends rows of tokens to the ranks of their experts, and returns weighted sums.
 //!
-//! The routing exists only in device memory. A kernel lists the rows (`kernels/experts.cu`), and messages with
-//! counts in device memory move them. Results are summed by a program (`combine.wlp`), which reads them where the
-//! experts have left them. No host waits.
+//! The routing exists only in device memory. Rows are sent by a program (`dispatch.wlp`), which counts and stores them
+//! where they are wanted. Results are summed by another one (`combine.wlp`), which reads them where the experts have left
+//! them. No host waits.
 //!
 //! | module | subject |
 //! |---|---|
+//! | `dispatch` | the program that dispatches, and its kernels |
 //! | `combine` | the program that combines, and its kernels |
-//! | `kernels` | the kernel that lists rows, and its host-device version |
+//! | `kernels` | dispatch by a kernel that lists rows and by messages, on GPUs until the program has been measured there |
 
 mod combine;
+mod dispatch;
 mod kernels;
 
 use super::Collectives;
 use super::choice::Machine;
-use super::messages::{Count, Entry, Messages, check_apart};
-use crate::device::{AllocationKind, DeviceSlice, InUse, Stream};
+use super::messages::check_apart;
+use crate::device::{AllocationKind, DeviceKind, DeviceSlice, InUse, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::named::alternatives;
-use crate::p2p::Direction;
 use crate::program::execute::SharedWorkspace;
 use crate::sync::lock;
 #[doc(hidden)]
 pub use combine::expert_programs;
 pub(super) use combine::{COMBINE, describe_combine};
 use combine::{Combine, Rows};
-use kernels::{ExpertKernels, Routing};
+#[doc(hidden)]
+pub use dispatch::dispatch_program;
+pub(super) use dispatch::{DISPATCH, EXCEEDED, describe_dispatch};
+use dispatch::{Dispatch, Routed};
+use kernels::ListedDispatch;
 use std::fmt;
 use std::sync::Mutex;
 
@@ -73,18 +78,31 @@ struct Layer {
     collectives: Collectives,
     options: ExpertOptions,
     max_rows: usize,
-    kernels: ExpertKernels,
+    path: DispatchPath,
     combine: Combine,
-    /// For each rank: number of rows, and token and expert of each. Behind the numbers of rows, that of tokens.
-    counts: DeviceSlice,
-    tokens: DeviceSlice,
-    locals: DeviceSlice,
+    /// The numbers 0 to `max_tokens`: kernels read how many tokens a call has.
+    numbers: DeviceSlice,
     /// For each slot of each token, the position of its row among the `max_rows` rows of each rank.
     places: DeviceSlice,
     /// Positions of the slots of a token without experts.
     nothing: DeviceSlice,
     /// Number of tokens of the last dispatch, to which `places` belongs.
     dispatched: Mutex<Option<usize>>,
+}
+
+/// What dispatches.
+enum DispatchPath {
+    Program(Dispatch),
+    Listed(ListedDispatch),
+}
+
+/// Whether dispatches on this kind of device are launches of the program.
+const fn by_program(kind: DeviceKind) -> bool {
+    match kind {
+        DeviceKind::Host => true,
+        // The kernel by hand and messages have been measured there (docs/performance.md), and the program has not.
+        DeviceKind::Cuda => false,
+    }
 }
 
 impl ExpertOptions {
@@ -162,32 +180,39 @@ impl Collectives {
         let inner = &self.0;
         let world = inner.machine.world;
         options.check(world)?;
-        let lines = inner.messages.as_ref().map(Messages::rows);
-        let lines = lines.ok_or_else(no_direct_path)?;
-        // Before memory is allocated: a row must fit a chunk, since it is not split.
-        lines.check_unit(options.row_bytes())?;
+        let direct = inner.path.direct().ok_or_else(no_direct_path)?;
+        let on = (&inner.machine, &direct.workspace);
         let device = &inner.context.device;
+        let of = (inner.context.rank(), device.properties().shared);
+        let path = if by_program(device.kind()) {
+            DispatchPath::Program(Dispatch::new(options, &inner.machine, of)?)
+        } else {
+            DispatchPath::Listed(ListedDispatch::new(inner, options)?)
+        };
+        let combine = Combine::new(options, &inner.machine, of)?;
+        if let DispatchPath::Program(dispatch) = &path {
+            dispatch.prepare(on)?;
+        }
+        combine.prepare(on)?;
         let max_rows = options.rows_per_peer(world);
         let memory = |bytes: usize| device.allocate(bytes, AllocationKind::Plain);
-        let shared = device.properties().shared;
-        let combine = Combine::new(options, &inner.machine, (inner.context.rank(), shared))?;
         let nothing = memory(WORD * options.top_k)?;
         let nowhere = ((world * max_rows) as u32).to_le_bytes();
         device.upload(&nothing, &nowhere.repeat(options.top_k))?;
+        let all = (0..=options.max_tokens as u32).flat_map(u32::to_le_bytes);
+        let numbers = memory(WORD * (options.max_tokens + 1))?;
+        device.upload(&numbers, &all.collect::<Vec<u8>>())?;
         let layer = Layer {
             collectives: self.clone(),
             options: *options,
             max_rows,
-            kernels: ExpertKernels::load(&**device)?,
+            path,
             combine,
-            counts: memory(WORD * (world + 1))?,
-            tokens: memory(WORD * world * max_rows)?,
-            locals: memory(WORD * world * max_rows)?,
+            numbers,
             places: memory(WORD * options.max_tokens * options.top_k)?,
             nothing,
             dispatched: Mutex::default(),
         };
-        layer.combine.prepare(layer.direct()?)?;
         let in_flight = &inner.context.in_flight;
         Ok(Experts(std::sync::Arc::new(InUse::new(layer, in_flight))))
     }
@@ -200,8 +225,8 @@ impl Experts {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for memory of wrong length or alignment, or overlapping outputs. More
-    /// rows for a rank than `max_rows`, and differing options of two ranks, fail the streams of both ranks
-    /// ([`ErrorKind::Mismatch`]), and no row of that call arrives.
+    /// rows for a rank than `max_rows`, and differing options of two ranks, fail the streams of at least both ranks
+    /// ([`ErrorKind::Mismatch`]), and no row of that call arrives. A single rank leaves out its rows that do not fit.
     pub fn dispatch(
         &self,
         tokens: &DeviceSlice,
@@ -253,60 +278,30 @@ impl Experts {
             ],
             &[("tokens", tokens), ("numbers of experts", experts)],
         )?;
-        let world = layer.world();
-        let parts = |memory: &DeviceSlice, unit| layer.parts(memory, unit);
-        let (row, rows) = (layer.options.row_bytes(), layer.max_rows);
-        let (sent, numbers, locals) = (
-            parts(&layer.counts, WORD)?,
-            parts(&layer.tokens, WORD * rows)?,
-            parts(&layer.locals, WORD * rows)?,
-        );
-        let received = (
-            parts(to.rows, row * rows)?,
-            parts(to.experts, WORD * rows)?,
-            parts(to.counts, WORD)?,
-        );
-        let mut entries = Vec::with_capacity(4 * world);
-        for peer in layer.peers() {
-            let message = |direction, data, unit, count, index| Entry {
-                peer,
-                direction,
-                data,
-                bytes: unit * rows,
-                unit,
-                count,
-                index,
-            };
-            let given = Count::Given(&sent[peer]);
-            let stated = Count::Stated(&received.2[peer]);
-            let numbers = Some(&numbers[peer]);
-            entries.push(message(Direction::Send, tokens, row, given, numbers));
-            // Two messages for each direction and peer share one count: the rows, and the expert of each row.
-            entries.push(message(Direction::Send, &locals[peer], WORD, given, None));
-            let receives = Direction::Receive;
-            entries.push(message(receives, &received.0[peer], row, stated, None));
-            entries.push(message(receives, &received.1[peer], WORD, stated, None));
-        }
-        let routing = Routing {
-            experts: experts.clone(),
-            tokens: count,
-            slots: layer.options.top_k,
-            all: layer.options.experts,
-            each: layer.options.experts / world,
-            limit: rows,
-            counts: layer.counts.clone(),
-            rows: layer.tokens.clone(),
-            locals: layer.locals.clone(),
-            places: layer.places.clone(),
+        let routed = Routed {
+            tokens,
+            experts,
+            count: &layer.number(count)?,
+            rows: to.rows,
+            locals: to.experts,
+            counts: to.counts,
+            places: &layer.places,
         };
         self.enqueue(stream, |is_recorded| {
             // Invalid while the routing is replaced: if it fails, a combine must not use positions of either
             // dispatch.
             *lock(&layer.dispatched) = None;
-            layer.kernels.route(&routing, world, stream)?;
-            // Only now, when the positions belong to this dispatch.
+            let on_stream = (stream, is_recorded);
+            match &layer.path {
+                DispatchPath::Program(program) => {
+                    program.enqueue(layer.direct()?, &routed, on_stream)?;
+                }
+                DispatchPath::Listed(listed) => {
+                    listed.enqueue(&layer.collectives.0, &routed, on_stream)?;
+                }
+            }
             *lock(&layer.dispatched) = Some(count);
-            layer.enqueue(&entries, (stream, is_recorded))
+            Ok(())
         })
     }
 
@@ -335,9 +330,7 @@ impl Experts {
             places: &layer.places,
             weights,
             nothing: &layer.nothing,
-            count: &layer
-                .counts
-                .slice(WORD * layer.world()..WORD * (layer.world() + 1))?,
+            count: &layer.number(tokens)?,
             output,
         };
         self.enqueue(stream, |is_recorded| {
@@ -370,10 +363,9 @@ impl Layer {
         Ok((&inner.machine, &direct.workspace))
     }
 
-    /// All ranks, starting with this one, so that ranks do not all target the same peer.
-    fn peers(&self) -> impl Iterator<Item = Rank> {
-        let (rank, world) = (self.collectives.0.context.rank(), self.world());
-        (0..world).map(move |step| (rank + step) % world)
+    /// Memory that holds a number of tokens.
+    fn number(&self, tokens: usize) -> Result<DeviceSlice> {
+        self.numbers.slice(WORD * tokens..WORD * (tokens + 1))
     }
 
     /// Number of tokens whose rows fit the memory exactly.
@@ -411,19 +403,14 @@ impl Layer {
                 .with_help("combine each dispatch before the next one"),
         )
     }
+}
 
-    /// Splits memory into a part of `bytes` bytes for each rank.
-    fn parts(&self, memory: &DeviceSlice, bytes: usize) -> Result<Vec<DeviceSlice>> {
-        let ranks = 0..self.world();
-        ranks
-            .map(|rank| memory.slice(rank * bytes..(rank + 1) * bytes))
-            .collect()
-    }
-
-    fn enqueue(&self, entries: &[Entry<'_>], stream: (&Stream, bool)) -> Result<()> {
-        let messages = self.collectives.0.messages.as_ref();
-        messages.map_or(Ok(()), |messages| messages.rows().enqueue(entries, stream))
-    }
+/// Splits memory into a part of `bytes` bytes for each of `world` ranks.
+fn parts(memory: &DeviceSlice, world: usize, bytes: usize) -> Result<Vec<DeviceSlice>> {
+    let ranks = 0..world;
+    ranks
+        .map(|rank| memory.slice(rank * bytes..(rank + 1) * bytes))
+        .collect()
 }
 
 fn no_direct_path() -> Error {

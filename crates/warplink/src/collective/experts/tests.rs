@@ -13,7 +13,7 @@ use crate::program::verify::{verify, verify_sharing};
 use crate::program::{Parameters, Program, TensorInstance};
 
 /// A machine of `world` ranks whose kernels have this many lanes for data.
-fn with_lanes(world: usize, lanes: usize) -> Machine {
+pub(super) fn with_lanes(world: usize, lanes: usize) -> Machine {
     Machine {
         most_lanes: lanes,
         forced_threads: Some(128),

@@ -17,9 +17,9 @@ const fn by_programs(kind: DeviceKind) -> bool {
 }
 
 /// A rank's state for messages.
-pub(in crate::collective) struct Messages {
-    programs: Option<Programs>,
-    rows: RowMessages,
+pub(in crate::collective) enum Messages {
+    Programs(Programs),
+    Rows(RowMessages),
 }
 
 impl Messages {
@@ -32,23 +32,22 @@ impl Messages {
         bytes: usize,
         multiprocessors: usize,
     ) -> Result<Self> {
-        let programs = by_programs(context.device.kind())
-            .then(|| Programs::join(context, beside, bytes, multiprocessors));
-        Ok(Self {
-            programs: programs.transpose()?,
-            rows: RowMessages::join(context, beside, bytes, multiprocessors)?,
-        })
+        if by_programs(context.device.kind()) {
+            return Programs::join(context, beside, bytes, multiprocessors).map(Self::Programs);
+        }
+        RowMessages::join(context, beside, bytes, multiprocessors).map(Self::Rows)
     }
 
     /// Enqueues messages: those of one pair and direction in order, all others concurrently. Does not block.
     pub(super) fn enqueue(&self, ends: &[End<'_>], stream: (&Stream, bool)) -> Result<()> {
-        if let Some(programs) = &self.programs {
-            return programs.enqueue(ends, stream);
-        }
+        let rows = match self {
+            Self::Programs(programs) => return programs.enqueue(ends, stream),
+            Self::Rows(rows) => rows,
+        };
         let entries = ends
             .iter()
             .map(|end| Entry::whole(end.peer, end.direction, end.data));
-        self.rows.enqueue(&entries.collect::<Vec<_>>(), stream)
+        rows.enqueue(&entries.collect::<Vec<_>>(), stream)
     }
 
     /// The same for messages whose lengths the senders' memory has.
@@ -57,9 +56,10 @@ impl Messages {
         ends: &[CountedEnd<'_>],
         stream: (&Stream, bool),
     ) -> Result<()> {
-        if let Some(programs) = &self.programs {
-            return programs.enqueue_counted(ends, stream);
-        }
+        let rows = match self {
+            Self::Programs(programs) => return programs.enqueue_counted(ends, stream),
+            Self::Rows(rows) => rows,
+        };
         let entries = ends.iter().map(|it| {
             let count = match it.end.direction {
                 Direction::Send => Count::Given(it.count),
@@ -72,21 +72,23 @@ impl Messages {
                 ..Entry::whole(it.end.peer, it.end.direction, it.end.data)
             }
         });
-        self.rows.enqueue(&entries.collect::<Vec<_>>(), stream)
+        rows.enqueue(&entries.collect::<Vec<_>>(), stream)
     }
 
-    /// Messages of rows by index.
-    pub(in crate::collective) const fn rows(&self) -> &RowMessages {
-        &self.rows
+    /// Messages of rows by index, where no programs send messages.
+    pub(in crate::collective) const fn rows(&self) -> Option<&RowMessages> {
+        match self {
+            Self::Programs(_) => None,
+            Self::Rows(rows) => Some(rows),
+        }
     }
 
     /// Number of lanes that stored directly. Blocks while it reads some bytes of the device.
     pub(in crate::collective) fn direct_lanes(&self) -> Result<u64> {
-        let programs = self
-            .programs
-            .as_ref()
-            .map_or(Ok(0), Programs::direct_lanes)?;
-        Ok(programs + self.rows.direct_lanes()?)
+        match self {
+            Self::Programs(programs) => programs.direct_lanes(),
+            Self::Rows(rows) => rows.direct_lanes(),
+        }
     }
 
     /// Peer of a message that has begun here but not there, and its direction. Blocks while it reads some bytes of the
@@ -95,17 +97,18 @@ impl Messages {
         &self,
         device: &dyn Device,
     ) -> Result<Option<(Rank, Direction)>> {
-        let programs = self.programs.as_ref().map_or(Ok(None), Programs::awaited)?;
-        programs.map_or_else(|| self.rows.awaited(device), |found| Ok(Some(found)))
+        match self {
+            Self::Programs(programs) => programs.awaited(),
+            Self::Rows(rows) => rows.awaited(device),
+        }
     }
 
     /// Error of mismatched ends, if a kernel recorded one. Blocks while it reads some bytes of the device. The host
     /// device fails the stream instead.
     pub(in crate::collective) fn disagreement(&self) -> Result<Option<Error>> {
-        let programs = self
-            .programs
-            .as_ref()
-            .map_or(Ok(None), Programs::disagreement)?;
-        programs.map_or_else(|| self.rows.disagreement(), |found| Ok(Some(found)))
+        match self {
+            Self::Programs(programs) => programs.disagreement(),
+            Self::Rows(rows) => rows.disagreement(),
+        }
     }
 }

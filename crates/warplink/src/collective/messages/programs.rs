@@ -51,7 +51,7 @@ pub(super) struct CountedEnd<'a> {
 }
 
 /// A rank's state for messages by programs.
-pub(super) struct Programs {
+pub(in crate::collective) struct Programs {
     pairs: Pairs,
     shape: Shape,
 }

@@ -42,13 +42,6 @@ impl Block<'_> {
         self.context().delays.map_or(COMBINED_BYTES, |_| usize::MAX)
     }
 
-    /// Reads `source`.
-    pub(crate) fn load(&self, source: &DeviceSlice) -> Result<Vec<u8>> {
-        let mut bytes = Vec::new();
-        self.load_into(source, &mut bytes)?;
-        Ok(bytes)
-    }
-
     /// Reads `source` into `bytes`, replacing their content.
     pub(crate) fn load_into(&self, source: &DeviceSlice, bytes: &mut Vec<u8>) -> Result<()> {
         check_kind(source)?;

@@ -7,7 +7,7 @@
 use crate::program::construct::{Branch, Each, Loop, Over, Selection};
 use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::section::{
-    DeviceValue, ExprUse, Otherwise, SectionInstance, Source, Step, StepKind, Visitor,
+    DeviceValue, ExprUse, Otherwise, SectionInstance, Source, Step, StepKind, Visitor, WordValue,
 };
 use std::collections::HashSet;
 
@@ -122,7 +122,11 @@ impl<'s> Visitor<'s> for Outline<'s> {
     /// Takes a value from memory for the greatest.
     fn device_value(&mut self, it: &'s DeviceValue) {
         self.place(&it.place);
-        let most = self.value(&it.most);
+        let most = match &it.gives {
+            WordValue::Word(most) => self.value(most),
+            // As many as there are in its part of a tensor.
+            WordValue::Count(_) | WordValue::Position(..) => 1,
+        };
         self.names.push((&it.name, most));
     }
 
@@ -256,7 +260,7 @@ impl<'s> Visitor<'s> for Varying<'s> {
     }
 
     fn device_value(&mut self, it: &'s DeviceValue) {
-        if mentions(&it.most, &self.0) {
+        if it.expressions().any(|one| mentions(one, &self.0)) {
             self.0.insert(&it.name);
         }
     }

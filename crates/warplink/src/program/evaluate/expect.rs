@@ -85,8 +85,8 @@ impl Evaluator {
             return Ok(Cow::Borrowed(&program.expected));
         };
         let read = |operand: &InputPart| {
-            let element = self.operand(values, operand)?;
-            Ok(element.first().map_or(0, |element| element.value as i64))
+            let elements = self.operand(values, operand)?;
+            Ok(elements.iter().map(|it| it.value as i64).collect())
         };
         let ranks = (program.world, *streams);
         expected_of(text, program.rank, ranks, parameters, &read).map(Cow::Owned)

@@ -9,7 +9,8 @@ use crate::program::diagnostic::Diagnostic;
 use crate::program::machine::{Actor, Domain, Machine};
 use crate::program::rank_program::RankProgram;
 use crate::program::section::{
-    LaneStep, LaneStepKind, OperandMemory, Part, ScratchInstance, SectionInstance, SectionMemory,
+    LaneStep, LaneStepKind, Matching, OperandMemory, Part, ScratchInstance, SectionInstance,
+    SectionMemory,
 };
 use std::collections::BTreeMap;
 
@@ -131,6 +132,9 @@ impl Domain for LaunchMemory<'_, '_> {
                 values.resize(target.elements, BoundedValue::exact(0.0));
                 return self.write(actor, target, &values);
             }
+            LaneStepKind::Store { value, target } => {
+                return self.write(actor, target, &[BoundedValue::exact(*value as f64)]);
+            }
             LaneStepKind::Move {
                 operator,
                 dtype,
@@ -139,8 +143,13 @@ impl Domain for LaunchMemory<'_, '_> {
                 targets,
                 ..
             } => (operator, *dtype, rows, *elements, targets),
-            LaneStepKind::Value { number, source, .. } => {
-                let value = self.word(actor.launch as usize, source);
+            LaneStepKind::Value {
+                number,
+                source,
+                matching,
+                ..
+            } => {
+                let value = self.word(actor.launch as usize, source, *matching);
                 let lane = (actor.rank, actor.lane);
                 self.known.entry(lane).or_default().insert(*number, value);
                 return;
@@ -188,17 +197,22 @@ impl LaunchMemory<'_, '_> {
         section.steps_with(lane, self.epoch, &|word| {
             let value = known.and_then(|known| known.get(&word.number)).copied();
             let constant = section.is_constant(&word.part);
-            value.or_else(|| constant.then(|| self.word(number, &word.part)))
+            value.or_else(|| constant.then(|| self.word(number, &word.part, word.matching)))
         })
     }
 
-    /// Value of a word; -1, which is out of any range, for one that is unknown.
-    fn word(&self, number: usize, word: &Part) -> i64 {
+    /// Value of a word, or of the words that are matched; -1, which is out of any range, for one that is unknown.
+    fn word(&self, number: usize, word: &Part, matching: Option<Matching>) -> i64 {
         let operand = self.section(number, word.rank).operand(word);
-        let value = operand.and_then(|operand| self.values(word.rank, &operand).first().copied());
-        match value {
-            Some(value) if value.bound == 0.0 => value.value as i64,
-            _ => -1,
+        let values = operand.map(|operand| self.values(word.rank, &operand));
+        let values = values.unwrap_or_default();
+        if values.iter().any(|value| value.bound != 0.0) {
+            return -1;
+        }
+        let mut words = values.into_iter().map(|value| value.value as i64);
+        match matching {
+            Some(matching) => matching.of(words),
+            None => words.next().unwrap_or(-1),
         }
     }
 

@@ -46,7 +46,7 @@ pub(crate) use lane::{TellDifference, calls_differ};
 pub use memory::Bindings;
 pub(crate) use pairs::{CARRIED_WORDS, MAX_MESSAGES, PairMessage, PairProgram, Pairs};
 pub use plan::{CapturedPlan, Plan};
-pub(crate) use publication::{Published, Tables};
+pub(crate) use publication::Published;
 pub use trace::Trace;
 pub use trace_span::TraceSpan;
 pub(crate) use value_notes::ValueNotes;

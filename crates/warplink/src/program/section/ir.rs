@@ -79,6 +79,8 @@ pub enum StepKind {
     Apply(Application),
     /// `let n = C[rank] at most rows`: reads an integer from memory, which the following steps use.
     Value(DeviceValue),
+    /// `K[p] on q = integer(n + 1)`: stores an integer.
+    Store(IntegerStore),
     /// `signal q`, `signal q at lane + 1`: signals a lane of each listed rank that this lane's earlier steps are
     /// complete.
     Signal(Vec<Each<Receiver>>),
@@ -108,6 +110,7 @@ impl StepKind {
             },
             Self::Apply(_) => "rows",
             Self::Value(_) => "value",
+            Self::Store(_) => "integer",
             Self::Signal(_) => "signal",
             Self::Wait(_) => "wait",
             Self::Barrier => "barrier",
@@ -121,19 +124,22 @@ impl StepKind {
         match self {
             Self::Signal(_) | Self::Wait(_) | Self::Barrier => true,
             // Announcements are packets, which their flags order.
-            Self::Move(_) | Self::Apply(_) | Self::Value(_) => false,
+            Self::Move(_) | Self::Apply(_) | Self::Value(_) | Self::Store(_) => false,
             Self::Announce(_) | Self::Agree(_) => false,
         }
     }
 
     /// Whether it reads or writes data, which the threads share.
     pub(super) const fn moves(&self) -> bool {
-        matches!(self, Self::Move(_) | Self::Apply(_) | Self::Value(_))
+        matches!(
+            self,
+            Self::Move(_) | Self::Apply(_) | Self::Value(_) | Self::Store(_)
+        )
     }
 
-    /// Whether it applies a function to rows.
-    pub(super) const fn applies(&self) -> bool {
-        matches!(self, Self::Apply(_))
+    /// Whether every element that it stores is the same thread's in each execution.
+    pub(super) const fn stores_by_thread(&self) -> bool {
+        matches!(self, Self::Apply(_) | Self::Store(_))
     }
 
     /// Passes every part of the step to a visitor, in the order in which it is resolved.
@@ -159,6 +165,10 @@ impl StepKind {
                 }
             }
             Self::Value(it) => visitor.device_value(it),
+            Self::Store(it) => {
+                visitor.expression(&it.value, ExprUse::Value);
+                visitor.target(&it.target);
+            }
             Self::Signal(receivers) => visitor.each(receivers, Visitor::receiver),
             Self::Wait(ranks) => visitor.each(ranks, |it, rank| it.expression(rank, ExprUse::Rank)),
             Self::Barrier => {}
@@ -184,10 +194,54 @@ impl StepKind {
 pub struct DeviceValue {
     /// The name that is bound.
     pub name: String,
-    /// The word that is read: a single integer.
+    /// The words that are read.
     pub place: Place,
-    /// Largest value; the least is 0. Any other value is an error of the launch.
-    pub most: Expr,
+    /// The integer that they give.
+    pub gives: WordValue,
+}
+
+/// The integer that words of memory give.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum WordValue {
+    /// `C[rank] at most rows`: a single word, from 0 to this value. Any other value is an error of the launch.
+    Word(Expr),
+    /// `count(E[a..b] in lo..hi)`: the number of words in a range.
+    Count(WordRange),
+    /// `position(j of E[a..b] in lo..hi)`: the position of the j-th of these words, counted from 0, among all of them.
+    Position(Expr, WordRange),
+}
+
+/// `in from..to`, `not in from..to`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WordRange {
+    /// Whether words of the range are meant, or all others.
+    pub inside: bool,
+    /// Least value of the range.
+    pub from: Expr,
+    /// Its end, exclusive.
+    pub to: Expr,
+}
+
+impl DeviceValue {
+    /// The expressions that it depends on, apart from those of its place.
+    pub(crate) fn expressions(&self) -> impl Iterator<Item = &Expr> {
+        let (first, range) = match &self.gives {
+            WordValue::Word(most) => (Some(most), None),
+            WordValue::Count(range) => (None, Some(range)),
+            WordValue::Position(number, range) => (Some(number), Some(range)),
+        };
+        let range = range.into_iter().flat_map(|it| [&it.from, &it.to]);
+        first.into_iter().chain(range)
+    }
+}
+
+/// An integer that is stored.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct IntegerStore {
+    /// Destination: one element.
+    pub target: Place,
+    /// The integer.
+    pub value: Expr,
 }
 
 /// Launch arguments that ranks compare.

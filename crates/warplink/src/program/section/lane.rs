@@ -40,10 +40,19 @@ pub enum LaneStepKind {
     Value {
         /// Number of earlier reads of the lane in the launch.
         number: usize,
-        /// The word.
+        /// The word, or the words that are matched.
         source: Part,
+        /// The words that are looked for; `None` for the value of the single word.
+        matching: Option<Matching>,
         /// Largest value; the least is 0.
         most: i64,
+    },
+    /// Stores an integer.
+    Store {
+        /// The integer.
+        value: i64,
+        /// Destination: one element.
+        target: Part,
     },
     /// Stores words as packets on another rank.
     Announce {
@@ -82,7 +91,7 @@ impl LaneStepKind {
         match self {
             Self::Move { sources, .. } => sources,
             Self::Value { source, .. } | Self::Agree { source, .. } => slice::from_ref(source),
-            Self::Announce { .. } | Self::Signal { .. } | Self::Wait(_) => &[],
+            Self::Store { .. } | Self::Announce { .. } | Self::Signal { .. } | Self::Wait(_) => &[],
         }
     }
 
@@ -90,7 +99,7 @@ impl LaneStepKind {
     pub fn targets(&self) -> &[Part] {
         match self {
             Self::Move { targets, .. } => targets,
-            Self::Announce { target, .. } => slice::from_ref(target),
+            Self::Store { target, .. } | Self::Announce { target, .. } => slice::from_ref(target),
             Self::Value { .. } | Self::Agree { .. } | Self::Signal { .. } | Self::Wait(_) => &[],
         }
     }
@@ -104,9 +113,40 @@ impl LaneStepKind {
     pub const fn awaits(&self) -> Option<Rank> {
         match self {
             Self::Wait(peer) | Self::Agree { peer, .. } => Some(*peer),
-            Self::Move { .. } | Self::Value { .. } => None,
+            Self::Move { .. } | Self::Value { .. } | Self::Store { .. } => None,
             Self::Announce { .. } | Self::Signal { .. } => None,
         }
+    }
+}
+
+/// Words that a lane looks for among several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Matching {
+    /// Whether words of the range are meant, or all others.
+    pub inside: bool,
+    /// Least value of the range.
+    pub from: i64,
+    /// Its end, exclusive.
+    pub to: i64,
+    /// The number of the word whose position is the result; `None` if the result is the number of words.
+    pub nth: Option<i64>,
+}
+
+impl Matching {
+    /// Whether a word is one of them.
+    pub const fn holds(&self, word: i64) -> bool {
+        (self.from <= word && word < self.to) == self.inside
+    }
+
+    /// The result for these words; -1 if there is no such word.
+    pub fn of(&self, words: impl IntoIterator<Item = i64>) -> i64 {
+        let words = words.into_iter().enumerate();
+        let mut matching = words.filter(|(_, word)| self.holds(*word));
+        let Some(nth) = self.nth else {
+            return matching.count() as i64;
+        };
+        let found = usize::try_from(nth).ok().and_then(|nth| matching.nth(nth));
+        found.map_or(-1, |(position, _)| position as i64)
     }
 }
 

@@ -40,10 +40,11 @@ pub(crate) use function::{RowOrder, RowValue};
 pub(crate) use instance::OperandMemory;
 pub use instance::{SectionInstance, SectionMemory, SectionTensor};
 pub use ir::{
-    Announcement, Application, DeviceValue, FunctionArgument, Move, Otherwise, Packing, Place,
-    Receiver, ReduceOperator, Scratch, Section, Source, Step, StepKind, Verb,
+    Announcement, Application, DeviceValue, FunctionArgument, IntegerStore, Move, Otherwise,
+    Packing, Place, Receiver, ReduceOperator, Scratch, Section, Source, Step, StepKind, Verb,
+    WordRange, WordValue,
 };
-pub use lane::{LaneStep, LaneStepKind, Part};
+pub use lane::{LaneStep, LaneStepKind, Matching, Part};
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
 pub(crate) use names::FreeNames;
 pub(crate) use period::period;

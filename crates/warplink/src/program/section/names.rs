@@ -108,7 +108,9 @@ impl<'s> Visitor<'s> for FreeNames {
         self.read.insert(it.name.clone());
         self.values.insert(it.place.tensor.name.clone());
         self.place(&it.place);
-        self.expression(&it.most, ExprUse::Bound);
+        for expression in it.expressions() {
+            self.expression(expression, ExprUse::Bound);
+        }
     }
 
     fn row(&mut self, words: &'s str, index: &'s Expr) {

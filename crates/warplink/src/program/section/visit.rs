@@ -74,7 +74,9 @@ pub(crate) trait Visitor<'s>: Sized {
     /// Binds an integer that is read from memory.
     fn device_value(&mut self, it: &'s DeviceValue) {
         self.place(&it.place);
-        self.expression(&it.most, ExprUse::Bound);
+        for expression in it.expressions() {
+            self.expression(expression, ExprUse::Bound);
+        }
     }
 
     fn body(&mut self, steps: &'s [Step]) {

@@ -30,7 +30,8 @@
 //!             "return" value {"," value} "}"           a function of rows
 //!           | "kernel" NAME "in" "0" ".." integer "threads" integer "{" {step separator} "}"
 //!           | "inout" NAME "=" tensor
-//!           | "let" NAME "=" input "at" "most" integer  an integer in an input, for "expect" behind it
+//!           | "let" NAME "=" words                     integers in an input, for "expect" behind it; see
+//!                                                      `text/value.rs`
 //!           | "expect" tensor "=" ("copy" "(" input ")" | term
 //!                        | operator "(" term [each] {"," term [each]} ")"
 //!                        | "reduce" "(" term [each] {"," term [each]} "," (operator | NAME) ")") ["+" input]
@@ -92,6 +93,7 @@ mod reference;
 mod section;
 mod share;
 mod token;
+mod value;
 
 pub use print::summary;
 
@@ -114,7 +116,7 @@ pub const MAX_BLOCK_DEPTH: usize = 32;
 const MAX_SHOWN: usize = 160;
 
 /// Reserved words outside of kernels, which cannot be names.
-const RESERVED: [&str; 63] = [
+const RESERVED: [&str; 64] = [
     "program",
     "require",
     "input",
@@ -174,6 +176,7 @@ const RESERVED: [&str; 63] = [
     "among",
     "part",
     "scratch",
+    "integer",
     "kernel",
     "epoch",
     "on",

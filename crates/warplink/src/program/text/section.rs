@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! step      = "let" NAME "=" (integer | tensor) | "for" … | "if" …
-//!           | "let" NAME "=" place "at" "most" integer  an integer in memory
+//!           | "let" NAME "=" words                     an integer in memory; see `text/value.rs`
+//!           | place "=" "integer" "(" integer ")"      stores an integer
 //!           | "put" tensor "to" place | "get" place "to" tensor
 //!           | place [each] {"," place [each]} "=" ("copy" "(" source ")"
 //!             | "reduce" "(" source [each] {"," source [each]} "," (operator | NAME) ")")
@@ -26,7 +27,7 @@ use crate::named::listed;
 use crate::program::construct::{Each, NodeKind};
 use crate::program::expr::Expr;
 use crate::program::section::{
-    Announcement, Application, DeviceValue, FunctionArgument, Move, Otherwise, Packing, Place,
+    Announcement, Application, FunctionArgument, IntegerStore, Move, Otherwise, Packing, Place,
     Receiver, ReduceOperator, Scratch, Section, Source, StepKind, Verb,
 };
 use std::fmt::{self, Display, Formatter};
@@ -152,29 +153,6 @@ impl Parser<'_> {
         }))
     }
 
-    /// Whether `let n =` is followed by a value from memory: its line contains `at most`.
-    pub(super) fn reads_value(&self) -> bool {
-        let ends = |token: &Token<'_>| {
-            matches!(token.kind, TokenKind::LineEnd | TokenKind::End) || token.text == ";"
-        };
-        let mut line = (0..).take_while(|ahead| !ends(&self.peek_at(*ahead)));
-        line.any(|ahead| (self.peek_at(ahead).text, self.peek_at(ahead + 1).text) == ("at", "most"))
-    }
-
-    /// `n = C[rank] at most rows`.
-    pub(super) fn device_value(&mut self) -> Parsed<DeviceValue> {
-        let name = self.name("the name to bind")?;
-        self.expect("=")?;
-        let place = self.place()?;
-        self.expect("at")?;
-        if self.peek().text != "most" {
-            return Err(self.expected("'most'"));
-        }
-        self.at += 1;
-        let most = self.integer()?;
-        Ok(DeviceValue { name, place, most })
-    }
-
     /// `n, root in C[slot]`, `n, root with X, Y in C[slot]`; then maybe `to p, q`, where it `announces`.
     fn announcement(&mut self, announces: bool) -> Parsed<Announcement> {
         let mut values = vec![self.integer()?];
@@ -224,10 +202,25 @@ impl Parser<'_> {
         {
             return Ok(StepKind::Apply(self.applied(results)?));
         }
-        let (Some(targets), true) = (results.pop(), results.is_empty()) else {
+        let (Some(mut targets), true) = (results.pop(), results.is_empty()) else {
             let message = "a function of rows alone has several results".to_owned();
             return Err(self.wrong(first, message));
         };
+        if self.take("integer") {
+            self.expect("(")?;
+            let value = self.integer()?;
+            self.expect(")")?;
+            return match (targets.pop(), targets.is_empty()) {
+                (Some(Each { item, over: None }), true) => Ok(StepKind::Store(IntegerStore {
+                    target: item,
+                    value,
+                })),
+                _ => {
+                    let message = "an integer is stored in one target; expected a loop for several";
+                    Err(self.wrong(first, message.to_owned()))
+                }
+            };
+        }
         if self.take("copy") {
             self.expect("(")?;
             let source = self.source()?;
@@ -243,7 +236,7 @@ impl Parser<'_> {
             }));
         }
         if !self.take("reduce") {
-            return Err(self.expected("copy, reduce or a function of rows"));
+            return Err(self.expected("copy, reduce, integer or a function of rows"));
         }
         let (sources, operator) = self.reduced()?;
         Ok(StepKind::Move(Move {
@@ -363,7 +356,7 @@ impl Parser<'_> {
         Ok(Receiver { rank, lane })
     }
 
-    fn place(&mut self) -> Parsed<Place> {
+    pub(super) fn place(&mut self) -> Parsed<Place> {
         let tensor = self.selected()?;
         let on = self.take("on").then(|| self.integer()).transpose()?;
         Ok(Place { tensor, on })
@@ -427,18 +420,12 @@ impl Action for StepKind {
             StepKind::Move(step) => step.fmt(f),
             StepKind::Apply(it) => it.fmt(f),
             StepKind::Value(it) => it.fmt(f),
+            StepKind::Store(it) => write!(f, "{} = {}({})", it.target, self.word(), it.value),
             StepKind::Signal(list) => write!(f, "{} {}", self.word(), List(list)),
             StepKind::Wait(list) => write!(f, "{} {}", self.word(), List(list)),
             StepKind::Barrier => f.write_str(self.word()),
             StepKind::Announce(it) | StepKind::Agree(it) => write!(f, "{} {it}", self.word()),
         }
-    }
-}
-
-impl Display for DeviceValue {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Self { name, place, most } = self;
-        write!(f, "let {name} = {place} at most {most}")
     }
 }
 

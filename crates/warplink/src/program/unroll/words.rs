@@ -14,12 +14,12 @@ use crate::program::expr::Expr;
 use crate::program::ir::{Program, StatementKind};
 use crate::program::parameters::Parameters;
 use crate::program::rank_program::{Expected, InputPart};
-use crate::program::section::{DeviceValue, Place, VALUE_TYPES};
+use crate::program::section::{DeviceValue, Matching, Place, VALUE_TYPES, WordRange, WordValue};
 use std::cell::Cell;
 use std::sync::Arc;
 
-/// Reads an element of an input as an integer; an error says why it cannot.
-pub(in crate::program) type ReadInput<'v> = dyn Fn(&InputPart) -> Result<i64, String> + 'v;
+/// Reads elements of an input as integers; an error says why it cannot.
+pub(in crate::program) type ReadInput<'v> = dyn Fn(&InputPart) -> Result<Vec<i64>, String> + 'v;
 
 /// Integers of inputs that are read.
 #[derive(Default)]
@@ -66,17 +66,29 @@ pub(in crate::program) fn expected_of(
 }
 
 impl<'p> Unroller<'p> {
-    /// `let m = C[rank] on r at most rows`.
+    /// `let m = C[rank] on r at most rows`, `let m = count(E on r in lo..hi)`.
     pub(super) fn input_value(&mut self, it: &'p DeviceValue) -> Result<(), Diagnostic> {
-        let most = self.integer(&it.most)?;
-        if most < 0 {
-            let message = format!("{} is {most}; expected at least 0", it.most);
-            return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
-        }
         // The caller states expected values of its own tensors.
-        let value = match self.called.lent {
-            Some(_) => 0,
-            None => self.word(&it.place, most)?,
+        let is_lent = self.called.lent.is_some();
+        let value = match &it.gives {
+            WordValue::Word(most) => {
+                let limit = self.integer(most)?;
+                if limit < 0 {
+                    let message = format!("{most} is {limit}; expected at least 0");
+                    return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
+                }
+                if is_lent {
+                    0
+                } else {
+                    self.word(&it.place, limit)?
+                }
+            }
+            _ if is_lent => 0,
+            WordValue::Count(range) => self.matched(&it.place, range, None)?,
+            WordValue::Position(number, range) => {
+                let number = self.integer(number)?;
+                self.matched(&it.place, range, Some(number))?
+            }
         };
         self.bind(&it.name, Bound::Integer(value))?;
         self.words.bound += 1;
@@ -138,9 +150,50 @@ impl<'p> Unroller<'p> {
             return Ok(most);
         };
         let wrong = |message| self.diagnostic(DiagnosticKind::Expectation, message);
-        let value = read(&operand).map_err(wrong)?;
+        let words = read(&operand).map_err(wrong)?;
+        let value = words.first().copied().unwrap_or(0);
         if !(0..=most).contains(&value) {
             return Err(wrong(format!("{place} is {value}; expected 0 to {most}")));
+        }
+        Ok(value)
+    }
+
+    /// The number of words of an input in a range, or the position of one of them; the greatest where inputs are not
+    /// known.
+    fn matched(
+        &self,
+        place: &Place,
+        range: &WordRange,
+        nth: Option<i64>,
+    ) -> Result<i64, Diagnostic> {
+        let matching = Matching {
+            inside: range.inside,
+            from: self.integer(&range.from)?,
+            to: self.integer(&range.to)?,
+            nth,
+        };
+        let (view, operand) = self.input_at(place)?;
+        if view.range().is_none() || !VALUE_TYPES.contains(&view.dtype) {
+            let message = format!(
+                "{place} is of {}; expected contiguous integers of {}",
+                view.dtype,
+                alternatives(&VALUE_TYPES)
+            );
+            return Err(self.diagnostic(DiagnosticKind::Mismatch, message));
+        }
+        self.words.are_read.set(true);
+        let elements = view.elements();
+        let Some(read) = self.words.known else {
+            let most = elements - usize::from(nth.is_some()).min(elements);
+            return Ok(most as i64);
+        };
+        let wrong = |message| self.diagnostic(DiagnosticKind::Expectation, message);
+        let value = matching.of(read(&operand).map_err(wrong)?);
+        if value < 0 {
+            let number = nth.unwrap_or_default();
+            return Err(wrong(format!(
+                "word {number} of {place} {range} is not there"
+            )));
         }
         Ok(value)
     }

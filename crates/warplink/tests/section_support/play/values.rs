@@ -1,6 +1,7 @@
 //! Integers that lanes read, on which their further steps depend.
 
-use super::super::stage::{Act, Read, Steps};
+use super::super::read::Read;
+use super::super::stage::{Act, Steps};
 use super::{Play, StepId};
 use crate::program_support::interpreter::Fault;
 use std::rc::Rc;
@@ -24,20 +25,28 @@ impl Play<'_> {
 
     /// Reads an integer on which the lane's further steps depend; `false` where its packet is not there.
     pub(super) fn read_value(&mut self, id: StepId, read: &Read) -> bool {
-        let (cell, _) = self.memory.cell(&read.word, 0);
-        while let Some(own) = self.own_store(id, &read.word, cell) {
-            self.land(id.rank, id.lane, own);
-        }
         let flag = id.launch as u64 + 1;
-        if self.memory.packet(&read.word) > 0 && self.memory.flag(&read.word, cell) != flag {
-            return false;
+        for element in 0..read.word.elements {
+            let (cell, _) = self.memory.cell(&read.word, element);
+            while let Some(own) = self.own_store(id, &read.word, cell) {
+                self.land(id.rank, id.lane, own);
+            }
+            if self.memory.packet(&read.word) > 0 && self.memory.flag(&read.word, cell) != flag {
+                return false;
+            }
         }
-        let by = (id.by(0, 0), id.rank, id.launch);
-        let of = (read.word.rank, read.word.memory, read.word.from);
-        let value = match self.memory.load(by, &read.word, 0) {
-            value if value.is_nan() => self.stage.choice.left_behind((id.launch, of), read.most),
-            value => value as i64,
-        };
+        let mut words = Vec::with_capacity(read.word.elements);
+        for element in 0..read.word.elements {
+            let by = (id.by(element, 0), id.rank, id.launch);
+            let of = (read.word.rank, read.word.memory, read.word.from + element);
+            words.push(match self.memory.load(by, &read.word, element) {
+                value if value.is_nan() => {
+                    self.stage.choice.left_behind((id.launch, of), read.most)
+                }
+                value => value as i64,
+            });
+        }
+        let value = read.result(&words);
         let lane = &mut self.lanes[id.rank][id.lane];
         lane.read.truncate(read.number);
         lane.read.push(value);

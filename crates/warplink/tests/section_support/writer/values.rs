@@ -180,4 +180,102 @@ impl Writer<'_> {
             self.line("barrier");
         }
     }
+
+    /// A lane's piece of `words` words, from `from{number}` to `to{number}`; and how many before it and in it are in a range.
+    fn matched_piece(&mut self, number: usize, words: usize) -> &'static str {
+        let range = ["in 0..2", "in 0..1", "in 1..3", "not in 0..2"][self.random.below(4)];
+        let before = ["0..from", "0..from", "0..from", "0..to", "from..to"][self.random.below(5)];
+        let longer = usize::from(self.random.chance(6));
+        for line in [
+            format!("let share{number} = ({words} + lanes - 1) / lanes"),
+            format!("let from{number} = min(lane * share{number}, {words})"),
+            format!("let to{number} = min(from{number} + share{number} + {longer}, {words})"),
+            format!(
+                "let before{number} = count(E{number}[{}] {range})",
+                before
+                    .replace("from", &format!("from{number}"))
+                    .replace("to", &format!("to{number}"))
+            ),
+            format!("let own{number} = count(E{number}[from{number}..to{number}] {range})"),
+        ] {
+            self.line(line);
+        }
+        range
+    }
+
+    /// Rows of the words in a range, in order, here or at the next rank, and where each is.
+    pub(super) fn matched_rows(&mut self) {
+        let number = self.pieces;
+        let words = 2 + self.random.below(3);
+        for line in [
+            format!("input E{number}: i32[{words}]"),
+            format!("output G{number}: T[{words}, n]"),
+            format!("output P{number}: i32[{words}]"),
+        ] {
+            self.declare(line);
+        }
+        let range = self.matched_piece(number, words);
+        let far = self.random.chance(2);
+        if far {
+            self.barrier();
+        }
+        self.line(format!("for j in 0..own{number} {{"));
+        self.line(format!(
+            "let s = position(j of E{number}[from{number}..to{number}] {range})"
+        ));
+        let on = if far { " on next" } else { "" };
+        self.line(if far {
+            format!("put W[s % world] to G{number}[before{number} + j] on next")
+        } else {
+            format!("G{number}[before{number} + j] = copy(W[s % world])")
+        });
+        let place = ["from{} + s", "from{} + s", "before{} + j", "s"][self.random.below(4)];
+        let place = place.replace("{}", &number.to_string());
+        self.line(format!(
+            "P{number}[{place}]{on} = integer(before{number} + j)"
+        ));
+        self.line("}");
+        if far {
+            self.barrier();
+        }
+    }
+
+    /// A message of the rows that words in a range name, behind how many there are.
+    pub(super) fn matched_message(&mut self) {
+        let (number, packing) = (self.pieces, self.packing());
+        let (slots, slot, barrier) = self.slots(2);
+        let words = 1 + self.random.below(3);
+        for line in [
+            format!("input E{number}: i32[lanes, {words}]"),
+            format!("output G{number}: T[lanes, {words}, n]"),
+            format!("scratch H{number}: packets16 i32[{slots}, lanes, 1]"),
+            format!("scratch R{number}: {packing} T[{slots}, lanes, {words}, n]"),
+        ] {
+            self.declare(line);
+        }
+        let range = ["in 0..2", "in 1..2", "not in 0..1"][self.random.below(3)];
+        self.line(format!("let own{number} = count(E{number}[lane] {range})"));
+        let said = ["own{}", "own{}", "own{}", "min(own{} + 1, 1)"][self.random.below(4)];
+        let said = said.replace("{}", &number.to_string());
+        self.line(format!(
+            "H{number}[{slot}][lane][0] on next = integer({said})"
+        ));
+        self.line(format!("for j in 0..own{number} {{"));
+        self.line(format!("let s = position(j of E{number}[lane] {range})"));
+        self.line(format!(
+            "put W[s % world] to R{number}[{slot}][lane][j] on next"
+        ));
+        self.line("}");
+        self.line(format!(
+            "let came{number} = H{number}[{slot}][lane][0] at most {words}"
+        ));
+        self.line(format!("for j in 0..came{number} {{"));
+        self.line(format!(
+            "G{number}[lane][j] = copy(R{number}[{slot}][lane][j])"
+        ));
+        self.line("}");
+        if barrier {
+            self.line("barrier");
+        }
+    }
 }

@@ -1,5 +1,5 @@
-//! Messages of rows by index, whose number device memory has, for experts: by the kernel `kernels/messages.cu`, which
-//! documents the protocol, and by its counterpart for the host device.
+//! Messages by the kernel `kernels/messages.cu`, which documents the protocol, where programs do not send them: also of rows
+//! by index, whose number device memory has, for experts.
 //!
 //! Both ends state their lengths and compare them before data is written to its destination, so a mismatch is
 //! detected at both. The first bytes of a lane are packets in slots that alternate by message, so the sender
@@ -7,12 +7,8 @@
 //! otherwise goes through chunks of the workspace. A lane's slot follows from its message count, which both
 //! ends track, and every signal is consumed within its message.
 //!
-//! | module | subject |
-//! |---|---|
-//! | `table` | encoding of a launch's messages for the kernel |
-//! | `lane` | one lane of a message on the host device |
+//! `table` encodes the messages of a launch for the kernel.
 
-mod lane;
 mod table;
 
 use super::{Shape, THREADS, difference};
@@ -24,7 +20,6 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 use crate::program::execute::{Announced, Published, RankContext, SharedWorkspace};
 use crate::program::section::WorkspaceLayout;
-use lane::Ends;
 use std::sync::atomic::{AtomicBool, Ordering};
 pub(in crate::collective) use table::{Count, Entry};
 use table::{LINE_DATA, SLOT_BYTES, Table};
@@ -116,18 +111,8 @@ impl RowMessages {
         let notes = [&waiting, &verdicts];
         let table = Table::new(&shape, &workspaces, &signals, notes, tables.address());
         let own = signals[shape.rank].clone();
-        let ends = Ends {
-            shape,
-            workspaces,
-            signals,
-            waiting: waiting.clone(),
-            tables: tables.clone(),
-            stored: workspace.direct_word()?,
-            fault: context.fault.clone(),
-        };
         let source = ModuleSource::new("messages")
-            .with_cuda(include_str!("../../../../kernels/messages.cu"))
-            .with_host_lanes(KERNEL, shape.world, ends);
+            .with_cuda(include_str!("../../../../kernels/messages.cu"));
         // SAFETY: the kernel accesses the workspaces within their shape, and the memory of a launch's messages within
         // the lengths in the table.
         let loaded = unsafe { context.device.load_module(&source) };

@@ -10,17 +10,11 @@ use crate::program::execute::Published;
 /// Maximum messages of a launch.
 pub(super) const MAX_MESSAGES: usize = 64;
 
-/// Size of a header, and of its slot, which also holds the encoding of the tail.
-pub(super) const HEADER_BYTES: usize = 32;
+/// Size of a header's slot, which also holds the encoding of the tail.
 pub(super) const SLOT_BYTES: usize = 128;
 
 /// Data bytes of a 128-byte packet.
 pub(super) const LINE_DATA: usize = 120;
-
-/// Number of chunks of a lane's data, reduced if they would exceed their space or be shorter than
-/// `LEAST_CHUNK`.
-pub(super) const CHUNKS: usize = 4;
-pub(super) const LEAST_CHUNK: usize = 16 << 10;
 
 /// Words before the messages, and words of each message.
 const FIXED_WORDS: usize = 2 * MAX_DIRECT_RANKS + 11;
@@ -198,57 +192,4 @@ impl Table {
         }
         Ok((words, blocks as u32))
     }
-}
-
-/// A message decoded from the words of a launch.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Decoded {
-    pub(super) peer: Rank,
-    pub(super) direction: Direction,
-    pub(super) lanes: usize,
-    pub(super) first: usize,
-    pub(super) bytes: usize,
-    pub(super) unit: usize,
-    /// Whether the count is stored rather than read.
-    pub(super) tells: bool,
-    /// Whether it has 64 bits.
-    pub(super) wide: bool,
-    /// Indices of data, count and index in the launch's memory.
-    pub(super) memory: (usize, Option<usize>, Option<usize>),
-    /// Published location of the receive buffer.
-    pub(super) published: Option<Published>,
-}
-
-/// Decodes the messages of a launch.
-pub(super) fn decode(words: &[u64]) -> Vec<Decoded> {
-    let count = words.get(COUNT).map_or(0, |count| *count as usize);
-    let messages = words.get(FIXED_WORDS..).unwrap_or_default();
-    let mut next = 0;
-    let mut number = || {
-        next += 1;
-        next - 1
-    };
-    let messages = messages.chunks_exact(MESSAGE_WORDS).take(count);
-    messages
-        .map(|words| Decoded {
-            peer: (words[0] & 0xff) as usize,
-            direction: if words[0] & RECEIVES == 0 {
-                Direction::Send
-            } else {
-                Direction::Receive
-            },
-            lanes: (words[0] >> 16 & 0xffff) as usize,
-            first: (words[0] >> 32) as usize,
-            bytes: words[2] as usize,
-            unit: words[3] as usize,
-            tells: words[0] & TELLS != 0,
-            wide: words[0] & WIDE != 0,
-            memory: (
-                number(),
-                (words[4] != 0).then(&mut number),
-                (words[5] != 0).then(&mut number),
-            ),
-            published: Published::of_word(words[6]),
-        })
-        .collect()
 }

@@ -232,6 +232,22 @@ impl Lane<'_> {
             LaneStepKind::Value { number, .. } if self.values.contains_key(number) => {
                 return Ok(());
             }
+            LaneStepKind::Value {
+                number,
+                source,
+                matching: Some(matching),
+                ..
+            } => {
+                let value = self.word(source, Some(*matching))?;
+                self.values.insert(*number, value);
+                return Ok(());
+            }
+            LaneStepKind::Store { value, target } => {
+                let dtype = self.section.tensors[target.tensor].dtype;
+                let operand = self.operand(target, &(0..1))?;
+                let bytes = value.to_le_bytes();
+                return self.store(target, &operand, &bytes[..dtype.size().min(bytes.len())]);
+            }
             LaneStepKind::Value { number, source, .. } => {
                 let operand = self.operand(source, &(0..1))?;
                 let dtype = self.section.tensors[source.tensor].dtype;

@@ -3,7 +3,7 @@
 use super::{Lane, internal};
 use crate::error::{Error, Result};
 use crate::program::execute::row_values::integer;
-use crate::program::section::{LaneStep, Part};
+use crate::program::section::{LaneStep, Matching, Part};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ impl Lane<'_> {
             if !follows && !section.is_constant(&word.part) {
                 return None;
             }
-            let value = self.word(&word.part).ok()?;
+            let value = self.word(&word.part, word.matching).ok()?;
             if follows {
                 following.set(word.step + 1);
                 ahead.borrow_mut().insert(word.number, value);
@@ -37,17 +37,21 @@ impl Lane<'_> {
         })
     }
 
-    /// An integer in memory, or that the launch carries.
-    fn word(&self, word: &Part) -> Result<i64> {
+    /// An integer in memory or that the launch carries, or what words in memory give.
+    pub(super) fn word(&self, word: &Part, matching: Option<Matching>) -> Result<i64> {
         if self.section.carried == Some(word.tensor) {
             let carried = self.input.carried.get(word.offset).copied();
             let carried = carried.ok_or_else(|| internal("a launch carries too few words"))?;
             return Ok(carried as i64);
         }
-        let operand = self.operand(word, &(0..1))?;
+        let operand = self.operand(word, &(0..word.elements))?;
         let dtype = self.section.tensors[word.tensor].dtype;
-        let mut bytes = Vec::with_capacity(dtype.size());
+        let mut bytes = Vec::with_capacity(word.elements * dtype.size());
         self.block.load_into(&operand.memory, &mut bytes)?;
-        Ok(integer(dtype, &bytes))
+        let words = bytes.chunks_exact(dtype.size());
+        Ok(matching.map_or_else(
+            || integer(dtype, &bytes),
+            |matching| matching.of(words.map(|word| integer(dtype, word))),
+        ))
     }
 }

@@ -42,7 +42,7 @@ pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barrier
             scope: constants.clone(),
             aliases: HashMap::new(),
             accesses: Vec::new(),
-            applied: None,
+            by_thread: None,
             pending: BTreeSet::new(),
             barriers: barriers.clone(),
             steps: 0,
@@ -78,7 +78,7 @@ struct StepAccess {
     rank: Option<i64>,
     selected: Selected,
     writes: bool,
-    /// The step and the number of its access, for a whole row or value that a function of rows is stored in.
+    /// The step and the number of its access, if the same thread stores an element in each execution.
     stored: Option<(usize, usize)>,
 }
 
@@ -131,8 +131,8 @@ struct HazardWalk<'s> {
     aliases: HashMap<&'s str, (usize, Selected)>,
     /// Accesses of the current step.
     accesses: Vec<StepAccess>,
-    /// The current step, if it applies a function of rows.
-    applied: Option<usize>,
+    /// The current step, if the same thread stores an element in each execution.
+    by_thread: Option<usize>,
     /// Accesses since the last barrier.
     pending: BTreeSet<StepAccess>,
     barriers: Barriers,
@@ -175,7 +175,7 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
             self.pending.clear();
             return;
         }
-        self.applied = kind.applies().then(|| id(step));
+        self.by_thread = kind.stores_by_thread().then(|| id(step));
         kind.visit(self);
         let accesses = std::mem::take(&mut self.accesses);
         self.looks += self.pending.len() * accesses.len();
@@ -295,7 +295,7 @@ impl<'s> HazardWalk<'s> {
             let mut selections = place.tensor.selections.iter();
             let whole = selections.all(|it| matches!(it, Selection::Index(_)))
                 && !self.aliases.contains_key(place.tensor.name.as_str());
-            let stored = self.applied.filter(|_| writes && whole);
+            let stored = self.by_thread.filter(|_| writes && whole);
             let stored = stored.map(|step| (step, self.accesses.len()));
             self.note(operand, place.on.as_ref(), (writes, stored));
         }

@@ -244,6 +244,7 @@ impl<'s> Resolver<'s> {
             StepKind::Move(it) => self.movement(it)?,
             StepKind::Apply(it) => self.applied(it)?,
             StepKind::Value(it) => self.value(it)?,
+            StepKind::Store(it) => self.store(it)?,
             StepKind::Signal(receivers) => self.each(receivers, |resolver, receiver| {
                 let peer = resolver.rank(&receiver.rank)?;
                 let lane = resolver.lane(receiver.lane.as_ref())?;

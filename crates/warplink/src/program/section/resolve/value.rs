@@ -7,25 +7,29 @@ use crate::program::construct::{Selection, TensorRef};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::expr::Expr;
 use crate::program::section::SectionInstance;
-use crate::program::section::ir::DeviceValue;
-use crate::program::section::lane::{LaneStepKind, Part};
+use crate::program::section::ir::{
+    DeviceValue, IntegerStore, Step, StepKind, WordRange, WordValue,
+};
+use crate::program::section::lane::{LaneStepKind, Matching, Part};
 use crate::program::section::view::View;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 use std::sync::Arc;
 
 /// Element types of words that lanes read.
 pub(crate) const VALUE_TYPES: [DType; 3] = [DType::I32, DType::I64, DType::U32];
 
-/// A word of memory that a lane reads as an integer.
+/// A word of memory that a lane reads as an integer, or words of which it looks for some.
 #[derive(Clone, Copy, Debug)]
 pub struct ReadWord {
     /// Number of earlier reads of the lane in the launch.
     pub number: usize,
     /// Index of the read among the lane's steps.
     pub step: usize,
-    /// The word.
+    /// The word, or several if they are matched.
     pub part: Part,
+    /// The words that are looked for; `None` for the value of the single word.
+    pub matching: Option<Matching>,
     /// The largest value that the lane expects.
     pub most: i64,
 }
@@ -90,15 +94,24 @@ impl<'s> Resolver<'s> {
         self.view(reference)
     }
 
-    /// `let n = C[rank] at most rows`.
+    /// `let n = C[rank] at most rows`, `let n = count(E[a..b] in lo..hi)`.
     pub(super) fn value(&mut self, it: &'s DeviceValue) -> Resolved<()> {
-        let most = self.integer(&it.most)?;
-        if most < 0 {
-            let message = format!("{} is {most}; expected at least 0", it.most);
-            return Err(self.wrong(DiagnosticKind::OutOfBounds, message));
-        }
-        let word = self.operand(&it.place)?;
-        let value = self.read(&it.place, word.part, word.single, most)?;
+        let value = match &it.gives {
+            WordValue::Word(most) => {
+                let limit = self.integer(most)?;
+                if limit < 0 {
+                    let message = format!("{most} is {limit}; expected at least 0");
+                    return Err(self.wrong(DiagnosticKind::OutOfBounds, message));
+                }
+                let word = self.operand(&it.place)?;
+                self.read(&it.place, word.part, word.single, limit)?
+            }
+            WordValue::Count(range) => self.matched(it, range, None)?,
+            WordValue::Position(number, range) => {
+                let number = self.integer(number)?;
+                self.matched(it, range, Some(number))?
+            }
+        };
         self.bind(&it.name)?;
         self.integers.push((&it.name, value));
         let known = self.site.indices.iter().cloned();
@@ -167,36 +180,147 @@ impl<'s> Resolver<'s> {
             );
             return Err(self.wrong(DiagnosticKind::Mismatch, message));
         }
-        self.step()?;
-        let (number, step) = (self.read, self.steps.len());
-        self.read += 1;
-        self.push(LaneStepKind::Value {
-            number,
-            source: part,
-            most,
-        });
-        let value = (self.values)(&ReadWord {
-            number,
-            step,
-            part,
-            most,
-        });
-        let value = value.ok_or(Stop::Unknown)?;
+        let value = self.known(part, None, most)?;
         if (0..=most).contains(&value) {
             return Ok(value);
         }
         let message = format!("{place} is {value}; expected 0 to {most}");
         Err(self.wrong(DiagnosticKind::OutOfBounds, message))
     }
+
+    /// The value of a read, once it is known.
+    fn known(&mut self, part: Part, matching: Option<Matching>, most: i64) -> Resolved<i64> {
+        self.step()?;
+        let (number, step) = (self.read, self.steps.len());
+        self.read += 1;
+        self.push(LaneStepKind::Value {
+            number,
+            source: part,
+            matching,
+            most,
+        });
+        let value = (self.values)(&ReadWord {
+            number,
+            step,
+            part,
+            matching,
+            most,
+        });
+        value.ok_or(Stop::Unknown)
+    }
+
+    /// The number of words in a range, or the position of one of them.
+    fn matched(&mut self, it: &DeviceValue, range: &WordRange, nth: Option<i64>) -> Resolved<i64> {
+        let matching = Matching {
+            inside: range.inside,
+            from: self.integer(&range.from)?,
+            to: self.integer(&range.to)?,
+            nth,
+        };
+        let words = self.operand(&it.place)?;
+        if !VALUE_TYPES.contains(&words.dtype) || self.packets(&words.part) {
+            let message = format!(
+                "words of {} are counted in {}; expected plain memory of {}",
+                words.dtype,
+                it.place,
+                alternatives(&VALUE_TYPES)
+            );
+            return Err(self.wrong(DiagnosticKind::Mismatch, message));
+        }
+        let elements = words.part.elements as i64;
+        let value = match (elements, nth) {
+            (0, None) => 0,
+            (0, Some(_)) => -1,
+            (_, None) => self.known(words.part, Some(matching), elements)?,
+            (_, Some(_)) => self.known(words.part, Some(matching), elements - 1)?,
+        };
+        if value >= 0 {
+            return Ok(value);
+        }
+        let message = format!(
+            "word {} of {} {range} is not there; expected a number below how many there are",
+            nth.unwrap_or_default(),
+            it.place
+        );
+        Err(self.wrong(DiagnosticKind::OutOfBounds, message))
+    }
+
+    /// `K[p] on q = integer(n + 1)`.
+    pub(super) fn store(&mut self, it: &'s IntegerStore) -> Resolved<()> {
+        let value = self.integer(&it.value)?;
+        let target = self.operand(&it.target)?;
+        let (dtype, place) = (target.dtype, &it.target);
+        if !target.single || !VALUE_TYPES.contains(&dtype) {
+            let message = format!(
+                "an integer is stored in {place}, of {dtype}; expected one element of {}",
+                alternatives(&VALUE_TYPES)
+            );
+            return Err(self.wrong(DiagnosticKind::Mismatch, message));
+        }
+        let fits = match dtype {
+            DType::I32 => i32::try_from(value).is_ok(),
+            DType::U32 => u32::try_from(value).is_ok(),
+            _ => true,
+        };
+        if !fits {
+            let message = format!("{value} is stored in {place}; expected what {dtype} can hold");
+            return Err(self.wrong(DiagnosticKind::OutOfBounds, message));
+        }
+        self.check_words(std::slice::from_ref(&target))?;
+        self.push(LaneStepKind::Store {
+            value,
+            target: target.part,
+        });
+        Ok(())
+    }
 }
 
 impl SectionInstance {
     /// Tensors whose words its lanes read as integers in the first launches of a period, each with the least of the
-    /// greatest values that they expect. What is wrong with the text is left to the verifier.
+    /// greatest values that they expect; of words that they only look for, the ends of all ranges are among them.
     pub(crate) fn value_bounds(&self) -> BTreeMap<usize, i64> {
-        let mut bounds = BTreeMap::new();
+        let (mut bounds, mut ends) = (BTreeMap::new(), BTreeMap::new());
+        self.each_read(|source, matching, most| match matching {
+            Some(Matching { to, .. }) => {
+                let end = ends.entry(source.tensor).or_insert(*to);
+                *end = (*to).max(*end);
+            }
+            None => {
+                let bound = bounds.entry(source.tensor).or_insert(most);
+                *bound = most.min(*bound);
+            }
+        });
+        for (tensor, end) in ends {
+            bounds.entry(tensor).or_insert(end.max(0));
+        }
+        bounds
+    }
+
+    /// Tensors of whose words its lanes look for some, and the values at the edges of the ranges.
+    pub(crate) fn matched(&self) -> (BTreeSet<usize>, BTreeSet<i64>) {
+        let (mut tensors, mut edges) = (BTreeSet::new(), BTreeSet::new());
+        let mut steps = Step::actions(&self.section.body);
+        let looks = |(_, kind): (_, &StepKind)| match kind {
+            StepKind::Value(it) => !matches!(it.gives, WordValue::Word(_)),
+            _ => false,
+        };
+        if !steps.any(looks) {
+            return (tensors, edges);
+        }
+        self.each_read(|source, matching, _| {
+            if let Some(Matching { from, to, .. }) = matching {
+                tensors.insert(source.tensor);
+                edges.extend([from.saturating_sub(1), *from, to.saturating_sub(1), *to]);
+            }
+        });
+        (tensors, edges)
+    }
+
+    /// Passes the words that lanes read in the first launches of a period. What is wrong with the text is left to the
+    /// verifier.
+    fn each_read(&self, mut with: impl FnMut(&Part, &Option<Matching>, i64)) {
         if self.read_as_values().is_empty() {
-            return bounds;
+            return;
         }
         // A bound may be what another value leaves.
         let valuations: [fn(&ReadWord) -> i64; 2] = [|_| 0, |word| word.most];
@@ -208,13 +332,17 @@ impl SectionInstance {
             for value in valuations {
                 let steps = self.steps_with(lane, epoch, &|word| Some(value(word)));
                 for step in steps.unwrap_or_default() {
-                    if let LaneStepKind::Value { source, most, .. } = step.kind {
-                        let bound = bounds.entry(source.tensor).or_insert(most);
-                        *bound = most.min(*bound);
+                    if let LaneStepKind::Value {
+                        source,
+                        matching,
+                        most,
+                        ..
+                    } = &step.kind
+                    {
+                        with(source, matching, *most);
                     }
                 }
             }
         }
-        bounds
     }
 }

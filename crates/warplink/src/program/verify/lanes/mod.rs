@@ -169,13 +169,11 @@ pub(super) fn persistent<'a>(
     Some(Diagnostic::at(DiagnosticKind::Malformed, at, message))
 }
 
-/// Union of the effects of two variants of a kernel.
+/// Effects of a kernel that has those of one variant or of another, depending on what it reaches.
 fn merge(mut all: Does, other: Does) -> Does {
     for (all, other) in all.iter_mut().zip(other) {
-        for access in other.accesses {
-            if !all.accesses.contains(&access) {
-                all.accesses.push(access);
-            }
+        if all.accesses != other.accesses {
+            all.accesses = either(&all.accesses, &other.accesses);
         }
         all.waits |= other.waits;
     }
@@ -240,7 +238,7 @@ pub(super) fn follow(
     let mut all: Option<Vec<Does>> = None;
     let (mut agreed, mut differing) = (HashSet::new(), Vec::new());
     for valuation in Valuation::of(sections.copied()) {
-        let (run, machine) = match simulate(*valuation) {
+        let (run, machine) = match simulate(valuation) {
             Ok(run) => run,
             Err(diagnostic) => {
                 diagnostics.add_made(diagnostic);
@@ -249,7 +247,7 @@ pub(super) fn follow(
         };
         agreed.extend(run.agreed());
         if run.words.are_read() && run.announcements.differ() {
-            differing.push((*valuation, run.differing()));
+            differing.push((valuation, run.differing()));
             continue;
         }
         report::report(&run, &machine, diagnostics);

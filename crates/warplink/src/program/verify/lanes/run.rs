@@ -226,9 +226,12 @@ impl<'a> LaneRun<'a> {
 
     /// Counts the steps of a lane that a rank launches against the limits.
     pub(super) fn count(&mut self, rank: Rank, steps: &[LaneStep]) -> Result<(), Diagnostic> {
-        let operands = steps
-            .iter()
-            .map(|step| step.kind.targets().len() + step.kind.sources().len());
+        // Each word that is looked at has a cost.
+        let words = |kind: &LaneStepKind| match kind {
+            LaneStepKind::Value { source, .. } => source.elements,
+            _ => kind.targets().len() + kind.sources().len(),
+        };
+        let operands = steps.iter().map(|step| words(&step.kind));
         // A lane without steps has a cost, too.
         let taken = 1 + steps.len() + operands.sum::<usize>();
         self.taken += taken;
@@ -437,10 +440,11 @@ impl Domain for LaneRun<'_> {
         if let LaneStepKind::Value {
             number,
             source,
+            matching,
             most,
         } = step
         {
-            self.read_value(actor, *number, source, *most);
+            self.read_value(actor, *number, (source, *matching, *most));
         }
         if self.words.are_read() {
             self.store_words(actor, step);

@@ -4,14 +4,21 @@
 //! same in a run, and a copy hands on the symbol of its source. Sections that read words are simulated under several
 //! valuations, which give each symbol a value: the edges of its range in all words, and mixtures of them that differ
 //! between ranks, words and launches.
+//!
+//! Words among which lanes look for some stand for any value: those at the edges of the ranges, in the same valuations. Their
+//! numbers and positions follow from these values, so that they are consistent wherever such a word, or a copy of it, is
+//! looked at. An integer that a lane stores has its value.
 
 use super::run::{LaneRun, RankMemory};
+use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::ir::Role;
 use crate::program::machine::Actor;
-use crate::program::section::{LaneStepKind, Part, ReadWord, SectionInstance, SectionMemory};
+use crate::program::section::{
+    LaneStepKind, Matching, Part, ReadWord, SectionInstance, SectionMemory,
+};
 use std::cell::RefCell;
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 /// Values that a simulation gives to the words that lanes read.
@@ -30,7 +37,12 @@ pub(in crate::program::verify) enum Valuation {
     Launches,
     /// Any edge for any word.
     Mixed(usize),
+    /// The greatest values, and for words among which lanes look for some, all the same edge of what they look for.
+    Matched(usize),
 }
+
+/// Maximum number of edges that are given to all such words.
+const MAX_EDGES: usize = 16;
 
 impl Valuation {
     /// Those under which a section that reads words is simulated.
@@ -57,28 +69,60 @@ impl Valuation {
 
     /// Those needed for some sections: a single one if none of them reads words.
     pub(in crate::program::verify) fn of<'a>(
-        mut sections: impl Iterator<Item = &'a SectionInstance>,
-    ) -> &'static [Self] {
-        let reads = sections.any(|section| !section.read_as_values().is_empty());
-        if reads { &Self::ALL } else { &Self::ALL[..1] }
+        sections: impl Iterator<Item = &'a SectionInstance> + Clone,
+    ) -> Vec<Self> {
+        let reads = |section: &SectionInstance| !section.read_as_values().is_empty();
+        if !sections.clone().any(reads) {
+            return vec![Self::ALL[0]];
+        }
+        let (_, edges) = matched(sections);
+        let edges = 0..edges.len().min(MAX_EDGES);
+        Self::ALL
+            .into_iter()
+            .chain(edges.map(Self::Matched))
+            .collect()
     }
 
     fn value(self, symbol: &Symbol, most: i64) -> i64 {
-        let edge = |number: u64| match number % 5 {
+        self.one_of(symbol, &|number| match number % 5 {
             0 => 0,
             1 => 1.min(most),
             2 => (most - 1).max(0),
             3 => most,
             _ => most / 2,
+        })
+    }
+
+    /// One of the values at the edges of what lanes look for.
+    fn among(self, symbol: &Symbol, values: &[i64]) -> i64 {
+        let last = values.len().saturating_sub(1);
+        let at = |number: u64| match (self, number) {
+            (Self::Mixed(_), number) => (number % values.len().max(1) as u64) as usize,
+            (Self::Matched(edge), _) => edge,
+            (_, number) => match number % 5 {
+                0 => 0,
+                1 => last.min(1),
+                2 => last.saturating_sub(1),
+                3 => last,
+                _ => last / 2,
+            },
         };
-        let last = |is: bool| if is { most } else { 0 };
+        self.one_of(symbol, &|number| {
+            values.get(at(number)).copied().unwrap_or(0)
+        })
+    }
+
+    /// The value with a number, which the valuation gives the symbol: 0 is the least, 3 the greatest.
+    fn one_of(self, symbol: &Symbol, numbered: &dyn Fn(u64) -> i64) -> i64 {
+        let last = |is: bool| numbered(if is { 3 } else { 0 });
         match self {
-            Self::Edge(number) => edge(number as u64),
+            Self::Edge(number) => numbered(number as u64),
             Self::Ranks(parity) => last(symbol.rank % 2 == parity),
             Self::Tensors(bit, value) => last(symbol.number() >> bit & 1 == value),
             Self::First => last(symbol.byte == 0),
-            Self::Launches => edge(hash(&symbol.launch)),
-            Self::Mixed(_) => edge(hash(&(self, symbol))),
+            Self::Launches => numbered(hash(&symbol.launch)),
+            Self::Mixed(_) => numbered(hash(&(self, symbol))),
+            Self::Matched(_) => last(true),
         }
     }
 }
@@ -92,6 +136,8 @@ struct Symbol {
     byte: usize,
     /// Step of the launch that computed it, if one did.
     step: Option<(u32, u32, u32)>,
+    /// The integer that the step stored, if it is known.
+    known: Option<i64>,
 }
 
 impl Symbol {
@@ -115,6 +161,9 @@ pub(super) struct ReadWords {
     read: HashSet<(Rank, SectionMemory)>,
     /// Symbols that steps have stored, and the launch of the last of them.
     stored: HashMap<(Rank, RankMemory, usize), (Symbol, u32)>,
+    /// Memory of each rank among whose words lanes look for some, and values at the edges of what they look for.
+    matched: HashSet<(Rank, RankMemory)>,
+    edges: Vec<i64>,
     /// Value of each symbol that was read.
     chosen: RefCell<HashMap<Symbol, i64>>,
     /// Values that lanes have read from memory that may change, by the number of the read.
@@ -124,16 +173,19 @@ pub(super) struct ReadWords {
 impl ReadWords {
     pub(super) fn new<'a>(
         valuation: Valuation,
-        sections: impl Iterator<Item = &'a SectionInstance>,
+        sections: impl Iterator<Item = &'a SectionInstance> + Clone,
     ) -> Self {
-        let read = sections.flat_map(|section| {
+        let read = sections.clone().flat_map(|section| {
             let tensors = section.read_as_values().into_iter();
             let memory = move |tensor: usize| section.tensors[tensor].memory;
             // A name may mean other tensors on other ranks, which all have sections here.
             tensors.map(move |tensor| (section.rank, memory(tensor)))
         });
+        let (matched, edges) = matched(sections.clone());
         Self {
             valuation,
+            matched,
+            edges,
             read: read.collect(),
             stored: HashMap::new(),
             chosen: RefCell::default(),
@@ -156,22 +208,55 @@ impl LaneRun<'_> {
         }
         let section = self.section(launch as usize, rank as Rank);
         let constant = section.is_constant(&word.part);
-        constant.then(|| self.valued(launch, &word.part, word.most))
+        constant.then(|| self.valued(launch, &word.part, word.matching, word.most))
     }
 
     /// Notes the value of a word at the step that reads it.
-    pub(super) fn read_value(&mut self, actor: Actor, number: usize, source: &Part, most: i64) {
-        let value = self.valued(actor.launch, source, most);
+    pub(super) fn read_value(
+        &mut self,
+        actor: Actor,
+        number: usize,
+        (source, matching, most): (&Part, Option<Matching>, i64),
+    ) {
+        let value = self.valued(actor.launch, source, matching, most);
         let lane = (actor.launch, actor.rank, actor.lane);
         let known = self.words.known.entry(lane).or_default();
         known.insert(number, value);
     }
 
-    fn valued(&self, launch: u32, word: &Part, most: i64) -> i64 {
+    fn valued(&self, launch: u32, source: &Part, matching: Option<Matching>, most: i64) -> i64 {
+        let Some(matching) = matching else {
+            return self.value_of(launch, source, Some(most));
+        };
+        let words = (0..source.elements).map(|element| source.piece(&(element..element + 1)));
+        matching.of(words.map(|word| self.value_of(launch, &word, None)))
+    }
+
+    /// Value of a word, at most `most` if nothing looks for words in its memory.
+    fn value_of(&self, launch: u32, word: &Part, most: Option<i64>) -> i64 {
         let symbol = self.symbol(launch, word);
-        let mut chosen = self.words.chosen.borrow_mut();
-        let value = || self.words.valuation.value(&symbol, most);
-        *chosen.entry(symbol).or_insert_with(value)
+        if let Some(known) = symbol.known {
+            return known;
+        }
+        let words = &self.words;
+        let value = || match most {
+            Some(most) if !words.matched.contains(&(symbol.rank, symbol.place)) => {
+                words.valuation.value(&symbol, most)
+            }
+            _ => {
+                let section = self.section(launch as usize, word.rank);
+                let edge = words.valuation.among(&symbol, &words.edges);
+                match section.tensors[word.tensor].dtype {
+                    DType::U32 => edge.max(0),
+                    _ => edge,
+                }
+            }
+        };
+        *words
+            .chosen
+            .borrow_mut()
+            .entry(symbol)
+            .or_insert_with(value)
     }
 
     /// Symbol of a word as it is now.
@@ -196,6 +281,7 @@ impl LaneRun<'_> {
             place,
             byte,
             step: None,
+            known: None,
         }
     }
 
@@ -214,6 +300,10 @@ impl LaneRun<'_> {
             } if sources.len() == 1 => sources.first(),
             _ => None,
         };
+        let known = match step {
+            LaneStepKind::Store { value, .. } => Some(*value),
+            _ => None,
+        };
         let mut stored = Vec::new();
         for target in step.targets().iter().filter(is_read) {
             for element in 0..target.elements {
@@ -230,6 +320,7 @@ impl LaneRun<'_> {
                         place,
                         byte: bytes.start,
                         step: Some((actor.rank, actor.lane, actor.step)),
+                        known,
                     },
                 };
                 stored.push(((word.rank, place, bytes.start), (symbol, actor.launch)));
@@ -237,6 +328,30 @@ impl LaneRun<'_> {
         }
         self.words.stored.extend(stored);
     }
+}
+
+/// Memory among whose words lanes look for some, and the values at the edges of what they look for. The greatest one, which is
+/// mostly outside, comes first, before the least one.
+fn matched<'a>(
+    sections: impl Iterator<Item = &'a SectionInstance>,
+) -> (HashSet<(Rank, RankMemory)>, Vec<i64>) {
+    let (mut memory, mut edges) = (HashSet::new(), BTreeSet::new());
+    for section in sections {
+        let (tensors, of_section) = section.matched();
+        edges.extend(of_section);
+        memory.extend(tensors.into_iter().filter_map(|tensor| {
+            match section.tensors[tensor].memory {
+                SectionMemory::Tensor(id) => Some((section.rank, RankMemory::Tensor(id))),
+                // What is in scratch was copied or computed.
+                SectionMemory::Scratch(_) => None,
+            }
+        }));
+    }
+    let mut edges: Vec<i64> = edges.into_iter().collect();
+    if !edges.is_empty() {
+        edges.rotate_right(1);
+    }
+    (memory, edges)
 }
 
 fn hash(of: &impl Hash) -> u64 {

@@ -221,6 +221,7 @@ impl<'s> Emitter<'s> {
             StepKind::Move(it) => self.movement(code, it)?,
             StepKind::Apply(it) => self.applied(code, it)?,
             StepKind::Value(it) => self.value(code, it)?,
+            StepKind::Store(it) => self.store(code, it)?,
             StepKind::Signal(receivers) => {
                 code.line(format!("// {}: signal", self.position));
                 let words = self.expand(receivers, |emitter, receiver| {

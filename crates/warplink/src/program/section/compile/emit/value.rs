@@ -6,22 +6,35 @@ use super::{EmittedOperand, Emitter, Part, Result};
 use crate::dtype::DType;
 use crate::program::construct::Selection;
 use crate::program::expr::Expr;
+use crate::program::section::compile::range::Range;
 use crate::program::section::compile::scope::Scope;
-use crate::program::section::{DeviceValue, Packing};
+use crate::program::section::{DeviceValue, IntegerStore, Packing, WordRange, WordValue};
 
 impl Emitter<'_> {
-    /// `let n = C[rank] at most rows`.
+    /// `let n = C[rank] at most rows`, `let n = count(E[a..b] in lo..hi)`.
     pub(super) fn value(&mut self, code: &mut Code, it: &DeviceValue) -> Result<()> {
         let word = self.operand(&it.place)?;
-        let value = match (&it.place.tensor.selections[..], self.instance.carried) {
+        let selections = &it.place.tensor.selections[..];
+        let value = match (&it.gives, selections, self.instance.carried) {
             // The launch has checked it.
-            ([Selection::Index(index)], Some(carried)) if carried == word.part.tensor => {
+            (WordValue::Word(_), [Selection::Index(index)], Some(carried))
+                if carried == word.part.tensor =>
+            {
                 let name = Scope::spell(&self.instance.tensors[carried].name);
                 format!("(Index)at.{name}[{}]", bare(&self.integer(index)?))
             }
-            _ => {
-                let most = self.integer(&it.most)?;
+            (WordValue::Word(most), ..) => {
+                let most = self.integer(most)?;
                 self.read(&word, &most)?
+            }
+            (WordValue::Count(range), ..) => {
+                format!("count({})", self.matched(&word, range)?)
+            }
+            (WordValue::Position(number, range), ..) => {
+                let (number, words) = (self.integer(number)?, self.matched(&word, range)?);
+                let most = format!("{}.elements() - 1", word.part.text);
+                let (number, bound) = (bare(&number).to_owned(), self.bound(&most));
+                format!("position({words}, {number}, {bound})")
             }
         };
         code.line(format!("// {}: {it}", self.position));
@@ -32,9 +45,75 @@ impl Emitter<'_> {
     }
 
     pub(super) fn bind_value(&mut self, it: &DeviceValue) {
-        let range = self.scope.range(&it.most).down_to_zero();
+        let range = match &it.gives {
+            WordValue::Word(most) => self.scope.range(most).down_to_zero(),
+            WordValue::Count(_) | WordValue::Position(..) => {
+                let whole = self.whole(&it.place.tensor.name);
+                let shape = whole.map(|part| &self.instance.tensors[part.tensor].shape);
+                let elements = shape.map_or(0, |shape| shape.iter().product::<usize>());
+                Range::of(0, elements as i128)
+            }
+        };
         let name = Scope::spell(&it.name);
         self.scope.bind_within(&it.name, name, None, range);
+    }
+
+    /// The words among which some are looked for, and their range, as arguments.
+    fn matched(&mut self, words: &EmittedOperand, range: &WordRange) -> Result<String> {
+        let name = &self.instance.tensors[words.part.tensor].name;
+        if words.packing.is_packets() {
+            let text = format!("packets of '{name}' are counted");
+            return Err(self.refuse(text, "copy them to plain memory"));
+        }
+        let ends = [&range.from, &range.to].map(|end| self.wide_integer(end));
+        let [from, to] = ends;
+        Ok(format!(
+            "self, Words<{}>{{{}, {}.elements(), {}, {}, {}}}",
+            self.integer_name(words),
+            self.address("plain", words),
+            words.part.text,
+            from?,
+            to?,
+            range.inside
+        ))
+    }
+
+    /// An integer that may need more bits than others; constants do not widen the kernel's integers.
+    fn wide_integer(&self, expression: &Expr) -> Result<String> {
+        match self.scope.value(expression) {
+            Some(value) => Ok(format!("{value}ll")),
+            None => Ok(bare(&self.integer(expression)?).to_owned()),
+        }
+    }
+
+    /// `K[p] on q = integer(n + 1)`.
+    pub(super) fn store(&mut self, code: &mut Code, it: &IntegerStore) -> Result<()> {
+        let value = self.integer(&it.value)?;
+        let target = self.operand(&it.target)?;
+        let (data, _) = target.packing.packet();
+        let size = self.instance.tensors[target.part.tensor].dtype.size();
+        let integer = self.integer_name(&target);
+        let (function, address) = match target.packing {
+            Packing::Plain => (format!("store_integer<{integer}>"), "plain"),
+            Packing::Packets8 | Packing::Packets16 if size <= data => (
+                format!("store_packet_integer<{integer}, {data}>"),
+                "packets",
+            ),
+            Packing::Packets8 | Packing::Packets16 | Packing::Packets128 => {
+                let text = format!("an integer in {}", target.packing.name());
+                return Err(self.refuse(text, "use packets16, of which a thread stores one alone"));
+            }
+        };
+        code.line(format!(
+            "// {}: {} = integer({})",
+            self.position, it.target, it.value
+        ));
+        code.block("{", |code| {
+            self.row_lines.drain(..).for_each(|line| code.line(line));
+            let address = self.address(address, &target);
+            code.line(format!("{function}(self, {address}, {});", bare(&value)));
+            Ok(())
+        })
     }
 
     /// `words[at]` as the row of a part: a constant that is read before the step.

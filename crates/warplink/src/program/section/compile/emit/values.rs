@@ -3,10 +3,11 @@
 use super::code::Code;
 use super::{Emitter, Result};
 use crate::program::construct::NodeKind;
+use crate::program::expr::Expr;
 use crate::program::section::compile::hazard;
 use crate::program::section::compile::scope::Scope;
 use crate::program::section::{
-    DeviceValue, FreeNames, Packing, ScratchInstance, Step, StepKind, Visitor,
+    DeviceValue, FreeNames, Packing, ScratchInstance, Step, StepKind, Visitor, WordValue,
 };
 use std::collections::BTreeSet;
 
@@ -30,11 +31,14 @@ impl Emitter<'_> {
     }
 
     /// The leading steps that read integers in plain memory, none of which selects the word of another.
-    fn values_together<'s>(&self, steps: &'s [Step]) -> Vec<(&'s Step, &'s DeviceValue)> {
+    fn values_together<'s>(&self, steps: &'s [Step]) -> Vec<(&'s Step, &'s DeviceValue, &'s Expr)> {
         let mut together = Vec::new();
         let mut bound = BTreeSet::new();
         for step in steps {
             let NodeKind::Do(StepKind::Value(it)) = &step.kind else {
+                break;
+            };
+            let WordValue::Word(most) = &it.gives else {
                 break;
             };
             let mut names = FreeNames::default();
@@ -53,22 +57,22 @@ impl Emitter<'_> {
                 break;
             }
             bound.insert(it.name.clone());
-            together.push((step, it));
+            together.push((step, it, most));
         }
         together
     }
 
     /// Several such steps: all words are loaded before the first is checked, so that one latency covers them.
-    fn values(&mut self, code: &mut Code, values: &[(&Step, &DeviceValue)]) -> Result<()> {
+    fn values(&mut self, code: &mut Code, values: &[(&Step, &DeviceValue, &Expr)]) -> Result<()> {
         let mut checks = Vec::new();
-        for (step, it) in values {
+        for (step, it, most) in values {
             self.position = step.position;
             self.count(2)?;
             if self.barriers.contains(&hazard::id(step)) {
                 code.line("self.sync();");
             }
             let word = self.operand(&it.place)?;
-            let most = self.integer(&it.most)?;
+            let most = self.integer(most)?;
             let name = Scope::spell(&it.name);
             code.line(format!("// {}: {it}", self.position));
             code.line(format!(
@@ -82,7 +86,7 @@ impl Emitter<'_> {
             ));
         }
         checks.iter().for_each(|check| code.line(check));
-        values.iter().for_each(|(_, it)| self.bind_value(it));
+        values.iter().for_each(|(_, it, _)| self.bind_value(it));
         Ok(())
     }
 }

@@ -1,0 +1,341 @@
+//! Dispatch as a program: the shipped text with names in braces replaced according to the number of ranks, and its
+//! kernels.
+
+use super::ExpertOptions;
+use crate::collective::choice::{Machine, part};
+use crate::collective::diagnosis::describe;
+use crate::collective::launches::section;
+use crate::device::{DeviceSlice, Readying, Stream};
+use crate::dtype::DType;
+use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::program::execute::{
+    CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
+};
+use crate::program::section::{MAX_LANE_STEPS, SectionInstance};
+use crate::program::{Parameters, Program, unroll};
+use crate::sync::lock;
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::sync::{Arc, Mutex};
+
+const TEXT: &str = include_str!("dispatch.wlp");
+
+/// Maximum threads of a lane; and elements of a unit, of which a thread moves one at a time.
+const MAX_THREADS: usize = 512;
+const UNIT: usize = 8;
+
+/// Alignment of scratch rows, in words.
+const SCRATCH_WORDS: usize = 16;
+
+/// Maximum lanes that move data.
+const MAX_LANES: usize = 128;
+
+/// Maximum rows for one rank that are on their way in the scratch of a lane.
+const MAX_DEPTH: usize = 64;
+
+/// Steps of a lane for a slot that goes through scratch, at most, apart from those for each rank.
+const SLOT_STEPS: usize = 32;
+
+/// Encoded in place of a collective's kind: a dispatch, and one that has more rows for a rank than there is memory for.
+/// Bit offsets of the other parts of the first word.
+pub(in crate::collective) const DISPATCH: u32 = 0xd;
+pub(in crate::collective) const EXCEEDED: u32 = DISPATCH - 1;
+const DTYPE: u32 = 4;
+const TOP_K: u32 = 8;
+
+/// Rows and what describes them; device memory of a call.
+pub(super) struct Routed<'a> {
+    /// `[tokens, elements]`.
+    pub(super) tokens: &'a DeviceSlice,
+    /// `[tokens, top_k]`, 32 bits each.
+    pub(super) experts: &'a DeviceSlice,
+    /// Number of tokens.
+    pub(super) count: &'a DeviceSlice,
+    /// `[world, max_rows, elements]`.
+    pub(super) rows: &'a DeviceSlice,
+    /// `[world, max_rows]`.
+    pub(super) locals: &'a DeviceSlice,
+    /// `[world]`.
+    pub(super) counts: &'a DeviceSlice,
+    /// `[tokens, top_k]`.
+    pub(super) places: &'a DeviceSlice,
+}
+
+/// Launch shape, equal on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Shape {
+    /// Lanes that move data.
+    lanes: usize,
+    threads: usize,
+    /// Maximum tokens of a launch.
+    tokens: usize,
+    /// Rows for a rank that are on their way in the scratch of a lane.
+    depth: usize,
+}
+
+/// Cache key: the first token of the launch, and whether memory is aligned.
+type Key = (usize, bool);
+
+/// The program of a layer, and its kernels.
+pub(super) struct Dispatch {
+    options: ExpertOptions,
+    max_rows: usize,
+    rank: Rank,
+    program: Program,
+    shape: Shape,
+    kept: Mutex<BTreeMap<Key, Arc<SharedKernel>>>,
+}
+
+impl Dispatch {
+    pub(super) fn new(
+        options: &ExpertOptions,
+        machine: &Machine,
+        (rank, shared): (Rank, bool),
+    ) -> Result<Self> {
+        Ok(Self {
+            options: *options,
+            max_rows: options.rows_per_peer(machine.world),
+            rank,
+            program: program(machine.world)?,
+            shape: Shape::new(options, machine, shared)?,
+            kept: Mutex::default(),
+        })
+    }
+
+    /// Compiles the kernel for aligned memory.
+    pub(super) fn prepare(&self, on: (&Machine, &SharedWorkspace)) -> Result<()> {
+        self.kernel(on, (0, true)).map(drop)
+    }
+
+    /// Enqueues the dispatch of all tokens.
+    pub(super) fn enqueue(
+        &self,
+        on: (&Machine, &SharedWorkspace),
+        rows: &Routed<'_>,
+        on_stream: (&Stream, bool),
+    ) -> Result<()> {
+        let tensors = [
+            rows.tokens,
+            rows.experts,
+            rows.count,
+            rows.rows,
+            rows.locals,
+            rows.counts,
+            rows.places,
+        ];
+        let mut starts = tensors.iter().map(|slice| slice.address());
+        let aligned = starts.all(|start| start.is_multiple_of(16));
+        // As many launches on every rank, however many tokens each has.
+        for from in (0..self.options.max_tokens).step_by(self.shape.tokens) {
+            let kernel = self.kernel(on, (from, aligned))?;
+            kernel.enqueue(on_stream, &tensors, true)?;
+        }
+        Ok(())
+    }
+
+    fn kernel(&self, on: (&Machine, &SharedWorkspace), key: Key) -> Result<Arc<SharedKernel>> {
+        let mut kept = lock(&self.kept);
+        if let Some(kernel) = kept.get(&key) {
+            return Ok(kernel.clone());
+        }
+        let (from, aligned) = key;
+        let (machine, workspace) = on;
+        let parameters = self.parameters(machine, from);
+        let program = unroll(&self.program, self.rank, machine.world, 1, &parameters)?;
+        let wanted = CodeWanted {
+            section: Arc::new(SectionInstance {
+                published: true,
+                ..section(&program)?
+            }),
+            aligned,
+            readying: Readying::WithCode,
+            model: None,
+            largest: None,
+        };
+        let tell: Arc<TellDifference> =
+            Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
+        let made = Arc::new(workspace.kernel(&wanted, tell)?);
+        kept.insert(key, made.clone());
+        Ok(made)
+    }
+
+    #[cfg(test)]
+    pub(super) fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// Parameters of a launch from a token on.
+    pub(super) fn parameters(&self, machine: &Machine, from: usize) -> Parameters {
+        let (options, shape) = (&self.options, &self.shape);
+        let words = scratch_words(machine.world, shape.lanes, shape.depth);
+        let room = (machine.plain_bytes - 4 * words) / options.dtype.size();
+        let mut parameters = Parameters::new().with("T", options.dtype);
+        let announced = self.words().map(|word| i64::from(word as i32));
+        let [what, length, upper, factor] = announced;
+        for (name, value) in [
+            ("tokens", options.max_tokens as i64),
+            ("first", from as i64),
+            ("most", shape.tokens.min(options.max_tokens - from) as i64),
+            ("rows", self.max_rows as i64),
+            ("n", options.elements as i64),
+            ("experts", options.experts as i64),
+            ("slots", options.top_k as i64),
+            ("words", words as i64),
+            ("room", room as i64),
+            ("depth", shape.depth as i64),
+            ("lanes", shape.lanes as i64 + 1),
+            ("threads", shape.threads as i64),
+            ("what", what),
+            ("length", length),
+            ("upper", upper),
+            ("factor", factor),
+        ] {
+            parameters.insert(name, value);
+        }
+        parameters
+    }
+
+    /// Integers that must be equal on all ranks; otherwise the layers differ.
+    fn words(&self) -> [u32; 4] {
+        let options = &self.options;
+        [
+            DISPATCH | (options.dtype as u32) << DTYPE | (options.top_k as u32) << TOP_K,
+            options.max_tokens as u32,
+            self.max_rows as u32,
+            options.elements as u32,
+        ]
+    }
+}
+
+impl Shape {
+    fn new(options: &ExpertOptions, machine: &Machine, shared: bool) -> Result<Self> {
+        let (world, slots, row) = (machine.world, options.top_k, part(options.elements, 1));
+        let row = row * options.dtype.size();
+        let fits = |lanes: usize, depth: usize| {
+            let words = 4 * scratch_words(world, lanes, depth);
+            words + 2 * lanes * world * depth * row <= machine.plain_bytes
+        };
+        if !fits(1, 1) {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "rows of {} bytes for {world} ranks have no room in the workspace",
+                    options.row_bytes()
+                ),
+            )
+            .with_help("give the workspace more bytes (CollectiveOptions::workspace_bytes)"));
+        }
+        let most = (1..=MAX_LANES).take_while(|lanes| fits(*lanes, 1));
+        let most = most.last().unwrap_or(1);
+        let mut lanes = machine.lanes(options.max_tokens, most);
+        if lanes > most {
+            // More are forced than have space.
+            let open = Machine {
+                forced_lanes: None,
+                ..machine.clone()
+            };
+            lanes = open.lanes(most, most);
+        }
+        let depth = (1..=MAX_DEPTH).take_while(|depth| fits(lanes, *depth));
+        let depth = depth.last().unwrap_or(1);
+        let steps = SLOT_STEPS * slots * (1 + world.div_ceil(depth)) + SLOT_STEPS * world;
+        let of_lane = if shared {
+            (MAX_LANE_STEPS / steps).max(1)
+        } else {
+            options.max_tokens
+        };
+        Ok(Self {
+            lanes,
+            threads: machine.threads(MAX_THREADS.min(options.elements.div_ceil(UNIT))),
+            tokens: options.max_tokens.min(lanes.saturating_mul(of_lane)),
+            depth,
+        })
+    }
+}
+
+/// Words of scratch: the number of rows of each rank; for each lane and rank the numbers of rows before it and of it, and
+/// two lists of experts.
+fn scratch_words(world: usize, lanes: usize, depth: usize) -> usize {
+    (world + 2 * lanes * world * (1 + depth)).next_multiple_of(SCRATCH_WORDS)
+}
+
+fn program(world: usize) -> Result<Program> {
+    Program::parse(&text(world)).map_err(|error| {
+        Error::new(ErrorKind::Internal, error.message().to_owned())
+            .with_operation("write the program that dispatches")
+    })
+}
+
+/// The program of dispatch for this many ranks, for tests of its kernel.
+///
+/// # Errors
+/// An error of the program.
+#[doc(hidden)]
+pub fn dispatch_program(world: usize) -> Result<(String, Program)> {
+    Ok(("dispatch".to_owned(), program(world)?))
+}
+
+/// The program text for this many ranks.
+pub(super) fn text(world: usize) -> String {
+    let margin = TEXT
+        .lines()
+        .find_map(|line| line.strip_suffix("{totals}"))
+        .unwrap_or_default();
+    let mut totals = String::new();
+    for rank in 0..world {
+        let lead = if rank == 0 { "" } else { margin };
+        let _ = writeln!(
+            totals,
+            "{lead}let rows{rank} = count(E[0..all] in {rank} * per..{} * per)",
+            rank + 1
+        );
+        let own = format!("rows{rank} * world + {rank}");
+        let worst = match rank.checked_sub(1) {
+            Some(before) => format!("max(worst{before}, {own})"),
+            None => own,
+        };
+        let number = if rank + 1 == world {
+            String::new()
+        } else {
+            rank.to_string()
+        };
+        let _ = writeln!(totals, "{margin}let worst{number} = {worst}");
+    }
+    TEXT.replace("{totals}\n", &totals)
+}
+
+/// Describes a differing announcement.
+fn difference(own: &[u32], theirs: &[u32]) -> String {
+    let exceeds = |words: &[u32]| words.first().map(|what| what & 0xf) == Some(EXCEEDED);
+    let limit = |words: &[u32]| words.get(2).copied().unwrap_or(0);
+    match (exceeds(own), exceeds(theirs)) {
+        (true, true) => format!("{}, and {}", describe(own), describe(theirs)),
+        (true, false) => format!("{}; expected at most {}", describe(own), limit(theirs)),
+        (false, true) => format!("{}; expected at most {}", describe(theirs), limit(own)),
+        (false, false) => format!(
+            "the peer calls {}; expected {}, as this rank calls",
+            describe(theirs),
+            describe(own)
+        ),
+    }
+}
+
+/// Description of a dispatch from its announcement.
+pub(in crate::collective) fn describe_dispatch(words: &[u32]) -> String {
+    let [what, tokens, rows, elements] = [0, 1, 2, 3].map(|at| words.get(at).copied().unwrap_or(0));
+    if what & 0xf == EXCEEDED {
+        let (rank, to) = (rows >> 16, rows & 0xffff);
+        return format!("rank {rank} has {tokens} rows for rank {to}");
+    }
+    let dtype = DType::ALL.get((what >> DTYPE & 0xf) as usize);
+    format!(
+        "a dispatch of up to {tokens} tokens of {} experts, {rows} rows of a rank, of {elements} {}",
+        what >> TOP_K,
+        dtype.map_or("?", |dtype| dtype.name())
+    )
+}
+
+#[cfg(test)]
+#[path = "dispatch_tests.rs"]
+#[allow(clippy::unwrap_used, clippy::panic)]
+mod tests;

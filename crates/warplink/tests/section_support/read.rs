@@ -1,0 +1,36 @@
+//! Reads of integers in memory.
+
+use super::stage::Operand;
+
+/// A read of an integer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Read {
+    /// How many reads of the lane in the launch come before it.
+    pub(super) number: usize,
+    pub(super) word: Operand,
+    /// What it looks for among several words: those from one value to another, exclusive, or all others; and the number of
+    /// the one whose position it wants, else how many there are.
+    pub(super) among: Option<(bool, i64, i64, Option<i64>)>,
+    pub(super) most: i64,
+}
+
+impl Read {
+    /// What it gives for these words; less than 0 if there is nothing.
+    pub(super) fn result(&self, words: &[i64]) -> i64 {
+        let Some((inside, from, to, nth)) = self.among else {
+            return words[0];
+        };
+        let mut found = Vec::new();
+        for (position, word) in (0..).zip(words) {
+            let is_in = *word >= from && *word < to;
+            if is_in == inside {
+                found.push(position);
+            }
+        }
+        match nth {
+            None => found.len() as i64,
+            Some(nth) if nth < 0 => -1,
+            Some(nth) => found.get(nth as usize).copied().unwrap_or(-1),
+        }
+    }
+}
