@@ -105,7 +105,7 @@ fn lowerings_of_another_operation_are_refused() {
         ),
         (
             ring.as_str(),
-            &gather,
+            gather,
             "expected a program whose name starts with all_gather_matmul",
         ),
         (

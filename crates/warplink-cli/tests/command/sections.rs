@@ -174,7 +174,7 @@ fn a_bench_fails_where_the_output_is_not_the_collectives() {
         "{table}"
     );
     let alone = "-n 2 --sizes 1KiB --against nothing";
-    let output = bench(&other, &alone);
+    let output = bench(&other, alone);
     assert!(output.status.success(), "{}", stderr(&output));
 }
 

@@ -79,13 +79,13 @@ fn a_shortage_is_named_within_seconds() {
     let is_root = rustix::process::geteuid().is_root();
     for (limit, ranks, command, words) in [
         ("-n 64", "16", "demo", descriptors),
-        ("-n 48", "16", &bench, descriptors),
+        ("-n 48", "16", bench, descriptors),
         ("-n 40", "12", &run, descriptors),
         ("-n 64", "40", "demo", descriptors),
-        ("-n 16", "4", &bench, descriptors),
+        ("-n 16", "4", bench, descriptors),
         ("-u 60", "8", "demo", threads),
-        ("-u 30", "4", &bench, threads),
-        ("-u 15", "2", &bench, threads),
+        ("-u 30", "4", bench, threads),
+        ("-u 15", "2", bench, threads),
         ("-u 5", "2", "demo", threads),
     ] {
         let mut shell = if limit.starts_with("-u") {
