@@ -10,7 +10,6 @@ use common::{Stopwatch, assert_says, threads_that_end, unchanged};
 use std::time::Duration;
 use warplink::channel::ConnectionRequest;
 use warplink::p2p::TransferRequest;
-use warplink::program::{Bindings, PrepareOptions, Program};
 use warplink::{Communicator, ErrorKind, Result};
 
 /// Longest that a wait may last once the awaited rank has failed; the timeout of ranks is a minute.
@@ -34,20 +33,8 @@ fn connect(comm: &Communicator) -> Result<()> {
         .map(drop)
 }
 
-fn bind(comm: &Communicator) -> Result<()> {
-    let program = Program::parse(
-        "program total(n) {\n input A: f32[n]\n output B: f32[n]\n B = all_reduce(A, sum)\n}",
-    )?;
-    let regions = [("A", comm.alloc(64)?), ("B", comm.alloc(64)?)];
-    let prepared =
-        comm.executor()
-            .prepare(&program, &[("n", 16)].into(), PrepareOptions::default())?;
-    let bindings = regions.map(|(name, region)| (name.to_owned(), region.memory().clone()));
-    prepared.bind(&Bindings::from(bindings)).map(drop)
-}
-
 /// Calls that wait for all ranks, of which rank 1 does not call.
-const CALLS: [(&str, Call); 7] = [
+const CALLS: [(&str, Call); 6] = [
     ("exchange", exchange),
     ("connect", connect),
     ("stream barrier", |comm| comm.stream_barrier().map(drop)),
@@ -57,7 +44,6 @@ const CALLS: [(&str, Call); 7] = [
     }),
     ("collectives", |comm| comm.collectives().map(drop)),
     ("engine", |comm| comm.collective_engine().map(drop)),
-    ("bind", bind),
 ];
 
 /// Rank 2 is lost, and with it the communicator of rank 1, which lives.
