@@ -78,6 +78,7 @@ pub trait Element:
 /// `value` in single precision, rounded to odd: rounding it again to a narrower type equals rounding `value`
 /// directly. Conversions of `half` from `f64` drop the lower 32 bits, and so cannot distinguish a value above a tie
 /// from the tie.
+#[inline]
 fn to_odd(value: f64) -> f32 {
     let near = value as f32;
     let difference = f64::from(near).abs() - value.abs();
@@ -94,17 +95,22 @@ macro_rules! elements {
         $(impl Element for $rust {
             const DTYPE: DType = DType::$dtype;
             type Wide = $wide;
+            // Inlined, since loops over elements are in other codegen units.
+            #[inline]
             fn widen(self) -> $wide {
                 let widen: fn($rust) -> $wide = $widen;
                 widen(self)
             }
+            #[inline]
             fn narrow(wide: $wide) -> Self {
                 let narrow: fn($wide) -> $rust = $narrow;
                 narrow(wide)
             }
+            #[inline]
             fn to_f64(self) -> f64 {
                 self.widen() as f64
             }
+            #[inline]
             fn from_f64(value: f64) -> Self {
                 let from: fn(f64) -> $rust = $from;
                 from(value)
@@ -243,9 +249,11 @@ impl DType {
     /// As [`decode`](Self::decode), rounded to single precision; without a call for each element.
     pub(crate) fn decode_f32(self, bytes: &[u8]) -> Vec<f32> {
         fn all<T: Element>(bytes: &[u8]) -> Vec<f32> {
-            let chunks = bytes.chunks_exact(size_of::<T>());
-            let value = |chunk| T::read_from_bytes(chunk).map_or(0.0, Element::to_f64);
-            chunks.map(|chunk| value(chunk) as f32).collect()
+            let mut elements = vec![T::new_zeroed(); bytes.len() / size_of::<T>()];
+            let whole = size_of_val(&elements[..]);
+            elements.as_mut_bytes().copy_from_slice(&bytes[..whole]);
+            let values = elements.into_iter();
+            values.map(|element| element.to_f64() as f32).collect()
         }
         with_element!(self, T => all::<T>(bytes))
     }
