@@ -1,4 +1,4 @@
-//! Ranks that are killed, abort, or leave without closing: every wait that depends on them ends with an error that names
+//! Ranks that are killed, abort, fail, or leave without closing: every wait that depends on them ends with an error that names
 //! them, and the ranks that are left continue.
 
 // A test fails by panicking.
@@ -7,6 +7,8 @@
 #[path = "losses/abort.rs"]
 mod abort;
 mod common;
+#[path = "losses/failed.rs"]
+mod failed;
 #[path = "losses/failures.rs"]
 mod failures;
 #[path = "losses/repeated.rs"]

@@ -1,12 +1,7 @@
 //! Waits for ranks that live but have failed, and so never do what the others wait for: they end at once, with the error
 //! of the rank that failed.
 
-// A test fails by panicking.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-
-mod common;
-
-use common::{Stopwatch, assert_says, threads_that_end, unchanged};
+use crate::common::{Stopwatch, assert_says, threads_that_end, unchanged};
 use std::time::Duration;
 use warplink::channel::ConnectionRequest;
 use warplink::p2p::TransferRequest;
