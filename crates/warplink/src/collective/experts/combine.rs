@@ -2,18 +2,16 @@
 //! and its kernels.
 
 use super::ExpertOptions;
+use super::launch::Wanted;
 use crate::collective::choice::{Machine, part};
 use crate::collective::diagnosis::describe;
-use crate::collective::launches::section;
 use crate::collective::recent::Recent;
-use crate::device::{DeviceSlice, Readying, Stream};
+use crate::device::{DeviceSlice, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::program::execute::{
-    CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
-};
-use crate::program::section::{MAX_LANE_STEPS, SectionInstance};
-use crate::program::{Parameters, Program, unroll};
+use crate::program::execute::{SharedKernel, SharedWorkspace};
+use crate::program::section::MAX_LANE_STEPS;
+use crate::program::{Parameters, Program};
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -168,28 +166,19 @@ impl Combine {
 
     fn made(
         &self,
-        (machine, workspace): (&Machine, &SharedWorkspace),
+        on: (&Machine, &SharedWorkspace),
         (from, tokens, aligned): Key,
         model: Option<&SharedKernel>,
     ) -> Result<Arc<SharedKernel>> {
-        let parameters = self.parameters(machine, (from, tokens));
-        let program = unroll(&self.program, self.rank, machine.world, 1, &parameters)?;
-        let wanted = CodeWanted {
-            section: Arc::new(SectionInstance {
-                published: true,
-                ..section(&program)?
-            }),
+        let wanted = Wanted {
+            program: &self.program,
+            rank: self.rank,
+            parameters: &self.parameters(on.0, (from, tokens)),
             aligned,
-            readying: Readying::WithCode,
             model,
-            largest: None,
+            difference,
         };
-        if let Some(made) = workspace.kernel_like(&wanted) {
-            return made.map(Arc::new);
-        }
-        let tell: Arc<TellDifference> =
-            Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
-        workspace.kernel(&wanted, tell).map(Arc::new)
+        wanted.kernel(on)
     }
 
     #[cfg(test)]

@@ -2,17 +2,15 @@
 //! kernels.
 
 use super::ExpertOptions;
+use super::launch::Wanted;
 use crate::collective::choice::{Machine, part};
 use crate::collective::diagnosis::describe;
-use crate::collective::launches::section;
-use crate::device::{DeviceSlice, Readying, Stream};
+use crate::device::{DeviceSlice, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::program::execute::{
-    CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
-};
-use crate::program::section::{MAX_LANE_STEPS, SectionInstance};
-use crate::program::{Parameters, Program, unroll};
+use crate::program::execute::{SharedKernel, SharedWorkspace};
+use crate::program::section::MAX_LANE_STEPS;
+use crate::program::{Parameters, Program};
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -139,22 +137,15 @@ impl Dispatch {
             return Ok(kernel.clone());
         }
         let (from, aligned) = key;
-        let (machine, workspace) = on;
-        let parameters = self.parameters(machine, from);
-        let program = unroll(&self.program, self.rank, machine.world, 1, &parameters)?;
-        let wanted = CodeWanted {
-            section: Arc::new(SectionInstance {
-                published: true,
-                ..section(&program)?
-            }),
+        let wanted = Wanted {
+            program: &self.program,
+            rank: self.rank,
+            parameters: &self.parameters(on.0, from),
             aligned,
-            readying: Readying::WithCode,
             model: None,
-            largest: None,
+            difference,
         };
-        let tell: Arc<TellDifference> =
-            Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
-        let made = Arc::new(workspace.kernel(&wanted, tell)?);
+        let made = wanted.kernel(on)?;
         kept.insert(key, made.clone());
         Ok(made)
     }

@@ -9,10 +9,12 @@
 //! | `dispatch` | the program that dispatches, and its kernels |
 //! | `combine` | the program that combines, and its kernels |
 //! | `kernels` | dispatch by a kernel that lists rows and by messages, on GPUs until the program has been measured there |
+//! | `launch` | kernels of both programs |
 
 mod combine;
 mod dispatch;
 mod kernels;
+mod launch;
 
 use super::Collectives;
 use super::choice::Machine;
