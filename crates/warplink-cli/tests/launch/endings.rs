@@ -126,51 +126,37 @@ fn a_second_signal_kills() {
     assert_eq!(running.sleeping(), 0);
 }
 
+/// Processes that ranks leave behind, also in sessions of their own, and without the variable that marks them.
 #[test]
 fn nothing_is_left_of_ranks_that_end_well() {
-    let here = meeting();
-    let text = "sleep MARK & AWAIT HERE/go; true";
-    let mut running = Running::start(2, &script(text, here.path()), 2);
-    std::fs::write(here.path().join("go"), "").unwrap();
-    let (code, _) = running.finish();
-    assert_eq!(code, Some(0));
-    assert_eq!(running.sleeping(), 0);
+    for (text, processes) in [
+        ("sleep MARK & AWAIT HERE/go; true", 2),
+        (
+            "setsid sleep MARK & env -i setsid sleep MARK & AWAIT HERE/go; true",
+            4,
+        ),
+    ] {
+        let here = meeting();
+        let mut running = Running::start(2, &script(text, here.path()), processes);
+        std::fs::write(here.path().join("go"), "").unwrap();
+        let (code, printed) = running.finish();
+        assert_eq!(code, Some(0), "{text}: {printed}");
+        assert_eq!(running.sleeping(), 0, "{text}");
+    }
 }
 
 #[test]
 fn nothing_is_left_when_the_launcher_is_killed() {
-    let mut running = Running::start(3, "sleep MARK & sleep MARK", 6);
-    running.signal("KILL");
-    running.child.wait().unwrap();
-    assert!(
-        within(SOON, || running.sleeping() == 0),
-        "{} processes are left",
-        running.sleeping()
-    );
-}
-
-#[test]
-fn nothing_is_left_in_sessions_of_their_own() {
-    // The second has no variable left to be known by.
-    let here = meeting();
-    let text = "setsid sleep MARK & env -i setsid sleep MARK & AWAIT HERE/go; true";
-    let mut running = Running::start(2, &script(text, here.path()), 4);
-    std::fs::write(here.path().join("go"), "").unwrap();
-    let (code, text) = running.finish();
-    assert_eq!(code, Some(0), "{text}");
-    assert_eq!(running.sleeping(), 0);
-}
-
-#[test]
-fn nothing_is_left_in_other_sessions_when_the_launcher_is_killed() {
-    let mut running = Running::start(2, "setsid sleep MARK & sleep MARK", 4);
-    running.signal("KILL");
-    running.child.wait().unwrap();
-    assert!(
-        within(SOON, || running.sleeping() == 0),
-        "{} processes are left",
-        running.sleeping()
-    );
+    for text in ["sleep MARK & sleep MARK", "setsid sleep MARK & sleep MARK"] {
+        let mut running = Running::start(2, text, 4);
+        running.signal("KILL");
+        running.child.wait().unwrap();
+        assert!(
+            within(SOON, || running.sleeping() == 0),
+            "{text}: {} processes are left",
+            running.sleeping()
+        );
+    }
 }
 
 /// Of the launcher and its guard, either may be killed, and the other stopped meanwhile.
