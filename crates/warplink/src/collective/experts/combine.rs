@@ -2,7 +2,7 @@
 //! and its kernels.
 
 use super::ExpertOptions;
-use super::launch::Wanted;
+use super::launch::{DTYPE, MAX_THREADS, SCRATCH_WORDS, TOP_K, UNIT, Wanted};
 use crate::collective::choice::{Machine, part};
 use crate::collective::diagnosis::describe;
 use crate::collective::recent::Recent;
@@ -25,10 +25,6 @@ const ADDED_AT_ONCE: usize = 8;
 /// Maximum rows of the function that states the result, whose arguments are limited.
 const MAX_STATED: usize = 12;
 
-/// Maximum threads of a lane, each of which has a unit of every row of a step in registers; and elements of a unit.
-const MAX_THREADS: usize = 512;
-const UNIT: usize = 8;
-
 /// Maximum number of cached kernels.
 const MAX_KEPT: usize = 1024;
 
@@ -36,13 +32,8 @@ const MAX_KEPT: usize = 1024;
 /// again for what they read from memory.
 const SHARED_TOKENS: usize = 16;
 
-/// Alignment of scratch rows, in words.
-const SCRATCH_WORDS: usize = 16;
-
-/// Encoded in place of a collective's kind, and bit offsets of the other parts of the first word.
+/// Encoded in place of a collective's kind.
 pub(in crate::collective) const COMBINE: u32 = 0xe;
-const DTYPE: u32 = 4;
-const TOP_K: u32 = 8;
 
 /// Rows and their description; device memory of a call.
 pub(super) struct Rows<'a> {

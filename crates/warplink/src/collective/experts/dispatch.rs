@@ -2,7 +2,7 @@
 //! kernels.
 
 use super::ExpertOptions;
-use super::launch::Wanted;
+use super::launch::{DTYPE, MAX_THREADS, SCRATCH_WORDS, TOP_K, UNIT, Wanted};
 use crate::collective::choice::{Machine, part};
 use crate::collective::diagnosis::describe;
 use crate::device::{DeviceSlice, Stream};
@@ -18,13 +18,6 @@ use std::sync::{Arc, Mutex};
 
 const TEXT: &str = include_str!("dispatch.wlp");
 
-/// Maximum threads of a lane; and elements of a unit, of which a thread moves one at a time.
-const MAX_THREADS: usize = 512;
-const UNIT: usize = 8;
-
-/// Alignment of scratch rows, in words.
-const SCRATCH_WORDS: usize = 16;
-
 /// Maximum lanes that move data.
 const MAX_LANES: usize = 128;
 
@@ -35,11 +28,8 @@ const MAX_DEPTH: usize = 64;
 const SLOT_STEPS: usize = 32;
 
 /// Encoded in place of a collective's kind: a dispatch, and one that has more rows for a rank than there is memory for.
-/// Bit offsets of the other parts of the first word.
 pub(in crate::collective) const DISPATCH: u32 = 0xd;
 pub(in crate::collective) const EXCEEDED: u32 = DISPATCH - 1;
-const DTYPE: u32 = 4;
-const TOP_K: u32 = 8;
 
 /// Rows and what describes them; device memory of a call.
 pub(super) struct Routed<'a> {

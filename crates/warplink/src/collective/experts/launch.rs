@@ -1,4 +1,4 @@
-//! Kernels of a layer's programs.
+//! Kernels of a layer's programs, and figures that both have.
 
 use crate::collective::choice::Machine;
 use crate::collective::launches::section;
@@ -10,6 +10,17 @@ use crate::program::execute::{
 use crate::program::section::SectionInstance;
 use crate::program::{Parameters, Program, unroll};
 use std::sync::Arc;
+
+/// Maximum threads of a lane, each of which has a unit of every row of a step in registers; and elements of a unit.
+pub(super) const MAX_THREADS: usize = 512;
+pub(super) const UNIT: usize = 8;
+
+/// Alignment of scratch rows, in words.
+pub(super) const SCRATCH_WORDS: usize = 16;
+
+/// Bit offsets in the first announced word, behind the call's kind: the element type, and the experts of a token.
+pub(super) const DTYPE: u32 = 4;
+pub(super) const TOP_K: u32 = 8;
 
 /// A launch of a layer's program on a rank.
 pub(super) struct Wanted<'a> {

@@ -9,7 +9,7 @@
 //! | `dispatch` | the program that dispatches, and its kernels |
 //! | `combine` | the program that combines, and its kernels |
 //! | `kernels` | dispatch by a kernel that lists rows and by messages, on GPUs until the program has been measured there |
-//! | `launch` | kernels of both programs |
+//! | `launch` | kernels of both programs, and figures that both have |
 
 mod combine;
 mod dispatch;

@@ -11,7 +11,8 @@ use crate::program::execute::{RankContext, SharedWorkspace};
 const fn by_programs(kind: DeviceKind) -> bool {
     match kind {
         DeviceKind::Host => true,
-        // The kernel by hand has been measured there (docs/performance.md), and the programs have not.
+        // The kernel by hand has been measured there (docs/performance.md), and the programs have not. Dispatches of
+        // experts that are not programs need the kernel, so they have to become programs first (`experts::by_program`).
         DeviceKind::Cuda => false,
     }
 }
