@@ -16,14 +16,17 @@ namespace detail {
 // match the host.
 constexpr u32 value_note_offset = 8;
 
-template <typename T> __device__ __forceinline__ i64 load_word(u64 at) {
+// Loads a word; a CONSTANT one is stored by no rank during the launch, so that the multiprocessor may cache it.
+template <typename T, bool CONSTANT = false> __device__ __forceinline__ i64 load_word(u64 at) {
     if constexpr (sizeof(T) == 8) {
         u64 word;
-        asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(word) : "l"(at) : "memory");
+        if constexpr (CONSTANT) asm volatile("ld.global.u64 %0, [%1];" : "=l"(word) : "l"(at));
+        else asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(word) : "l"(at) : "memory");
         return (i64)word;
     } else {
         u32 word;
-        asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(word) : "l"(at) : "memory");
+        if constexpr (CONSTANT) asm volatile("ld.global.u32 %0, [%1];" : "=r"(word) : "l"(at));
+        else asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(word) : "l"(at) : "memory");
         return (T)word;
     }
 }
@@ -51,8 +54,9 @@ __device__ __forceinline__ Index checked(Lane &lane, i64 value, i64 most, u64 pl
 }  // namespace detail
 
 // The integer at `at`, from 0 to `most`; `place` is the position of the step that reads it.
-template <typename T> __device__ __forceinline__ Index value(Lane &lane, u64 at, i64 most, u64 place, u64 note) {
-    return detail::checked(lane, detail::load_word<T>(at), most, place, note);
+template <typename T, bool CONSTANT = false>
+__device__ __forceinline__ Index value(Lane &lane, u64 at, i64 most, u64 place, u64 note) {
+    return detail::checked(lane, detail::load_word<T, CONSTANT>(at), most, place, note);
 }
 
 // The same for an integer at the start of a packet with `DATA` bytes of data, which is waited for; 0 if the lane has
@@ -68,52 +72,83 @@ template <typename T, u32 DATA> __device__ __forceinline__ Index packet_value(La
 }
 
 // Words among which a lane looks for those from `from` to `to`, exclusive, or for all others.
-template <typename T> struct Words {
+template <typename T, bool CONSTANT = false> struct Words {
     u64 at, count;
     i64 from, to;
     bool inside;
 
-    __device__ __forceinline__ bool holds(u64 number) const {
-        if (number >= count) return false;
-        const i64 word = detail::load_word<T>(at + sizeof(T) * number);
-        return (from <= word && word < to) == inside;
+    // The address is always within the words, so that loads need no branch and several are in flight.
+    __device__ __forceinline__ i64 load(u64 number) const {
+        return detail::load_word<T, CONSTANT>(at + sizeof(T) * (number < count ? number : count - 1));
+    }
+
+    __device__ __forceinline__ bool holds(u64 number, i64 word) const {
+        return number < count && (from <= word && word < to) == inside;
     }
 };
 
 // How many such words there are.
-template <typename T> __device__ __forceinline__ Index count(Lane &lane, const Words<T> &words) {
-    u64 all = 0;
+template <typename T, bool CONSTANT> __device__ __forceinline__ Index count(Lane &lane, const Words<T, CONSTANT> &words) {
+    if (words.count == 0) return 0;
+    if (words.count <= blockDim.x) return __syncthreads_count(words.holds(threadIdx.x, words.load(threadIdx.x)));
+    // Enough to hide most of a load's latency in the time that the other warps take.
+    constexpr u32 together = 8;
+    __shared__ u32 of_warps[32];
+    u32 own = 0;
 #pragma unroll 1
-    for (u64 first = 0; first < words.count; first += blockDim.x) all += __syncthreads_count(words.holds(first + threadIdx.x));
+    for (u64 first = threadIdx.x; first < words.count; first += together * blockDim.x) {
+        i64 loaded[together];
+#pragma unroll
+        for (u32 i = 0; i < together; i++) loaded[i] = words.load(first + i * blockDim.x);
+#pragma unroll
+        for (u32 i = 0; i < together; i++) own += words.holds(first + i * blockDim.x, loaded[i]);
+    }
+    own = __reduce_add_sync(~0u, own);
+    // The sums of an earlier call may still be read.
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = own;
+    __syncthreads();
+    u32 all = 0;
+    for (u32 warp = 0; warp < blockDim.x / 32; warp++) all += of_warps[warp];
     return (Index)all;
 }
 
+// A search among such words: of those before `next`, the last 32 are passed but for the bits of `left`, and `before` that match
+// are passed.
+struct Search {
+    u64 at = 0, count = 0, next = 0;
+    i64 from = 0, to = 0, before = 0;
+    u32 left = 0;
+};
+
 // The position of such word number `number`. There must be that many: otherwise the lane ends as with a value that is out
-// of range.
-template <typename T> __device__ __forceinline__ Index position(Lane &lane, const Words<T> &words, i64 number, i64 most, u64 place, u64 note) {
-    __shared__ u32 of_warps[32];
-    __shared__ i64 found;
-    const u32 warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
-    i64 before = 0;
-    // Earlier calls have read it.
-    __syncthreads();
-    if (threadIdx.x == 0) found = -1;
-#pragma unroll 1
-    for (u64 first = 0; first < words.count && before <= number; first += blockDim.x) {
-        const bool holds = words.holds(first + threadIdx.x);
-        const u32 of_warp = __ballot_sync(__activemask(), holds);
-        if (threadIdx.x % 32 == 0) of_warps[warp] = __popc(of_warp);
-        __syncthreads();
-        i64 own = before + __popc(of_warp & ((1u << threadIdx.x % 32) - 1));
-        for (u32 i = 0; i < warps; i++) {
-            if (i < warp) own += of_warps[i];
-            before += of_warps[i];
-        }
-        if (holds && own == number) found = (i64)(first + threadIdx.x);
-        __syncthreads();
+// of range. Calls for rising numbers of the same CONSTANT words go on where the last one stopped. Each warp looks for itself,
+// since that takes less time than a barrier.
+template <typename T, bool CONSTANT>
+__device__ __forceinline__ Index position(Lane &lane, Search &search, const Words<T, CONSTANT> &words, i64 number, i64 most, u64 place, u64 note) {
+    const bool same = words.at == search.at && words.count == search.count && words.from == search.from && words.to == search.to;
+    if (!CONSTANT || !same || number < search.before) {
+        search = Search{};
+        search.at = words.at, search.count = words.count, search.from = words.from, search.to = words.to;
     }
-    __syncthreads();
-    return detail::checked(lane, found, most, place, note);
+    i64 position = -1;
+    while (true) {
+        const i64 here = __popc(search.left);
+        if (search.before + here > number) {
+            for (; search.before < number; search.before++) search.left &= search.left - 1;
+            position = (i64)search.next - 32 + __ffs(search.left) - 1;
+            search.left &= search.left - 1;
+            search.before++;
+            break;
+        }
+        search.before += here;
+        search.left = 0;
+        if (search.next >= words.count) break;
+        const u64 own = search.next + threadIdx.x % 32;
+        search.left = __ballot_sync(~0u, words.holds(own, words.load(own)));
+        search.next += 32;
+    }
+    return detail::checked(lane, position, most, place, note);
 }
 
 // Stores an integer in one element.

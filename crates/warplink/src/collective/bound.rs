@@ -4,6 +4,7 @@ use super::Collectives;
 use super::algorithm::{Algorithm, copies_in_place};
 use super::call::Call;
 use super::choice::Choice;
+use super::diagnosis::difference;
 use super::enqueue::Uses;
 use super::join::{CallPath, cannot_map};
 use super::launches::Overlap;
@@ -171,7 +172,7 @@ impl Collectives {
             let (theirs, _) = theirs.as_chunks::<4>();
             let theirs: Vec<u32> = theirs.iter().copied().map(u32::from_le_bytes).collect();
             if theirs != words {
-                let text = Call::difference(&words, &theirs);
+                let text = difference(&words, &theirs);
                 return Err(Error::mismatch(text)
                     .with_peer(peer)
                     .with_help("bind the same calls in the same order on every rank"));

@@ -186,17 +186,6 @@ impl Call {
             ..*self
         })
     }
-
-    /// Describes the difference between two announcements.
-    pub(super) fn difference(own: &[u32], theirs: &[u32]) -> String {
-        let (here, there) = (Self::describe(own), Self::describe(theirs));
-        if here == there {
-            return format!(
-                "the ranks do {here} by different algorithms; expected the same options and machine on all"
-            );
-        }
-        format!("the peer calls {there}; expected {here}, as this rank calls")
-    }
 }
 
 impl fmt::Display for Call {
@@ -220,11 +209,11 @@ mod tests {
         );
         assert_eq!(call.to_string(), "reduce of 5000000000 bf16, max, root 3");
         let other = Call { count: 7, ..call };
-        let text = Call::difference(&call.words(1), &other.words(1));
+        let text = difference(&call.words(1), &other.words(1));
         assert!(
             text.contains("the peer calls reduce of 7 bf16, max, root 3; expected reduce of 5")
         );
-        let text = Call::difference(&call.words(1), &call.words(2));
+        let text = difference(&call.words(1), &call.words(2));
         assert!(text.contains("by different algorithms"), "{text}");
         assert!(call.checked(3).is_err() && call.checked(4).is_ok());
         for (dtype, factor) in [(DType::F32, "0.10000000149011612"), (DType::F64, "0.1")] {
@@ -239,7 +228,7 @@ mod tests {
                 text,
                 format!("reduce of 9 {dtype}, scaled_sum({factor}), root 3")
             );
-            let text = Call::difference(&scaled(0.5).words(1), &scaled(0.25).words(1));
+            let text = difference(&scaled(0.5).words(1), &scaled(0.25).words(1));
             let expected = "scaled_sum(0.25), root 3; expected reduce of 9";
             assert!(text.contains(expected), "{text}");
             // Factors that round to the same value are equal.

@@ -1,7 +1,9 @@
 //! Diagnosis of calls that do not complete or that differ between ranks.
 
 use super::comparison::{CallComparison, PATIENCE, QueryResult};
-use super::experts::{COMBINE, DISPATCH, EXCEEDED, describe_combine, describe_dispatch};
+use super::experts::{
+    COMBINE, DISPATCH, EXCEEDED, describe_combine, describe_dispatch, describe_exceeded,
+};
 use super::fused::{FUSED, describe_fused};
 use super::messages::Messages;
 use super::{Call, Collectives, Inner};
@@ -9,7 +11,7 @@ use crate::deadline::Deadline;
 use crate::device::{InUse, Priority};
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::Direction;
-use crate::program::execute::Announced;
+use crate::program::execute::{Announced, calls_differ};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
@@ -76,32 +78,19 @@ impl JoinedCollectives {
                 collectives.context.fault.fail(error.clone());
                 return Err(error);
             }
-            let (Some(last), Some(direct)) = (*lock(&collectives.last), collectives.path.direct())
-            else {
+            let Some(direct) = collectives.path.direct() else {
                 continue;
             };
             let Some((peer, announced)) = direct.workspace.disagreement()? else {
                 continue;
             };
-            let (text, help) = match announced {
-                Announced::Other(words) => (
-                    format!(
-                        "in a collective, the peer calls {}; expected what this rank calls, whose last call is {last}",
-                        describe(&words)
-                    ),
-                    "make the same calls in the same order on every rank",
-                ),
-                Announced::UnknownMemory => (
-                    "in a collective, the peer has its data in memory that this rank no longer maps; expected memory \
-                     that all ranks can access"
-                        .to_owned(),
-                    "keep the memory of a graph alive, and record the graph again if its memory changes",
-                ),
+            let error = match announced {
+                Announced::Other { own, theirs } => {
+                    calls_differ(format!("in a collective, {}", difference(&own, &theirs)))
+                }
+                Announced::UnknownMemory => unknown_memory("a collective"),
             };
-            let error = Error::mismatch(text)
-                .with_operation("synchronize")
-                .with_peer(peer)
-                .with_help(help);
+            let error = error.with_operation("synchronize").with_peer(peer);
             collectives.context.fault.fail(error.clone());
             return Err(error);
         }
@@ -177,13 +166,37 @@ fn unfinished(collectives: &Inner) -> Option<Error> {
 }
 
 /// Description of a rank's call from its announcement.
-pub(super) fn describe(words: &[u32]) -> String {
+fn describe(words: &[u32]) -> String {
     match words.first().map(|what| what & 0xf) {
         Some(FUSED) => describe_fused(words),
         Some(COMBINE) => describe_combine(words),
         Some(DISPATCH | EXCEEDED) => describe_dispatch(words),
         _ => Call::describe(words),
     }
+}
+
+/// Describes how two announcements differ.
+pub(super) fn difference(own: &[u32], theirs: &[u32]) -> String {
+    if let Some(exceeded) = describe_exceeded(own, theirs) {
+        return exceeded;
+    }
+    let (here, there) = (describe(own), describe(theirs));
+    if here == there {
+        return format!(
+            "the ranks do {here} by different algorithms; expected the same options and machine on all"
+        );
+    }
+    format!("the peer calls {there}; expected {here}, as this rank calls")
+}
+
+/// Error of a call whose data another rank has in memory that this rank has released.
+pub(super) fn unknown_memory(call: &str) -> Error {
+    let text = format!(
+        "in {call}, the peer has its data in memory that this rank no longer maps; expected memory that all ranks can access"
+    );
+    Error::mismatch(text).with_help(
+        "keep the memory of a graph alive, and record the graph again if its memory changes",
+    )
 }
 
 /// Error suffix that describes the last collective, if any.
@@ -197,8 +210,7 @@ fn last_call(collectives: &Inner) -> String {
 /// Error of a timed-out wait for a message that has begun on this rank only.
 fn awaited_message(collectives: &Inner) -> Option<Error> {
     // Omit information that cannot be obtained.
-    let device = &*collectives.context.device;
-    let awaited = collectives.messages.as_ref()?.awaited(device);
+    let awaited = collectives.messages.as_ref()?.awaited();
     let (peer, direction) = awaited.ok().flatten()?;
     let text = match direction {
         Direction::Send => "the peer has not posted the receive for this rank's send",

@@ -3,6 +3,7 @@
 use super::algorithm::Algorithm;
 use super::call::Call;
 use super::choice::{Choice, Machine};
+use super::diagnosis::difference;
 use super::recent::Recent;
 use crate::device::{Readying, ReduceOp};
 use crate::error::{Error, Result};
@@ -130,7 +131,7 @@ impl Launches {
             largest: None,
         };
         let tell: Arc<TellDifference> =
-            Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(Call::difference(own, theirs)));
+            Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
         let made = match workspace.kernel_like(&wanted) {
             Some(made) => Arc::new(made?),
             None => {

@@ -10,6 +10,13 @@ pub(super) struct CallShape {
     /// Algorithm of Warplink's calls [default: chosen by size]
     #[arg(long, value_name = "NAME", value_parser = OneOf(&Algorithm::ALL))]
     pub(super) algorithm: Option<Algorithm>,
+    #[command(flatten)]
+    lanes: LaneShape,
+}
+
+/// Options of calls that have one algorithm.
+#[derive(Debug, Args)]
+pub(super) struct LaneShape {
     /// Maximum number of multiprocessors for one of Warplink's calls
     #[arg(long, value_name = "N", value_parser = at_least::<u16>(2))]
     multiprocessors: Option<u16>,
@@ -25,6 +32,14 @@ impl CallShape {
     pub(super) fn options(&self) -> CollectiveOptions {
         CollectiveOptions {
             algorithm: self.algorithm,
+            ..self.lanes.options()
+        }
+    }
+}
+
+impl LaneShape {
+    pub(super) fn options(&self) -> CollectiveOptions {
+        CollectiveOptions {
             multiprocessors: self.multiprocessors.map(usize::from),
             lanes: self.lanes.map(usize::from),
             threads: self.threads.map(usize::from),

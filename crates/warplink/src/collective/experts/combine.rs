@@ -4,7 +4,6 @@
 use super::ExpertOptions;
 use super::launch::{DTYPE, MAX_THREADS, SCRATCH_WORDS, TOP_K, UNIT, Wanted};
 use crate::collective::choice::{Machine, part};
-use crate::collective::diagnosis::describe;
 use crate::collective::recent::Recent;
 use crate::device::{DeviceSlice, Stream};
 use crate::dtype::DType;
@@ -167,7 +166,6 @@ impl Combine {
             parameters: &self.parameters(on.0, (from, tokens)),
             aligned,
             model,
-            difference,
         };
         wanted.kernel(on)
     }
@@ -391,15 +389,6 @@ fn arguments(experts: std::ops::Range<usize>, row: &dyn Fn(usize) -> String) -> 
         )
     });
     pairs.collect::<Vec<_>>().join(", ")
-}
-
-/// Describes a differing announcement.
-fn difference(own: &[u32], theirs: &[u32]) -> String {
-    format!(
-        "the peer calls {}; expected {}, as this rank calls",
-        describe(theirs),
-        describe(own)
-    )
 }
 
 /// Description of a combine from its announcement.

@@ -4,7 +4,6 @@
 use super::ExpertOptions;
 use super::launch::{DTYPE, MAX_THREADS, SCRATCH_WORDS, TOP_K, UNIT, Wanted};
 use crate::collective::choice::{Machine, part};
-use crate::collective::diagnosis::describe;
 use crate::device::{DeviceSlice, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
@@ -133,7 +132,6 @@ impl Dispatch {
             parameters: &self.parameters(on.0, from),
             aligned,
             model: None,
-            difference,
         };
         let made = wanted.kernel(on)?;
         kept.insert(key, made.clone());
@@ -285,19 +283,26 @@ pub(super) fn text(world: usize) -> String {
     TEXT.replace("{totals}\n", &totals)
 }
 
-/// Describes a differing announcement.
-fn difference(own: &[u32], theirs: &[u32]) -> String {
+/// Describes two dispatches, one of which has more rows for a rank than there is memory for. `None` for others.
+pub(in crate::collective) fn describe_exceeded(own: &[u32], theirs: &[u32]) -> Option<String> {
     let exceeds = |words: &[u32]| words.first().map(|what| what & 0xf) == Some(EXCEEDED);
     let limit = |words: &[u32]| words.get(2).copied().unwrap_or(0);
+    let described = |words, other| {
+        format!(
+            "{}; expected at most {}",
+            describe_dispatch(words),
+            limit(other)
+        )
+    };
     match (exceeds(own), exceeds(theirs)) {
-        (true, true) => format!("{}, and {}", describe(own), describe(theirs)),
-        (true, false) => format!("{}; expected at most {}", describe(own), limit(theirs)),
-        (false, true) => format!("{}; expected at most {}", describe(theirs), limit(own)),
-        (false, false) => format!(
-            "the peer calls {}; expected {}, as this rank calls",
-            describe(theirs),
-            describe(own)
-        ),
+        (true, true) => Some(format!(
+            "{}, and {}",
+            describe_dispatch(own),
+            describe_dispatch(theirs)
+        )),
+        (true, false) => Some(described(own, theirs)),
+        (false, true) => Some(described(theirs, own)),
+        (false, false) => None,
     }
 }
 

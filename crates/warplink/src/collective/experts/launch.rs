@@ -1,6 +1,7 @@
 //! Kernels of a layer's programs, and figures that both have.
 
 use crate::collective::choice::Machine;
+use crate::collective::diagnosis::difference;
 use crate::collective::launches::section;
 use crate::device::Readying;
 use crate::error::{Rank, Result};
@@ -31,8 +32,6 @@ pub(super) struct Wanted<'a> {
     pub(super) aligned: bool,
     /// A kernel of the same program whose code this one may share.
     pub(super) model: Option<&'a SharedKernel>,
-    /// Describes a differing announcement.
-    pub(super) difference: fn(&[u32], &[u32]) -> String,
 }
 
 impl Wanted<'_> {
@@ -55,9 +54,8 @@ impl Wanted<'_> {
         if let Some(kernel) = workspace.kernel_like(&wanted) {
             return kernel.map(Arc::new);
         }
-        let difference = self.difference;
         let tell: Arc<TellDifference> =
-            Arc::new(move |own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
+            Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
         workspace.kernel(&wanted, tell).map(Arc::new)
     }
 }

@@ -8,18 +8,16 @@
 //! |---|---|
 //! | `dispatch` | the program that dispatches, and its kernels |
 //! | `combine` | the program that combines, and its kernels |
-//! | `kernels` | dispatch by a kernel that lists rows and by messages, on GPUs until the program has been measured there |
 //! | `launch` | kernels of both programs, and figures that both have |
 
 mod combine;
 mod dispatch;
-mod kernels;
 mod launch;
 
 use super::Collectives;
 use super::choice::Machine;
 use super::messages::check_apart;
-use crate::device::{AllocationKind, DeviceKind, DeviceSlice, InUse, Stream};
+use crate::device::{AllocationKind, DeviceSlice, InUse, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Result};
 use crate::named::alternatives;
@@ -31,9 +29,8 @@ pub(super) use combine::{COMBINE, describe_combine};
 use combine::{Combine, Rows};
 #[doc(hidden)]
 pub use dispatch::dispatch_program;
-pub(super) use dispatch::{DISPATCH, EXCEEDED, describe_dispatch};
+pub(super) use dispatch::{DISPATCH, EXCEEDED, describe_dispatch, describe_exceeded};
 use dispatch::{Dispatch, Routed};
-use kernels::ListedDispatch;
 use std::fmt;
 use std::sync::Mutex;
 
@@ -80,7 +77,7 @@ struct Layer {
     collectives: Collectives,
     options: ExpertOptions,
     max_rows: usize,
-    path: DispatchPath,
+    dispatch: Dispatch,
     combine: Combine,
     /// The numbers 0 to `max_tokens`: kernels read how many tokens a call has.
     numbers: DeviceSlice,
@@ -90,21 +87,6 @@ struct Layer {
     nothing: DeviceSlice,
     /// Number of tokens of the last dispatch, to which `places` belongs.
     dispatched: Mutex<Option<usize>>,
-}
-
-/// What dispatches.
-enum DispatchPath {
-    Program(Dispatch),
-    Listed(ListedDispatch),
-}
-
-/// Whether dispatches on this kind of device are launches of the program.
-const fn by_program(kind: DeviceKind) -> bool {
-    match kind {
-        DeviceKind::Host => true,
-        // The kernel by hand and messages have been measured there (docs/performance.md), and the program has not.
-        DeviceKind::Cuda => false,
-    }
 }
 
 impl ExpertOptions {
@@ -186,15 +168,9 @@ impl Collectives {
         let on = (&inner.machine, &direct.workspace);
         let device = &inner.context.device;
         let of = (inner.context.rank(), device.properties().shared);
-        let path = if by_program(device.kind()) {
-            DispatchPath::Program(Dispatch::new(options, &inner.machine, of)?)
-        } else {
-            DispatchPath::Listed(ListedDispatch::new(inner, options)?)
-        };
+        let dispatch = Dispatch::new(options, &inner.machine, of)?;
         let combine = Combine::new(options, &inner.machine, of)?;
-        if let DispatchPath::Program(dispatch) = &path {
-            dispatch.prepare(on)?;
-        }
+        dispatch.prepare(on)?;
         combine.prepare(on)?;
         let max_rows = options.rows_per_peer(world);
         let memory = |bytes: usize| device.allocate(bytes, AllocationKind::Plain);
@@ -208,7 +184,7 @@ impl Collectives {
             collectives: self.clone(),
             options: *options,
             max_rows,
-            path,
+            dispatch,
             combine,
             numbers,
             places: memory(WORD * options.max_tokens * options.top_k)?,
@@ -294,14 +270,9 @@ impl Experts {
             // dispatch.
             *lock(&layer.dispatched) = None;
             let on_stream = (stream, is_recorded);
-            match &layer.path {
-                DispatchPath::Program(program) => {
-                    program.enqueue(layer.direct()?, &routed, on_stream)?;
-                }
-                DispatchPath::Listed(listed) => {
-                    listed.enqueue(&layer.collectives.0, &routed, on_stream)?;
-                }
-            }
+            layer
+                .dispatch
+                .enqueue(layer.direct()?, &routed, on_stream)?;
             *lock(&layer.dispatched) = Some(count);
             Ok(())
         })
@@ -405,14 +376,6 @@ impl Layer {
                 .with_help("combine each dispatch before the next one"),
         )
     }
-}
-
-/// Splits memory into a part of `bytes` bytes for each of `world` ranks.
-fn parts(memory: &DeviceSlice, world: usize, bytes: usize) -> Result<Vec<DeviceSlice>> {
-    let ranks = 0..world;
-    ranks
-        .map(|rank| memory.slice(rank * bytes..(rank + 1) * bytes))
-        .collect()
 }
 
 fn no_direct_path() -> Error {

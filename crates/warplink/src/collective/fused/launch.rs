@@ -5,6 +5,7 @@ use super::program::Way;
 use super::{Described, Fused, FusedMemory};
 use crate::collective::algorithm::Algorithm;
 use crate::collective::choice::{Machine, part};
+use crate::collective::diagnosis::difference;
 use crate::collective::estimate::rounded;
 use crate::collective::launches::section;
 use crate::collective::recent::Recent;
@@ -185,9 +186,8 @@ impl FusedLaunches {
             model: model.as_deref(),
             largest: None,
         };
-        let tell: Arc<TellDifference> = Arc::new(|own: &[u32], theirs: &[u32]| {
-            calls_differ(Described::difference(own, theirs))
-        });
+        let tell: Arc<TellDifference> =
+            Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
         let made = match workspace.kernel_like(&wanted) {
             Some(made) => Arc::new(made?),
             None => {

@@ -283,14 +283,14 @@ fn epilogues_are_put_into_the_text() {
         assert_eq!(first(&all), first(&all_calls(4, 24)));
     }
     let words = |call: usize| all[call].words(Way::OneShot);
-    let text = Described::difference(&words(0), &words(3));
+    let text = difference(&words(0), &words(3));
     assert!(
         text.contains("all_reduce of 6 rows of 24 bf16, norm rms, eps 1e-5, quantization per_block, with residual"),
         "{text}"
     );
     let lanes = |call: usize| [all[call].form_word(Way::Direct), 6];
     assert_ne!(lanes(0), lanes(3));
-    let text = Described::difference(&lanes(0), &lanes(3));
+    let text = difference(&lanes(0), &lanes(3));
     assert!(
         text.contains("a fused collective of 6 rows, form"),
         "{text}"
@@ -302,7 +302,7 @@ fn epilogues_are_put_into_the_text() {
         count: 7,
         root: None,
     };
-    let text = Described::difference(&words(0), &other.words(0));
+    let text = difference(&words(0), &other.words(0));
     assert!(text.contains("all_gather of 7 bytes"), "{text}");
     assert_eq!(bf16::DTYPE, DType::BF16);
 }

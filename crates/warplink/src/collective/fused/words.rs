@@ -3,7 +3,6 @@
 use super::memory::Tensor;
 use super::program::Way;
 use super::{Described, FusedKind, Norm, Quantization, Wire};
-use crate::collective::diagnosis::describe;
 use crate::dtype::DType;
 use crate::named::Named as _;
 
@@ -53,15 +52,6 @@ impl Described {
             (hash ^ word).wrapping_mul(0x0100_0193).rotate_left(13)
         });
         mixed & !0xf | FUSED
-    }
-
-    /// Describes a differing announcement.
-    pub(super) fn difference(own: &[u32], theirs: &[u32]) -> String {
-        format!(
-            "the peer calls {}; expected {}, as this rank calls",
-            describe(theirs),
-            describe(own)
-        )
     }
 }
 

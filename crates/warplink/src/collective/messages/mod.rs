@@ -1,31 +1,25 @@
 //! Messages: sends and receives between pairs of ranks on any memory, in groups.
 //!
-//! On the host device, each message is a launch of a program of two ranks, `message.wlp`, or `counted_message.wlp` if only the
+//! Each message is a launch of a program of two ranks, `message.wlp`, or `counted_message.wlp` if only the
 //! sender's memory has its length. One kernel runs all messages of a group: each has lanes of its own, which interact only
-//! with the lanes at its other end. Ranks without messages launch nothing, and ranks may group messages differently. On GPUs,
-//! the kernel of `rows` executes all messages, until the programs have been measured there.
+//! with the lanes at its other end. Ranks without messages launch nothing, and ranks may group messages differently.
 //!
 //! | module | subject |
 //! |---|---|
 //! | `group` | groups, and parts with sizes known to the host |
 //! | `on_device` | parts with sizes in device memory |
-//! | `executor` | choice between the programs and the kernel of `rows` |
 //! | `programs` | the programs, and their launches |
-//! | `rows` | messages of rows by index, for experts: a kernel by hand |
 //! | `difference` | errors of ends that do not match |
 
 mod difference;
-mod executor;
 mod group;
 mod on_device;
 mod programs;
-mod rows;
 
-pub(super) use executor::Messages;
 pub use group::{Message, Parts};
 pub(super) use on_device::check_apart;
+pub(super) use programs::Messages;
 pub use programs::kernels as message_kernels;
-pub(super) use rows::{Count, Entry};
 
 use crate::error::{Rank, Result};
 use crate::program::execute::RankContext;

@@ -3,13 +3,14 @@
 
 use super::difference::difference;
 use super::{Shape, THREADS};
+use crate::collective::diagnosis::unknown_memory;
 use crate::collective::launches::section;
 use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 use crate::program::execute::{
-    CARRIED_WORDS, MAX_MESSAGES, PairMessage, PairProgram, Pairs, RankContext, SharedWorkspace,
-    TellDifference,
+    Announced, CARRIED_WORDS, MAX_MESSAGES, PairMessage, PairProgram, Pairs, RankContext,
+    SharedWorkspace, TellDifference,
 };
 use crate::program::section::{
     MAX_TENSOR_BYTES, PairLayout, SectionInstance, WorkspaceLayout, pair_text,
@@ -50,17 +51,17 @@ pub(super) struct CountedEnd<'a> {
     pub(super) count: &'a DeviceSlice,
 }
 
-/// A rank's state for messages by programs.
-pub(in crate::collective) struct Programs {
+/// A rank's state for messages.
+pub(in crate::collective) struct Messages {
     pairs: Pairs,
     shape: Shape,
 }
 
-impl Programs {
+impl Messages {
     /// Joins with `bytes` of chunks; receives use the publication of the direct path `beside`. A launch uses at most
     /// `multiprocessors`, equal on all ranks, or two for each rank if that is more. Collective: all ranks succeed or
     /// none.
-    pub(super) fn join(
+    pub(in crate::collective) fn join(
         context: &RankContext,
         beside: &SharedWorkspace,
         bytes: usize,
@@ -166,23 +167,26 @@ impl Programs {
     }
 
     /// Number of lanes that stored directly. Blocks while it reads some bytes of the device.
-    pub(super) fn direct_lanes(&self) -> Result<u64> {
+    pub(in crate::collective) fn direct_lanes(&self) -> Result<u64> {
         self.pairs.direct_lanes()
     }
 
     /// Peer of a message that has begun here but not there, and its direction. Blocks while it reads some bytes of the
     /// device.
-    pub(super) fn awaited(&self) -> Result<Option<(Rank, Direction)>> {
+    pub(in crate::collective) fn awaited(&self) -> Result<Option<(Rank, Direction)>> {
         let awaited = self.pairs.awaited()?;
         Ok(awaited.map(|(role, peer)| (peer, direction(role))))
     }
 
     /// Error of mismatched ends, if a kernel recorded one. Blocks while it reads some bytes of the device. The host
     /// device fails the stream instead.
-    pub(super) fn disagreement(&self) -> Result<Option<Error>> {
+    pub(in crate::collective) fn disagreement(&self) -> Result<Option<Error>> {
         let found = self.pairs.disagreement()?;
         Ok(found.map(|found| {
-            let error = told(direction(found.role), &found.own, &found.theirs);
+            let error = match &found.announced {
+                Announced::Other { own, theirs } => told(direction(found.role), own, theirs),
+                Announced::UnknownMemory => unknown_memory("a message"),
+            };
             error.with_peer(found.peer)
         }))
     }

@@ -46,11 +46,11 @@ pub(crate) use lane::{TellDifference, calls_differ};
 pub use memory::Bindings;
 pub(crate) use pairs::{CARRIED_WORDS, MAX_MESSAGES, PairMessage, PairProgram, Pairs};
 pub use plan::{CapturedPlan, Plan};
-pub(crate) use publication::Published;
+pub(crate) use reach::Announced;
 pub use trace::Trace;
 pub use trace_span::TraceSpan;
 pub(crate) use value_notes::ValueNotes;
-pub(crate) use workspace::{Announced, CodeWanted, SharedKernel, SharedWorkspace};
+pub(crate) use workspace::{CodeWanted, SharedKernel, SharedWorkspace};
 
 use super::cost::HardwareModel;
 use super::ir::Program;

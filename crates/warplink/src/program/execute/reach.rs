@@ -16,16 +16,59 @@ pub(super) const EPOCH_BYTES: usize = 8;
 pub(super) const VERDICT_BYTES: usize = 2 * VERDICT_WORDS_BYTES + 8;
 
 /// Packet byte in a verdict that reports memory unknown to this rank. Must match `agree` too.
-pub(super) const UNKNOWN_MEMORY: u8 = 2;
+const UNKNOWN_MEMORY: u8 = 2;
 
 /// Bytes of an announcement in a verdict. Must match `agree` too.
-pub(super) const VERDICT_WORDS_BYTES: usize = 32;
+const VERDICT_WORDS_BYTES: usize = 32;
 
 /// Bytes of the count of lanes that found all announced tensors reachable; it follows the verdicts.
 pub(super) const DIRECT_BYTES: usize = 8;
 
 /// Bytes of the note of a value that is out of range; it follows that count. Must match `value` in the kernels.
 pub(super) const VALUE_NOTE_BYTES: usize = 40;
+
+/// A mismatched announcement of another rank.
+#[derive(Debug)]
+pub(crate) enum Announced {
+    /// Integers that differ.
+    Other {
+        /// This rank's.
+        own: Vec<u32>,
+        /// The other rank's.
+        theirs: Vec<u32>,
+    },
+    /// Memory that this rank no longer maps.
+    UnknownMemory,
+}
+
+impl Announced {
+    /// Reads a verdict. `None` if kernels have recorded no difference there.
+    pub(super) fn read(verdict: &[u8]) -> Option<Self> {
+        let (theirs, rest) = verdict.split_at(VERDICT_WORDS_BYTES);
+        let (differ, own) = rest.split_at(rest.len() - VERDICT_WORDS_BYTES);
+        if differ.iter().all(|byte| *byte == 0) {
+            return None;
+        }
+        if differ.contains(&UNKNOWN_MEMORY) {
+            return Some(Self::UnknownMemory);
+        }
+        let words = |bytes: &[u8]| -> Vec<u32> {
+            let words = bytes.chunks_exact(4);
+            words
+                .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+                .collect()
+        };
+        let (theirs, mut own) = (words(theirs), words(own));
+        // Only packets that differ are recorded of this rank's.
+        let packets = own.chunks_exact_mut(2).zip(theirs.chunks_exact(2));
+        for ((own, theirs), differs) in packets.zip(differ) {
+            if *differs == 0 {
+                own.copy_from_slice(theirs);
+            }
+        }
+        Some(Self::Other { own, theirs })
+    }
+}
 
 /// Memory of all ranks that kernels access, as mapped here.
 #[derive(Debug)]

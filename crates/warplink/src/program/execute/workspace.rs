@@ -10,9 +10,7 @@ use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelMemory};
 use super::lane::{SectionLanes, TellDifference, packet_flag};
 use super::publication::{Publication, Published, Tables};
-use super::reach::{
-    DIRECT_BYTES, EPOCH_BYTES, Reach, UNKNOWN_MEMORY, VERDICT_BYTES, VERDICT_WORDS_BYTES,
-};
+use super::reach::{Announced, DIRECT_BYTES, EPOCH_BYTES, Reach, VERDICT_BYTES};
 use super::section_kernel::SectionKernel;
 use super::step_cache::StepCache;
 use crate::device::{
@@ -345,22 +343,13 @@ impl SharedWorkspace {
         let mut bytes = vec![0; VERDICT_BYTES * self.world];
         let verdicts = reach.state.slice(from..from + bytes.len())?;
         self.device.download(&verdicts, &mut bytes)?;
-        let verdicts = bytes.chunks_exact(VERDICT_BYTES).enumerate();
-        for (place, verdict) in verdicts {
-            let (words, rest) = verdict.split_at(VERDICT_WORDS_BYTES);
-            let (differ, _) = rest.split_at(rest.len() - VERDICT_WORDS_BYTES);
-            if differ.iter().all(|byte| *byte == 0) {
-                continue;
-            }
-            let peer = (self.rank + 1 + place) % self.world;
-            if differ.contains(&UNKNOWN_MEMORY) {
-                return Ok(Some((peer, Announced::UnknownMemory)));
-            }
-            let words = words.chunks_exact(4);
-            let words = words.map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]));
-            return Ok(Some((peer, Announced::Other(words.collect()))));
-        }
-        Ok(None)
+        let mut verdicts = bytes.chunks_exact(VERDICT_BYTES).enumerate();
+        Ok(verdicts.find_map(|(place, verdict)| {
+            Some((
+                (self.rank + 1 + place) % self.world,
+                Announced::read(verdict)?,
+            ))
+        }))
     }
 }
 
@@ -403,15 +392,6 @@ impl KernelCode {
                     && sizes(&most.strides, &own.strides)
             })
     }
-}
-
-/// A mismatched announcement of another rank.
-#[derive(Debug)]
-pub(crate) enum Announced {
-    /// Integers that differ from this rank's.
-    Other(Vec<u32>),
-    /// Memory that this rank no longer maps.
-    UnknownMemory,
 }
 
 impl SharedKernel {

@@ -6,6 +6,7 @@ mod runner;
 use crate::commands::bench::case::{Case, Setup, SizeRange};
 use crate::commands::bench::clock::Times;
 use crate::commands::bench::report::{Figures, compared, job};
+use crate::commands::bench::shape::LaneShape;
 use crate::memory;
 use crate::names::{OneOf, name_of};
 use crate::options::at_least;
@@ -56,6 +57,8 @@ pub(crate) struct ExpertParallel {
     /// Calls in a sample
     #[arg(long, value_name = "N", default_value = "10", value_parser = at_least::<u16>(1))]
     calls: u16,
+    #[command(flatten)]
+    shape: LaneShape,
 }
 
 /// Distribution of tokens over experts.
@@ -124,7 +127,12 @@ impl Case for ExpertParallel {
 
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
         let layer = self.layer(setup);
-        let runner = ExpertRunner::new(comm, layer, self.routing, self.peer)?;
+        let runner = ExpertRunner::new(
+            comm,
+            layer,
+            &self.shape.options(),
+            (self.routing, self.peer),
+        )?;
         let steps = setup.sizes.len() * setup.submissions.len();
         let progress = Setup::progress(comm, steps, "expert-parallel");
         let mut rows = Vec::new();

@@ -40,27 +40,8 @@ const STEPS: KernelSource = KernelSource {
     text: include_str!("../../../../kernels/steps.cu"),
 };
 
-/// Kernels for messages between pairs of ranks.
-const MESSAGES: KernelSource = KernelSource {
-    name: "messages.cu",
-    text: include_str!("../../../../kernels/messages.cu"),
-};
-
-/// Kernels of a layer of experts.
-const EXPERTS: KernelSource = KernelSource {
-    name: "experts.cu",
-    text: include_str!("../../../../kernels/experts.cu"),
-};
-
 /// Every kernel file; each is a translation unit.
-const SOURCES: [&KernelSource; 6] = [
-    &ELEMENTWISE,
-    &TRANSFER,
-    &CHANNEL,
-    &STEPS,
-    &MESSAGES,
-    &EXPERTS,
-];
+const SOURCES: [&KernelSource; 4] = [&ELEMENTWISE, &TRANSFER, &CHANNEL, &STEPS];
 
 /// Headers that kernels may include, by name.
 const HEADERS: [(&CStr, &str); 13] = [

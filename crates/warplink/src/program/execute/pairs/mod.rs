@@ -17,7 +17,7 @@ pub(super) use table::{Decoded, decode};
 use super::context::RankContext;
 use super::lane::{PairLanes, TellDifference, packet_flag};
 use super::publication::Published;
-use super::reach::{EPOCH_BYTES, Reach, VERDICT_BYTES, VERDICT_WORDS_BYTES};
+use super::reach::{Announced, EPOCH_BYTES, Reach, VERDICT_BYTES};
 use super::step_cache::StepCache;
 use super::workspace::SharedWorkspace;
 use crate::device::{
@@ -80,13 +80,12 @@ impl PairState {
     }
 }
 
-/// Mismatched announcements of a line, which a kernel has recorded.
+/// A mismatched announcement of a line, which a kernel has recorded.
 #[derive(Debug)]
 pub(crate) struct PairDifference {
     pub(crate) peer: Rank,
     pub(crate) role: usize,
-    pub(crate) own: Vec<u32>,
-    pub(crate) theirs: Vec<u32>,
+    pub(crate) announced: Announced,
 }
 
 /// Programs of pairs that share a workspace: messages of each may follow those of others.
@@ -321,34 +320,14 @@ impl Pairs {
         let from = self.state.verdict(0);
         let verdicts = self.counts.slice(from..from + bytes.len())?;
         self.device.download(&verdicts, &mut bytes)?;
-        for (line, verdict) in bytes.chunks_exact(VERDICT_BYTES).enumerate() {
-            let (theirs, rest) = verdict.split_at(VERDICT_WORDS_BYTES);
-            let (differ, own) = rest.split_at(rest.len() - VERDICT_WORDS_BYTES);
-            if differ.iter().all(|byte| *byte == 0) {
-                continue;
-            }
-            let words = |bytes: &[u8]| -> Vec<u32> {
-                let words = bytes.chunks_exact(4);
-                words
-                    .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
-                    .collect()
-            };
-            let (theirs, mut own) = (words(theirs), words(own));
-            // Only packets that differ are recorded of this rank's.
-            let packets = own.chunks_exact_mut(2).zip(theirs.chunks_exact(2));
-            for ((own, theirs), differs) in packets.zip(differ) {
-                if *differs == 0 {
-                    own.copy_from_slice(theirs);
-                }
-            }
-            return Ok(Some(PairDifference {
+        let mut verdicts = bytes.chunks_exact(VERDICT_BYTES).enumerate();
+        Ok(verdicts.find_map(|(line, verdict)| {
+            Some(PairDifference {
                 peer: line % self.state.world,
                 role: line / self.state.world,
-                own,
-                theirs,
-            }));
-        }
-        Ok(None)
+                announced: Announced::read(verdict)?,
+            })
+        }))
     }
 }
 

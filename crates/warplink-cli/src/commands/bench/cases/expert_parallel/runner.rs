@@ -7,7 +7,7 @@ use crate::commands::bench::peers::{allocate, download, gather, optional, total,
 use crate::commands::bench::report::{Row, micros};
 use crate::names::name_of;
 use anyhow::Result;
-use warplink::collective::{Dispatched, ExpertOptions, Experts, Parts};
+use warplink::collective::{CollectiveOptions, Dispatched, ExpertOptions, Experts, Parts};
 use warplink::device::{DeviceSlice, Priority, Stream};
 use warplink::{Collectives, Communicator, DType};
 
@@ -55,8 +55,8 @@ impl<'a> ExpertRunner<'a> {
     pub(super) fn new(
         comm: &'a Communicator,
         layer: ExpertOptions,
-        routing: Routing,
-        peer: ExpertPeer,
+        options: &CollectiveOptions,
+        (routing, peer): (Routing, ExpertPeer),
     ) -> Result<Self> {
         let world = comm.world();
         let allocate = |bytes| allocate(comm, bytes);
@@ -73,7 +73,7 @@ impl<'a> ExpertRunner<'a> {
             clock: BenchClock::new(comm, Priority::Normal)?,
             layer,
             routing,
-            experts: comm.collectives()?.experts(&layer)?,
+            experts: comm.collectives_with(options)?.experts(&layer)?,
             tokens: allocate(layer.max_tokens * layer.row_bytes())?,
             numbers: allocate(WORD * slots)?,
             weights: allocate(WORD * slots)?,

@@ -120,6 +120,7 @@ pub(in crate::program::section::compile) fn kernel(
     if !instance.functions.is_empty() {
         code.line("u32 row_turn = 0;");
     }
+    emitter.declare_searches(&mut code);
     if *period > 1 {
         code.line(format!("const Index epoch = self.launches % {period};"));
     }

@@ -121,6 +121,8 @@ struct Emitter<'s> {
     /// Lines that read the rows of the current step's operands, and the number of rows read so far.
     row_lines: Vec<String>,
     rows: usize,
+    /// Number of steps so far that search for a word; each of them resumes where its last search ended.
+    searches: usize,
 }
 
 impl<'s> Emitter<'s> {
@@ -143,6 +145,7 @@ impl<'s> Emitter<'s> {
             paired: false,
             row_lines: Vec::new(),
             rows: 0,
+            searches: 0,
         }
     }
 

@@ -123,6 +123,9 @@ fn role(section: &SectionInstance) -> Result<EndSteps> {
     let mut steps = Code::default();
     let done: std::result::Result<(), Refusal> = emitter.body(&mut steps, &section.section.body);
     done?;
+    let mut with_searches = Code::default();
+    emitter.declare_searches(&mut with_searches);
+    with_searches.append(&steps);
     if emitter.shares_words {
         return refused(
             "a program of pairs with signals to other lanes".to_owned(),
@@ -130,7 +133,7 @@ fn role(section: &SectionInstance) -> Result<EndSteps> {
         );
     }
     Ok(EndSteps {
-        steps,
+        steps: with_searches,
         waits: emitter.waits,
         signals: emitter.signals,
     })

@@ -28,13 +28,15 @@ impl Emitter<'_> {
                 self.read(&word, &most)?
             }
             (WordValue::Count(range), ..) => {
-                format!("count({})", self.matched(&word, range)?)
+                format!("count(self, {})", self.matched(&word, range)?)
             }
             (WordValue::Position(number, range), ..) => {
                 let (number, words) = (self.integer(number)?, self.matched(&word, range)?);
                 let most = format!("{}.elements() - 1", word.part.text);
                 let (number, bound) = (bare(&number).to_owned(), self.bound(&most));
-                format!("position({words}, {number}, {bound})")
+                let search = format!("search{}", self.searches);
+                self.searches += 1;
+                format!("position(self, {search}, {words}, {number}, {bound})")
             }
         };
         code.line(format!("// {}: {it}", self.position));
@@ -68,8 +70,8 @@ impl Emitter<'_> {
         let ends = [&range.from, &range.to].map(|end| self.wide_integer(end));
         let [from, to] = ends;
         Ok(format!(
-            "self, Words<{}>{{{}, {}.elements(), {}, {}, {}}}",
-            self.integer_name(words),
+            "Words<{}>{{{}, {}.elements(), {}, {}, {}}}",
+            self.loaded_word(words),
             self.address("plain", words),
             words.part.text,
             from?,
@@ -164,7 +166,7 @@ impl Emitter<'_> {
         let integer = self.integer_name(word);
         let (data, _) = word.packing.packet();
         let (function, address) = match word.packing {
-            Packing::Plain => (format!("value<{integer}>"), "plain"),
+            Packing::Plain => (format!("value<{}>", self.loaded_word(word)), "plain"),
             Packing::Packets8 | Packing::Packets16 if dtype.size() <= data => {
                 (format!("packet_value<{integer}, {data}>"), "packets")
             }
@@ -184,6 +186,18 @@ impl Emitter<'_> {
             DType::I64 => "i64",
             _ => "int",
         }
+    }
+
+    /// Declares where the kernel's searches are.
+    pub(super) fn declare_searches(&self, code: &mut Code) {
+        (0..self.searches).for_each(|number| code.line(format!("Search search{number};")));
+    }
+
+    /// Template arguments of a load of a word: its type, and whether no rank stores it during the launch. A message may
+    /// store words that a later one of the same launch reads.
+    pub(super) fn loaded_word(&self, word: &EmittedOperand) -> String {
+        let constant = self.instance.tensors[word.part.tensor].constant && !self.paired;
+        format!("{}, {constant}", self.integer_name(word))
     }
 
     pub(super) fn address(&self, function: &str, word: &EmittedOperand) -> String {

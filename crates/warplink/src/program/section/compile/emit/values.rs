@@ -77,7 +77,7 @@ impl Emitter<'_> {
             code.line(format!("// {}: {it}", self.position));
             code.line(format!(
                 "const i64 word_{name} = detail::load_word<{}>({});",
-                self.integer_name(&word),
+                self.loaded_word(&word),
                 self.address("plain", &word)
             ));
             checks.push(format!(
