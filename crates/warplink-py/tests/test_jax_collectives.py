@@ -1,4 +1,4 @@
-"""Collectives inside programs of JAX, on the host device."""
+"""Collectives inside programs of JAX: on the host device, or, with WARPLINK_TEST_DEVICE=cuda, on a GPU for each rank."""
 
 import os
 
@@ -11,11 +11,20 @@ jax = pytest.importorskip("jax")
 from conftest import Stopwatch, meet, run_ranks  # noqa: E402
 
 WORLD = 2
+ON_GPUS = os.environ.get("WARPLINK_TEST_DEVICE") == "cuda"
+WORLDS = [1, 2] if ON_GPUS else [1, 2, 3]
+# Errors reach JAX in another way from GPUs, and processors are divided into devices.
+on_host = pytest.mark.skipif(ON_GPUS, reason="of the host device")
 
 
 def join(rank, world, meeting):
-    jax.config.update("jax_platforms", "cpu")
-    return warplink.Job.join(rank, world, meeting, timeout=60.0, device="host")
+    jax.config.update("jax_platforms", "cuda" if ON_GPUS else "cpu")
+    if ON_GPUS:
+        # Each process would take most of the memory of its GPU.
+        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+        jax.config.update("jax_cuda_visible_devices", str(rank))
+    device = {"device": "cuda", "ordinal": rank} if ON_GPUS else {"device": "host"}
+    return warplink.Job.join(rank, world, meeting, timeout=60.0, **device)
 
 
 def inputs(world, dtype, shape=(4, 3)):
@@ -64,7 +73,7 @@ def calls(rank, world, meeting):
             assert (group.all_reduce(jnp.full(3, float(rank)), op) == (world - 1) / 2).all()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", WORLDS)
 def test_calls_give_what_numpy_does(world):
     run_ranks(calls, world)
 
@@ -189,6 +198,7 @@ def failing(rank, world, meeting, place):
     assert (jax.jit(rest.all_reduce)(jnp.ones(5)) == world - 1).all()
 
 
+@on_host
 def test_errors_name_what_is_wrong_and_survivors_go_on(tmp_path):
     run_ranks(failing, 3, str(tmp_path / "place"), dies=(2,))
 
@@ -203,6 +213,7 @@ def differing(rank, world, meeting):
             jax.block_until_ready(group.all_reduce(jnp.ones(3 + rank)))
 
 
+@on_host
 def test_ranks_that_differ_are_told():
     run_ranks(differing, WORLD)
 
@@ -241,6 +252,7 @@ def several_devices(rank, world, meeting):
         list(threads.map(lambda job: job.close(), jobs))
 
 
+@on_host
 def test_a_process_with_several_devices_is_several_ranks():
     run_ranks(several_devices, 1)
 
@@ -260,5 +272,6 @@ def in_any_order(rank, world, meeting):
             mapped(jnp.ones(2))
 
 
+@on_host
 def test_maps_whose_programs_run_in_any_order_are_refused():
     run_ranks(in_any_order, 1)

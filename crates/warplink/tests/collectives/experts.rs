@@ -1,7 +1,7 @@
 //! Dispatch and combine of a layer of experts, compared with a reference.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, assert_error, assert_says, delayed, kind, lose, processes, threads,
+    Stopwatch, TimedBarrier, assert_error, assert_says, delayed, lose, processes, threads,
     threads_that_end, threads_with, unchanged, with_victim, world, worlds,
 };
 use crate::data::library;
@@ -9,7 +9,7 @@ use crate::layer::{Buffers, Choices, GUARD_BYTE, Input, download, inputs};
 use std::time::Duration;
 use warplink::collective::{Dispatched, ExpertOptions, Experts};
 use warplink::device::{Priority, Stream};
-use warplink::{Communicator, DType, DeviceKind, Error, ErrorKind};
+use warplink::{Communicator, DType, Error, ErrorKind};
 
 fn round(
     comm: &Communicator,
