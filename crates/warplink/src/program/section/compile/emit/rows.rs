@@ -240,6 +240,10 @@ impl Emitter<'_> {
         all_kept: Option<usize>,
     ) -> Result<()> {
         let function = passes.function;
+        if self.instance.blocks > 1 && passes.last() > 0 {
+            // Before the lane waits for packets, as a reduction along the row would do it after that.
+            code.line("self.gather();");
+        }
         // Values that are uniform for the row after this many levels of reductions.
         let uniform = |code: &mut Code, level: usize| {
             for (number, node) in function.nodes.iter().enumerate() {
