@@ -257,7 +257,8 @@ fn program_compiles((name, program): &(String, Program), world: usize, number: u
         panic!("{name}: {:?} is no kernel", rank_program.operations[0]);
     };
     let architecture = cuda::ARCHITECTURES[number % cuda::ARCHITECTURES.len()];
-    let clusters = name.contains("OneShot") && architecture != "sm_80";
+    let few = ["OneShot", "Lined"].iter().any(|way| name.contains(way));
+    let clusters = few && architecture != "sm_80";
     let section = SectionInstance {
         published: program.to_string().contains(" with "),
         blocks: if clusters { 4 } else { 1 },

@@ -84,39 +84,58 @@ struct ClusterExchange {
 }  // namespace detail
 
 // Flags of packets of an epoch, from 1 on: `single` in 8-byte packets, which is never 0, `first` and `second` in
-// 16-byte packets, a pair that never repeats. 128-byte packets contain the epoch itself.
+// 16-byte packets, a pair that never repeats, and `whole` in 128-byte packets, the epoch itself.
 struct Flag {
     u32 first, second, single;
+    u64 whole;
     __device__ __forceinline__ explicit Flag(u64 epoch)
-        : first((u32)epoch), second((u32)epoch + (u32)(epoch >> 32)), single((u32)((epoch - 1) % 0xffffffffull) + 1) {}
+        : first((u32)epoch), second((u32)epoch + (u32)(epoch >> 32)), single((u32)((epoch - 1) % 0xffffffffull) + 1), whole(epoch) {}
 };
 
 // State of a lane, in registers.
 struct Lane {
     u64 abort;
     u64 epochs;
-    // Before this one.
-    u64 launches;
+    u32 number;
+    // Before this one, once they are counted.
+    mutable u64 launches;
+    mutable bool counted;
     bool ended;
     // Whether all blocks of the lane are known to run, which has to precede accesses of their shared memory.
     bool together;
 
     // `epochs`: the number of launches so far for each lane, in this rank's memory. This one is lane `number`.
-    __device__ __forceinline__ Lane(u64 abort, u64 epochs, u32 number = blockIdx.x) : abort(abort), epochs(epochs), ended(false), together(lane_blocks == 1) {
+    __device__ __forceinline__ Lane(u64 abort, u64 epochs, u32 number = blockIdx.x)
+        : abort(abort), epochs(epochs), number(number), counted(false), ended(false), together(lane_blocks == 1) {
         if constexpr (lane_blocks > 1) {
             if (threadIdx.x == 0) detail::ClusterExchange::own().prepare();
             __syncwarp();
             detail::cluster_arrive();
         }
         detail::await_preceding();
-        launches = detail::load_relaxed(epochs + 8 * number);
+    }
+
+    // Loads the number of launches, unless that is done.
+    __device__ __forceinline__ void count() const {
+        if (counted) return;
+        // The condition holds. With an address that looked the same in all threads, the assembler would move the number to a
+        // register of the warp, for which it would wait before the next load.
+        launches = detail::load_relaxed(threadIdx.x < blockDim.x ? epochs + 8 * number : 0);
+        counted = true;
     }
 
     // Epoch of this launch, from 1 on. Loads earlier in the code are in flight before `launches` has to arrive.
     __device__ __forceinline__ u64 epoch() const {
+        count();
         u64 epoch;
         asm volatile("add.u64 %0, %1, 1;" : "=l"(epoch) : "l"(launches));
         return epoch;
+    }
+
+    // Number of this launch among `PERIOD` ones.
+    template <u32 PERIOD> __device__ __forceinline__ u32 turn() const {
+        count();
+        return (u32)(launches % PERIOD);
     }
 
     __device__ __forceinline__ u32 rank() const {
@@ -156,14 +175,15 @@ struct Lane {
     // The last call of a kernel: advances the epochs of `lanes` lanes. If launches with different numbers of blocks
     // share the epochs, `lanes` is the largest of these numbers, in all of them, so that all epochs stay equal.
     __device__ __forceinline__ void finish(u32 lanes) {
+        count();
         // Every thread has read its epoch.
         __syncthreads();
         gather();
         const u64 epoch = launches + 1;
         if (threadIdx.x == 0) *(volatile u64 *)(epochs + 8 * blockIdx.x) = epoch;
-        if (lanes == gridDim.x) return;
-        for (u32 lane = blockIdx.x + gridDim.x * (threadIdx.x + 1); lane < lanes; lane += gridDim.x * blockDim.x)
-            *(volatile u64 *)(epochs + 8 * lane) = epoch;
+        // One block is enough for those without one, so that the others end earlier.
+        if (blockIdx.x != 0) return;
+        for (u32 lane = gridDim.x + threadIdx.x; lane < lanes; lane += blockDim.x) *(volatile u64 *)(epochs + 8 * lane) = epoch;
     }
 };
 
@@ -202,6 +222,7 @@ struct Times {
             volatile u64 *header = (volatile u64 *)words;
             header[0] = count;
             header[1] = now();
+            self.count();
             header[2] = self.launches;
         }
     }

@@ -81,31 +81,26 @@ template <typename Element> __device__ __forceinline__ void store_row_unit(u64 a
     }
 }
 
-// A unit in packets with `DATA` bytes of data each.
+// Unit `unit` of a row in packets with `DATA` bytes of data each, of which a thread loads all of its own.
 template <typename Element, u32 DATA> struct RowPackets {
     static constexpr u32 elements = unit_elements<Element, DATA>, number = row_unit / elements;
     Packet<DATA> packet[number];
 
-    // The unit whose first packet is at `at`.
-    __device__ __forceinline__ void load(u64 at, u32 count) {
+    __device__ __forceinline__ void load(u64 row, u32 unit, u32 count) {
+        const u64 at = row + 2 * RowUnit<Element>::bytes * (u64)unit;
 #pragma unroll
         for (u32 i = 0; i < number; i++)
             if (elements * i < count) packet[i] = load_packet<DATA>(at + 2 * DATA * i);
     }
 
-    // Loads those packets again that have not arrived; whether all had.
-    __device__ __forceinline__ bool reload(u64 at, u32 count, Flag flag) {
+    __device__ __forceinline__ bool arrived(u32 count, Flag flag) const {
         bool there = true;
 #pragma unroll
-        for (u32 i = 0; i < number; i++) {
-            if (elements * i >= count || carries(packet[i], flag)) continue;
-            packet[i] = load_packet<DATA>(at + 2 * DATA * i);
-            there = false;
-        }
+        for (u32 i = 0; i < number; i++) there &= elements * i >= count || carries(packet[i], flag);
         return there;
     }
 
-    __device__ __forceinline__ RowUnit<Element> unit() const {
+    __device__ __forceinline__ RowUnit<Element> values(u64, u32, u32) const {
         RowUnit<Element> unit;
 #pragma unroll
         for (u32 i = 0; i < number; i++) {
@@ -113,6 +108,35 @@ template <typename Element, u32 DATA> struct RowPackets {
             for (u32 k = 0; k < DATA / 4; k++) unit.word[DATA / 4 * i + k] = packet[i].unit.word[k];
         }
         return unit;
+    }
+};
+
+// The same in packets of 128 bytes: a unit is in one of them, or in two. Their flags are loaded first, then the data, which
+// is there with its flag, as packets arrive whole.
+template <typename Element> struct RowPackets<Element, 120> {
+    static constexpr u32 elements = unit_elements<Element, 8>, number = row_unit / elements;
+    u64 first, last;
+
+    // The words of a unit that `count` elements are in.
+    static __device__ __forceinline__ u32 words(u32 count) { return (count + elements - 1) / elements; }
+    static __device__ __forceinline__ u64 line(u64 row, u32 word) { return row + 128 * (u64)(word / 15); }
+
+    __device__ __forceinline__ void load(u64 row, u32 unit, u32 count) {
+        first = load_relaxed(line(row, number * unit) + 120);
+        last = number == 1 ? first : load_relaxed(line(row, number * unit + words(count) - 1) + 120);
+    }
+
+    __device__ __forceinline__ bool arrived(u32, Flag flag) const { return first == flag.whole && last == flag.whole; }
+
+    __device__ __forceinline__ RowUnit<Element> values(u64 row, u32 unit, u32 count) const {
+        RowUnit<Element> all;
+#pragma unroll
+        for (u32 i = 0; i < number; i++) {
+            const u32 word = number * unit + i;
+            const u64 value = elements * i < count ? load_relaxed(line(row, word) + 8 * (word % 15)) : 0;
+            all.word[2 * i] = (u32)value, all.word[2 * i + 1] = (u32)(value >> 32);
+        }
+        return all;
     }
 };
 
@@ -207,8 +231,9 @@ template <typename Element, typename Operator, typename P> __device__ __forceinl
 }
 
 // A row that a lane processes. `turn` counts the lane's reductions along rows. `WHOLE`: its length is known to be a
-// multiple of a unit. In its calls, `ALIGNED`: plain places are known to be aligned to 16 bytes.
-template <bool WHOLE = false> struct Row {
+// multiple of a unit; `KEPT`: and that threads keep all of their units. In its calls, `ALIGNED`: plain places are known to be
+// aligned to 16 bytes.
+template <bool WHOLE = false, bool KEPT = false> struct Row {
     Lane &lane;
     u32 &turn;
     u32 width, units;
@@ -222,17 +247,18 @@ template <bool WHOLE = false> struct Row {
         return width - row_unit * unit < row_unit ? width - row_unit * unit : row_unit;
     }
 
-    // Calls `with` for each unit of this thread, with its cached value. The first `KEPT` units are cached in
+    // Calls `with` for each unit of this thread, with its cached value. The first `UNITS` units are cached in
     // registers; for others, `again` recomputes it.
-    template <u32 KEPT, typename Kept, typename Again, typename With>
-    __device__ __forceinline__ void each(Kept (&kept)[KEPT], const Again &again, const With &with) const {
+    template <u32 UNITS, typename Kept, typename Again, typename With>
+    __device__ __forceinline__ void each(Kept (&kept)[UNITS], const Again &again, const With &with) const {
 #pragma unroll
-        for (u32 i = 0; i < KEPT; i++) {
+        for (u32 i = 0; i < UNITS; i++) {
             const u32 unit = lane.rank() + i * lane.size();
             if (unit < units) with(unit, count(unit), kept[i]);
         }
+        if constexpr (KEPT) return;
 #pragma unroll 1
-        for (u32 unit = lane.rank() + KEPT * lane.size(); unit < units; unit += lane.size()) {
+        for (u32 unit = lane.rank() + UNITS * lane.size(); unit < units; unit += lane.size()) {
             Kept further;
             again(unit, count(unit), further);
             with(unit, count(unit), further);
@@ -318,7 +344,7 @@ template <bool WHOLE = false> struct Row {
     __device__ __forceinline__ void reduce(const P &from, u32 unit, u32 count, float (&value)[row_unit]) const {
         // As many at a time as registers allow.
         constexpr u32 together = P::packets != 0 && P::count > 4 ? 4 : P::count;
-        constexpr u32 data = P::packet_data == 0 ? 8 : P::packet_data, bytes = detail::RowUnit<Element>::bytes;
+        constexpr u32 data = P::packet_data == 0 ? 8 : P::packet_data;
 #pragma unroll
         for (u32 first = 0; first < P::count; first += together) {
             detail::RowUnit<Element> units[together];
@@ -328,27 +354,31 @@ template <bool WHOLE = false> struct Row {
                 const u32 i = together == P::count ? P::in_turn(k) : first + k;
                 if (i >= P::count) continue;
                 if (P::is_packets(i))
-                    packets[i - first].load(from.at[i] + 2 * bytes * (u64)unit, count);
+                    packets[i - first].load(from.at[i], unit, count);
                 else
                     units[i - first] = load<Element, ALIGNED>(from.at[i], unit, count);
             }
-            // All that are missing are loaded again together: one after the other, each would take a load's latency after
-            // the previous one has arrived.
-            bool there = P::packets == 0;
-            for (u32 polls = 1; !there && !lane.ended; polls++) {
-                there = true;
+            // All are loaded again together: one after the other, each would take a load's latency after the previous one has
+            // arrived.
+            for (u32 polls = 1; P::packets != 0 && !lane.ended; polls++) {
+                bool there = true;
 #pragma unroll
                 for (u32 k = 0; k < together; k++) {
                     const u32 i = first + k;
-                    if (i < P::count && P::is_packets(i)) there &= packets[k].reload(from.at[i] + 2 * bytes * (u64)unit, count, flag);
+                    if (i < P::count && P::is_packets(i)) there &= packets[k].arrived(count, flag);
                 }
-                if (!there) lane.gives_up(polls);
+                if (there || lane.gives_up(polls)) break;
+#pragma unroll
+                for (u32 k = 0; k < together; k++) {
+                    const u32 i = first + k;
+                    if (i < P::count && P::is_packets(i)) packets[k].load(from.at[i], unit, count);
+                }
             }
 #pragma unroll
             for (u32 k = 0; k < together; k++) {
                 const u32 i = first + k;
                 if (i >= P::count) continue;
-                if (P::is_packets(i)) units[k] = packets[k].unit();
+                if (P::is_packets(i)) units[k] = packets[k].values(from.at[i], unit, count);
                 float next[row_unit];
                 units[k].values(next);
 #pragma unroll
@@ -365,10 +395,16 @@ template <bool WHOLE = false> struct Row {
     // Stores a unit, rounded, to all targets; nothing if the lane has ended.
     template <typename Element, bool ALIGNED = false, typename P>
     __device__ __forceinline__ void store(const P &to, u32 unit, u32 count, const float (&value)[row_unit]) const {
-        if (lane.ended) return;
-        constexpr u32 data = P::packet_data == 0 ? 8 : P::packet_data, bytes = detail::RowUnit<Element>::bytes;
         detail::RowUnit<Element> stored;
         stored.set(value);
+        store_unit<Element, ALIGNED>(to, unit, count, stored);
+    }
+
+    // The same for a unit as loaded.
+    template <typename Element, bool ALIGNED = false, typename P>
+    __device__ __forceinline__ void store_unit(const P &to, u32 unit, u32 count, const detail::RowUnit<Element> &stored) const {
+        if (lane.ended) return;
+        constexpr u32 data = P::packet_data == 0 ? 8 : P::packet_data, bytes = detail::RowUnit<Element>::bytes;
 #pragma unroll
         for (u32 k = 0; k < P::count; k++) {
             const u32 i = P::in_turn(k);

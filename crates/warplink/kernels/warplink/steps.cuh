@@ -332,15 +332,17 @@ __device__ __forceinline__ void line_units(Lane &lane, const Sources &from, cons
     const u32 stride = lane.size() / 8;
     u32 line = lane.rank() / 8;
     if constexpr (Sources::count == 1 && Targets::count == 1 && WHOLE) {
-        // Several at a time, while they are whole: their loads are in flight together.
+        // Whole ones, several at a time: their loads are in flight together.
         constexpr u32 number = 2;
         const u32 whole = (u32)(count / (15 * elements));
 #pragma unroll 1
-        for (; line + (number - 1) * stride < whole; line += number * stride) {
+        while (line < whole) {
+            const u32 there = line + stride < whole ? number : 1;
             LinePart parts[number];
             Unit<16> units[number];
 #pragma unroll
             for (u32 k = 0; k < number; k++) {
+                if (k >= there) continue;
                 const u64 at = line + k * stride;
                 if constexpr (Sources::is_packets(0))
                     parts[k] = load_line_part(from.at[0] + 128 * at + 16 * part);
@@ -349,14 +351,17 @@ __device__ __forceinline__ void line_units(Lane &lane, const Sources &from, cons
             }
             if constexpr (Sources::is_packets(0)) {
 #pragma unroll
-                for (u32 k = 0; k < number; k++) await_line(lane, from.at[0] + 128 * (u64)(line + k * stride) + 16 * part, parts[k], mask, flag);
+                for (u32 k = 0; k < number; k++)
+                    if (k < there) await_line(lane, from.at[0] + 128 * (u64)(line + k * stride) + 16 * part, parts[k], mask, flag);
                 if (lane.ended) return;
                 // Data loaded by another thread together with the flag may be older than it.
 #pragma unroll
-                for (u32 k = 0; k < number; k++) units[k] = load_line_part(from.at[0] + 128 * (u64)(line + k * stride) + 16 * part).unit;
+                for (u32 k = 0; k < number; k++)
+                    if (k < there) units[k] = load_line_part(from.at[0] + 128 * (u64)(line + k * stride) + 16 * part).unit;
             }
 #pragma unroll
             for (u32 k = 0; k < number; k++) {
+                if (k >= there) continue;
                 const Unit<16> one[1] = {units[k]};
                 const Unit<16> result = combined<Element, Operator>(one);
                 const u64 at = line + k * stride;
@@ -365,6 +370,7 @@ __device__ __forceinline__ void line_units(Lane &lane, const Sources &from, cons
                 else
                     store_words<Element, true>(to.at[0] + 8 * (15 * at + 2 * part), result, elements, part == 7 ? 0 : elements);
             }
+            line += there * stride;
         }
     }
 #pragma unroll 1

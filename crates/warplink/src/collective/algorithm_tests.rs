@@ -23,6 +23,7 @@ pub(in crate::collective) fn machine(world: usize) -> Machine {
         kernels: TransferKernels::default(),
         packet_bytes: 64 << 10,
         plain_bytes: 128 << 10,
+        lined_bytes: 240 << 10,
         cluster_blocks: 1,
         most_blocks: 132,
         most_lanes: 128,

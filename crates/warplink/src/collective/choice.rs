@@ -75,6 +75,8 @@ pub(super) struct Machine {
     /// Data capacity of half a workspace in bytes, as packets and as raw data.
     pub(super) packet_bytes: usize,
     pub(super) plain_bytes: usize,
+    /// The same as packets of 128 bytes, for fused calls; 0 if links split these.
+    pub(super) lined_bytes: usize,
     /// Maximum lanes that move data. If ranks share a device, it must have space for all of them.
     pub(super) most_lanes: usize,
     /// Maximum blocks of a lane, and of a launch that has lanes of several blocks.

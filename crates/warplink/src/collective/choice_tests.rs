@@ -22,6 +22,7 @@ fn machine(model: &HardwareModel, world: usize) -> Machine {
         kernels: model.link.transfer_kernels(),
         packet_bytes: 512 * KIB,
         plain_bytes: 4096 * KIB,
+        lined_bytes: 0,
         cluster_blocks: 1,
         most_blocks: 132,
         most_lanes: 128,

@@ -10,7 +10,7 @@ use crate::device::{DeviceSlice, Readying, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};
 use crate::program::execute::{RankContext, SharedKernel, SharedWorkspace};
-use crate::program::section::{ScratchInstance, WorkspaceLayout};
+use crate::program::section::{Packing, ScratchInstance, WorkspaceLayout};
 use crate::topology;
 use std::sync::Arc;
 
@@ -69,7 +69,9 @@ impl Direct {
         let announcements = rows
             .cloned()
             .ok_or_else(|| Error::internal("the programs have nowhere to announce"))?;
-        let layout = WorkspaceLayout::of(&scratch);
+        let mut layout = WorkspaceLayout::of(&scratch);
+        // Both halves by epoch.
+        layout.reserve(Packing::Packets128, 2 * machine.lined_bytes);
         Ok(Self {
             rank,
             workspace: SharedWorkspace::join(context, layout, MAX_BLOCKS, |peer| {

@@ -13,6 +13,7 @@ use crate::device::{DeviceProperties, InUse, Turns};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::cost::HardwareModel;
 use crate::program::execute::RankContext;
+use crate::program::section::ROW_ELEMENTS_OF_LINES;
 use crate::topology::{Topology, TopologyClass, rendezvous};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -80,6 +81,7 @@ impl Collectives {
         let model = context.hardware_model()?;
         // Collective, before anything can fail on a single rank.
         let [fewest, cluster_blocks] = fewest_multiprocessors(&context)?;
+        let carries_lines = context.carries_lines()?;
         let machine = Self::machine(&context, options, &model, [fewest, cluster_blocks]);
         // If one rank fails, all do, since later steps are collective.
         let mut machine = context.agree_on(machine)?;
@@ -88,6 +90,8 @@ impl Collectives {
         if machine.cube.is_some() {
             // The whole workspace is for packets, half of whose bytes are data.
             machine.packet_bytes = pages(options.workspace_bytes / 4);
+        } else if carries_lines && machine.world > 1 {
+            machine.lined_bytes = options.workspace_bytes / 8 * 7 / LINED_BYTES * LINED_BYTES;
         }
         let settings = format!("{options:?} {machine:?}");
         // Ranks with different options or models would choose different algorithms.
@@ -257,6 +261,7 @@ impl Collectives {
             kernels: model.link.transfer_kernels(),
             packet_bytes: pages(options.workspace_bytes / 20),
             plain_bytes: pages(options.workspace_bytes / 5 * 2),
+            lined_bytes: 0,
             most_lanes: Machine::most_lanes(multiprocessors, sharing)
                 .min(options.multiprocessors.map_or(usize::MAX, |most| most - 1)),
             cluster_blocks,
@@ -308,6 +313,9 @@ fn topology(context: &RankContext, forced: Option<TopologyClass>) -> Result<Opti
     let gather = |bytes: Vec<u8>| context.all_gather(&bytes);
     rendezvous(&*context.device, context.rank(), forced, gather).map(Some)
 }
+
+/// Half an area of 128-byte packets has a multiple of this many bytes of data: rows of any type of up to 4 bytes.
+const LINED_BYTES: usize = 4 * ROW_ELEMENTS_OF_LINES;
 
 /// Message workspace in bytes: a chunk should take longer than the signals between two chunks. If ranks share
 /// cores, signals cost more than large chunks gain.

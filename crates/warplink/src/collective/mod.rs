@@ -109,8 +109,9 @@ named! {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectiveOptions {
     /// Size of each rank's workspace, a fifth of which is for packets, or all of it in a hybrid cube mesh; at
-    /// least 64 KiB for each rank. Parts are rounded down to pages of 4 KiB. Messages have a workspace of
-    /// their own, four times as large, or half as large on the host device.
+    /// least 64 KiB for each rank. Parts are rounded down to pages of 4 KiB. Fused calls have twice as many bytes
+    /// in addition where links carry packets of 128 bytes whole. Messages have a workspace of their own, four times
+    /// as large, or half as large on the host device.
     pub workspace_bytes: usize,
     /// Restricts the direct path to one algorithm; by default the hardware model chooses.
     pub algorithm: Option<Algorithm>,

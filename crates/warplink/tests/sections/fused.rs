@@ -169,8 +169,13 @@ fn fused_norms_are_the_same_bits_on_all_ranks() {
     for ranks in [2, 3, 8] {
         threads(world(ranks), |comm| {
             let text = include_str!("../../../../examples/programs/all_reduce_norm.wlp");
-            let program = Program::parse(text).unwrap();
-            for (threads, tokens, width, dtype) in CASES {
+            let programs = ["packets16", "packets128"].map(|packing| {
+                let text = text.replace("packets16", packing);
+                Program::parse(&text).unwrap()
+            });
+            for (number, (threads, tokens, width, dtype)) in CASES.into_iter().enumerate() {
+                // Each case by each packing, in turns of the numbers of ranks.
+                let program = &programs[(number + ranks) % programs.len()];
                 // Verifying many long rows takes long, and finds nothing more.
                 let verify = width < 1000;
                 let launches = Launches {
@@ -185,7 +190,7 @@ fn fused_norms_are_the_same_bits_on_all_ranks() {
                     .with("T", dtype)
                     .with("threads", threads);
                 let of = (comm.world(), threads as usize, tokens, width, dtype);
-                let played = play_with(comm, &program, &parameters, &launches, elements, |round| {
+                let played = play_with(comm, program, &parameters, &launches, elements, |round| {
                     let checks: Check<'_> =
                         Box::new(move |_, tensor, bytes| check(&tensor.name, round, of, bytes));
                     Ok(checks)

@@ -15,7 +15,7 @@ use crate::named::alternatives;
 use crate::program::execute::{
     CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
 };
-use crate::program::section::SectionInstance;
+use crate::program::section::{ROW_ELEMENTS_OF_LINES, SectionInstance};
 use crate::program::{Parameters, RankProgram, unroll};
 use crate::sync::lock;
 use std::collections::BTreeMap;
@@ -49,8 +49,8 @@ struct KernelKey {
     aligned: bool,
 }
 
-/// Key of kernels that share code: with lanes, threads and blocks.
-type ModelKey = (KernelKey, [usize; 3]);
+/// Key of kernels that share code: with lanes, threads and blocks, and whether lanes have one row each.
+type ModelKey = (KernelKey, [usize; 3], bool);
 
 /// Execution strategy and launch shape of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,7 +112,8 @@ impl FusedLaunches {
 
     /// The fastest applicable strategy by the model.
     fn way(&self, machine: &Machine, described: &Described) -> Result<Way> {
-        let ways = described.ways();
+        let ways = described.ways().iter().copied();
+        let ways: Vec<Way> = ways.filter(|way| machine.carries(*way)).collect();
         if let Some(forced) = machine.forced {
             let way = ways.iter().copied().find(|way| way.algorithm() == forced);
             return way.ok_or_else(|| {
@@ -123,7 +124,7 @@ impl FusedLaunches {
                 Error::unsupported(text).with_help("select one of these, or none")
             });
         }
-        let [first, rest @ ..] = ways else {
+        let [first, rest @ ..] = &ways[..] else {
             return Ok(Way::OneShot);
         };
         if rest.is_empty() {
@@ -136,7 +137,7 @@ impl FusedLaunches {
             return Ok(*known);
         }
         let mut best = (f64::INFINITY, *first);
-        for &way in ways {
+        for way in ways {
             if let Ok(seconds) = like.seconds(machine, way)
                 && seconds < best.0
             {
@@ -167,7 +168,8 @@ impl FusedLaunches {
             words: described.of(bits as usize).words(shape.way),
             ..key
         };
-        let like = (like, [shape.lanes, shape.threads, shape.blocks]);
+        let single = call.tokens <= shape.lanes;
+        let like = (like, [shape.lanes, shape.threads, shape.blocks], single);
         let model = lock(&self.models).get(&like).cloned();
         let section = |tokens: usize| -> Result<SectionInstance> {
             let program = described
@@ -192,6 +194,7 @@ impl FusedLaunches {
             Some(made) => Arc::new(made?),
             None => {
                 let most = (1 << bits) - 1;
+                let most = if single { shape.lanes.min(most) } else { most };
                 wanted.largest = (most > call.tokens).then(|| section(most).ok()).flatten();
                 let made = Arc::new(workspace.kernel(&wanted, tell)?);
                 drop(lock(&self.models).insert(like, made.clone()));
@@ -202,6 +205,21 @@ impl FusedLaunches {
         let before = lock(&self.kept).insert(key, made.clone());
         drop(before);
         Ok(made)
+    }
+}
+
+impl Machine {
+    /// Whether ranks can be reached this way.
+    fn carries(&self, way: Way) -> bool {
+        way != Way::Lined || self.lined_bytes > 0
+    }
+
+    /// Data capacity of half a workspace in bytes, for the packets of a way.
+    const fn room_of_packets(&self, way: Way) -> usize {
+        match way {
+            Way::Lined => self.lined_bytes,
+            _ => self.packet_bytes,
+        }
     }
 }
 
@@ -218,7 +236,10 @@ impl Described {
     /// Lanes, threads and rows of a launch.
     pub(super) fn shape(&self, machine: &Machine, way: Way) -> Result<LaunchShape> {
         let call = &self.call;
-        let row = part(call.width, 1);
+        let row = match way {
+            Way::Lined => call.width.next_multiple_of(ROW_ELEMENTS_OF_LINES),
+            _ => part(call.width, 1),
+        };
         let too_long = || {
             let text = format!(
                 "a row of {} elements has no room in the workspace",
@@ -227,9 +248,9 @@ impl Described {
             Error::unsupported(text).with_help(TOO_LONG)
         };
         let world = machine.world;
-        let (rows, wanted, most) = match way {
-            Way::OneShot => {
-                let room = machine.packet_bytes / call.dtype.size();
+        let (mut rows, wanted, most) = match way {
+            Way::OneShot | Way::Lined => {
+                let room = machine.room_of_packets(way) / call.dtype.size();
                 let rows = room / ((world - 1).max(1) * row);
                 (rows.min(call.tokens), call.tokens, machine.most_lanes)
             }
@@ -266,12 +287,16 @@ impl Described {
             };
             lanes = open.lanes(most, most);
         }
+        // Launches of a call that needs several have as many rows on each lane.
+        if way == Way::Lined && rows < call.tokens && rows > lanes {
+            rows -= rows % lanes;
+        }
         // With half as many threads, a row's signals and waits take less time.
         let units = if way == Way::Pushed { 2 } else { 1 };
         let threads = machine.threads(call.width.div_ceil(units * UNIT));
         // One block takes long to send and receive a row.
         let fits = |blocks: &usize| {
-            way == Way::OneShot
+            matches!(way, Way::OneShot | Way::Lined)
                 && *blocks <= machine.cluster_blocks
                 && *blocks * MIN_BLOCK_THREADS <= threads
                 && *blocks * (lanes + 1) <= machine.most_blocks.min(MAX_CLUSTERED)
@@ -297,7 +322,7 @@ impl Described {
         let missing = match way {
             Way::Pushed => PUSHED_ROW * (shape.rows.div_ceil(shape.lanes) - 1) as f64,
             Way::Direct | Way::Gathered => ACCESS,
-            Way::OneShot | Way::Quantized => 0.0,
+            Way::OneShot | Way::Lined | Way::Quantized => 0.0,
         };
         let seconds = machine.estimates.seconds(&programs)? + missing * (lanes.load + lanes.fence);
         Ok(seconds * pieces)
@@ -310,13 +335,15 @@ impl Described {
         rank: Rank,
     ) -> Result<RankProgram> {
         let parameters = self.parameters(machine, shape);
-        let program = self.program(shape.way, machine.world)?;
+        let program = self.program(shape.way, machine.world, shape.lanes)?;
         unroll(&program, rank, machine.world, 1, &parameters)
     }
 
     pub(super) fn parameters(&self, machine: &Machine, shape: &LaunchShape) -> Parameters {
         let room = match shape.way {
-            Way::OneShot => machine.packet_bytes / self.call.dtype.size(),
+            Way::OneShot | Way::Lined => {
+                machine.room_of_packets(shape.way) / self.call.dtype.size()
+            }
             Way::Pushed | Way::Direct | Way::Gathered => {
                 machine.plain_bytes / self.call.dtype.size()
             }

@@ -7,6 +7,8 @@ use super::{Described, FusedKind, Norm, Quantization, Wire};
 use crate::collective::algorithm::Algorithm;
 use crate::error::{Error, Result};
 use crate::program::Program;
+use crate::program::expr::PART_UNIT;
+use crate::program::section::ROW_ELEMENTS_OF_LINES;
 use std::fmt::Write as _;
 
 const ONE_SHOT: &str = include_str!("one_shot.wlp");
@@ -25,6 +27,17 @@ for j in 0..(groups - lane + each) / each {
             {follows} = finished(H[t]{further})
         }
     }
+}";
+
+/// Statements of [`ONE_SHOT`] that put a row: as 16-byte packets, by the threads that load it again for the epilogue; and as
+/// 128-byte packets, which several threads store together.
+const PUT_PACKETS: &str = "if world > 1 {
+    P[slot][((world - 1 - r) * tokens + next) * row..((world - 1 - r) * tokens + next) * row + n] on (rank + r) % world for r in 1..world =
+        sent(X[next])
+}";
+const PUT_LINES: &str = "for r in 1..world {
+    let place = ((world - 1 - r) * tokens + next) * row
+    put X[next] to P[slot][place..place + n] on (rank + r) % world
 }";
 
 /// Maximum tensors in one announcement, and maximum that a lane announces in total: it then has two rows for them.
@@ -46,15 +59,18 @@ pub(super) enum Way {
     Pushed,
     /// Rows travel as 8-bit floats, to the ranks that own them and back.
     Quantized,
+    /// As [`OneShot`](Self::OneShot), in packets of 128 bytes, where links carry these whole: half the bytes over links, but
+    /// threads load flags before data.
+    Lined,
 }
 
 impl Way {
-    /// The algorithm option that selects it.
+    /// The algorithm option that selects it, or the first of several that it selects.
     pub(super) const fn algorithm(self) -> Algorithm {
         match self {
             Self::OneShot => Algorithm::OneShot,
             Self::Direct => Algorithm::Direct,
-            Self::Pushed => Algorithm::Chunks,
+            Self::Pushed | Self::Lined => Algorithm::Chunks,
             Self::Gathered | Self::Quantized => Algorithm::TwoShot,
         }
     }
@@ -119,13 +135,13 @@ pub(super) enum Sends {
 }
 
 impl Described {
-    /// The program text of this call.
-    pub(super) fn text(&self, way: Way, world: usize) -> String {
+    /// The program text of this call on so many lanes.
+    pub(super) fn text(&self, way: Way, world: usize, lanes: usize) -> String {
         let by_owner = self.call.kind != FusedKind::AllReduce;
         let text = match (by_owner, way) {
             (_, Way::Quantized) => QUANTIZED,
             (true, _) => BY_OWNER,
-            (_, Way::OneShot) => ONE_SHOT,
+            (_, Way::OneShot | Way::Lined) => ONE_SHOT,
             (_, Way::Direct | Way::Gathered) => DIRECT,
             (_, Way::Pushed) => PUSHED,
         };
@@ -145,7 +161,17 @@ impl Described {
             _ => self.targets(&outputs, everywhere),
         };
         let [_, follows] = self.carried_and_following();
+        let (packets, unit, put) = match way {
+            Way::Lined => ("packets128", ROW_ELEMENTS_OF_LINES, PUT_LINES),
+            _ => ("packets16", PART_UNIT as usize, PUT_PACKETS),
+        };
+        // A loop with known bounds is written out, without a test for further rows.
+        let rounds = if self.call.tokens <= lanes { "1" } else { "most" };
         let put_in = [
+            ("packets", packets.to_owned()),
+            ("unit", unit.to_string()),
+            ("put", put.to_owned()),
+            ("rounds", rounds.to_owned()),
             ("tensors", self.declarations()),
             ("functions", functions.join("\n\n")),
             ("targets", self.targets(&outputs, At::Row)),
@@ -195,6 +221,9 @@ impl Described {
             let [_, follows] = self.carried_and_following();
             functions.push(of("finished", From::Added, &follows, Sends::Nothing));
         }
+        if way == Way::OneShot && self.call.kind == FusedKind::AllReduce {
+            functions.push("function sent(x) {\n    return x\n}".to_owned());
+        }
         if self.gathers() {
             let [local, all] = self.local_and_gathered();
             functions.push(of("added", From::Sum, &local, Sends::Added));
@@ -207,8 +236,8 @@ impl Described {
         functions
     }
 
-    pub(super) fn program(&self, way: Way, world: usize) -> Result<Program> {
-        Program::parse(&self.text(way, world)).map_err(|error| {
+    pub(super) fn program(&self, way: Way, world: usize, lanes: usize) -> Result<Program> {
+        Program::parse(&self.text(way, world, lanes)).map_err(|error| {
             Error::internal(error.message().to_owned())
                 .with_operation("write the program of a fused call")
         })
@@ -222,10 +251,16 @@ impl Described {
         match self.call.kind {
             _ if self.call.wire == Wire::Fp8 => &[Way::Quantized],
             FusedKind::AllReduce => match (announces, gathers) {
-                (true, true) => &[Way::OneShot, Way::Pushed, Way::Direct, Way::Gathered],
-                (true, false) => &[Way::OneShot, Way::Pushed, Way::Direct],
-                (false, true) => &[Way::OneShot, Way::Pushed, Way::Gathered],
-                (false, false) => &[Way::OneShot, Way::Pushed],
+                (true, true) => &[
+                    Way::OneShot,
+                    Way::Lined,
+                    Way::Pushed,
+                    Way::Direct,
+                    Way::Gathered,
+                ],
+                (true, false) => &[Way::OneShot, Way::Lined, Way::Pushed, Way::Direct],
+                (false, true) => &[Way::OneShot, Way::Lined, Way::Pushed, Way::Gathered],
+                (false, false) => &[Way::OneShot, Way::Lined, Way::Pushed],
             },
             _ => &[Way::Direct],
         }

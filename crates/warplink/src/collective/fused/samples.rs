@@ -106,7 +106,9 @@ pub fn fused_programs(world: usize) -> Result<Vec<(String, Program)>> {
             for way in call.ways() {
                 let Fused { kind, epilogue, .. } = call.call;
                 let name = format!("fused {kind}, {way:?}, {epilogue:?}");
-                all.push((name, call.program(*way, world)?));
+                // Every other text is that of lanes with one row each.
+                let lanes = [1, call.call.tokens][all.len() % 2];
+                all.push((name, call.program(*way, world, lanes)?));
             }
         }
     }

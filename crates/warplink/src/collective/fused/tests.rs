@@ -37,7 +37,7 @@ fn made(call: &Described, way: Way, world: usize, lanes: usize) -> (Program, Par
         // Rows take several turns in scratch.
         parameters.insert("deep", if world == 1 { 2 } else { 1 });
     }
-    (call.program(way, world).unwrap(), parameters)
+    (call.program(way, world, lanes).unwrap(), parameters)
 }
 
 #[test]
@@ -149,8 +149,8 @@ fn faulty_variants_are_refused() {
         // Two lanes have the same rows.
         (
             Way::OneShot,
-            "let t = lane - 1 + j * each",
-            "let t = j",
+            "let t = next - each",
+            "let t = j - 1",
             "race",
         ),
         // A row is divided among lanes.
@@ -201,7 +201,7 @@ fn faulty_variants_are_refused() {
             call
         };
         let (_, given) = made(call, way, 2, 2);
-        let text = call.text(way, 2);
+        let text = call.text(way, 2, 2);
         assert!(text.contains(right), "{right}:\n{text}");
         let program = Program::parse(&text.replacen(right, wrong, 1)).unwrap();
         let Err(found) = verify(&program, 2, 1, &given) else {
@@ -219,6 +219,7 @@ fn the_number_of_rows_selects_the_strategy() {
     let machine = Machine {
         packet_bytes: 512 << 10,
         plain_bytes: 4 << 20,
+        lined_bytes: 8 << 20,
         cluster_blocks: 8,
         estimates,
         ..machine(2)
@@ -270,6 +271,7 @@ fn epilogues_are_put_into_the_text() {
         Way::Direct,
         Way::Gathered,
         Way::Quantized,
+        Way::Lined,
     ] {
         let these = all.iter().filter(|call| call.ways().contains(&way));
         let texts: Vec<String> = these.map(|call| kernel(call, way)).collect();

@@ -18,6 +18,7 @@ const BIAS: u32 = 14;
 const QUANTIZATION: u32 = 15;
 const MEMORY: u32 = 18;
 const WIRE: u32 = 28;
+const WAY_UPPER: u32 = 29;
 
 impl Described {
     /// Integers that must be equal on all ranks; otherwise the calls differ.
@@ -28,8 +29,8 @@ impl Described {
         let quantization = epilogue.quantization.map_or(0, |it| it as u32);
         let what = FUSED
             | (call.kind as u32) << KIND
-            // Quantized rows have a wire format of their own, so two bits suffice.
             | (way as u32 & 3) << WAY
+            | (way as u32 >> 2) << WAY_UPPER
             | (call.dtype as u32) << DTYPE
             | norm << NORM
             | u32::from(epilogue.weight_bias) << BIAS

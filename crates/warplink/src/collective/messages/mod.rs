@@ -63,14 +63,8 @@ impl Shape {
     /// Shape for `bytes` of chunks, with blocks on at most `multiprocessors`. Collective.
     fn of(context: &RankContext, bytes: usize, multiprocessors: usize) -> Result<Self> {
         let room = (context.ranks_per_device()?, multiprocessors);
-        let device = context.device.properties();
-        let mapped = |peer| Ok(context.memory.access(context.group.job_rank(peer)?)?.mapped);
-        let mapped: Vec<bool> = (0..context.world()).map(mapped).collect::<Result<_>>()?;
-        // Host ranks have no link. If a peer cannot be mapped, the workspace is host memory, behind the bus.
-        let whole = device.shared || device.linked && !mapped.contains(&false);
         // All ranks must use the same encoding.
-        let lines = context.all_gather(&[u8::from(whole)])?;
-        let lines = lines.iter().all(|lines| *lines == [1]);
+        let lines = context.carries_lines()?;
         Ok(Self::new(
             context.rank(),
             context.world(),

@@ -128,6 +128,17 @@ impl RankContext {
             .ranks_per_device(&ranks.collect::<Result<Vec<_>>>()?)
     }
 
+    /// Whether stores of 128 bytes arrive whole at all ranks. Collective.
+    pub(crate) fn carries_lines(&self) -> Result<bool> {
+        let device = self.device.properties();
+        let access = |peer| self.memory.access(self.group.job_rank(peer)?);
+        let mut mapped = (0..self.world()).map(|peer| access(peer).is_ok_and(|it| it.mapped));
+        // Host ranks have no link. If a peer cannot be mapped, workspaces are host memory, behind the bus.
+        let whole = device.shared || device.linked && mapped.all(|mapped| mapped);
+        let all = self.all_gather(&[u8::from(whole)])?;
+        Ok(all.iter().all(|whole| *whole == [1]))
+    }
+
     /// Blocks until every rank has called it.
     pub(crate) fn barrier(&self) -> Result<()> {
         self.all_gather(&[]).map(drop)

@@ -13,7 +13,7 @@ const ROW_ELEMENTS: usize = 16;
 
 /// As [`ROW_ELEMENTS`], for packets of 128 bytes: a whole number of 120-byte payloads and a multiple of 16 elements,
 /// for every element type.
-const ROW_ELEMENTS_OF_LINES: usize = 240;
+pub(crate) const ROW_ELEMENTS_OF_LINES: usize = 240;
 
 /// Alignment of areas, in bytes.
 const AREA_ALIGNMENT: usize = 256;
@@ -150,6 +150,13 @@ impl WorkspaceLayout {
             *area = (*area).max(one.offset_bytes + one.bytes);
         }
         layout
+    }
+
+    /// Reserves an area for this many bytes of data.
+    pub(crate) fn reserve(&mut self, packing: Packing, data_bytes: usize) {
+        let (data, packet) = packing.packet();
+        let area = &mut self.bytes[packing as usize];
+        *area = (*area).max(data_bytes.div_ceil(data) * packet);
     }
 
     /// Next free offset in an area, for scratch declared later.

@@ -45,6 +45,7 @@ pub use ir::{
     WordRange, WordValue,
 };
 pub use lane::{LaneStep, LaneStepKind, Matching, Part};
+pub(crate) use layout::ROW_ELEMENTS_OF_LINES;
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
 pub(crate) use names::FreeNames;
 pub(crate) use period::period;

@@ -96,6 +96,7 @@ impl<'s> Resolver<'s> {
         }
         for (target, block) in targets.iter().zip(&each) {
             self.check_row(target, width, *block, &DType::ROW_TARGETS)?;
+            self.check_stored_alone(target)?;
         }
         for (source, block) in sources.iter().zip(&shared) {
             self.check_row(source, width, *block, &DType::ROWS)?;
@@ -190,11 +191,6 @@ impl<'s> Resolver<'s> {
             }
             return Ok(());
         }
-        if packing == Packing::Packets128 {
-            return self.mismatch(format!(
-                "'{name}' has packets128, which threads do not read alone; expected packets16 or packets8"
-            ));
-        }
         if operand.length != width {
             return self.mismatch(format!(
                 "rows of {} and {width} elements; expected one width",
@@ -207,6 +203,18 @@ impl<'s> Resolver<'s> {
             return self.mismatch(format!(
                 "{width} elements of '{name}' are taken for a row; expected its last axis, of {whole}: rows are not \
                  split, since what one lane reduces along a row another does not see"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Rejects targets whose packets several threads store together.
+    fn check_stored_alone(&self, target: &MoveOperand) -> Resolved<()> {
+        let scratch = self.instance.scratch_of(target.part.tensor);
+        if scratch.is_some_and(|scratch| scratch.packing == Packing::Packets128) {
+            let name = &self.instance.tensors[target.part.tensor].name;
+            return self.mismatch(format!(
+                "'{name}' has packets128, which threads do not store alone; expected packets16 or packets8, or a put"
             ));
         }
         Ok(())

@@ -81,6 +81,10 @@ pub(in crate::program::section::compile) fn kernel(
         "extern \"C\" __global__ void {bounds} {KERNEL}(const __grid_constant__ Binding at, u64 signals) {{"
     ));
     code.line("Lane self(signals, at.epochs);");
+    if *period <= 1 {
+        // Before anything waits. Steps that need the launch's turn count where they do, which can be behind other loads.
+        code.line("self.count();");
+    }
     code.line(if *blocks > 1 {
         format!("const Index {lane} = blockIdx.x / lane_blocks;")
     } else {
@@ -121,9 +125,6 @@ pub(in crate::program::section::compile) fn kernel(
         code.line("u32 row_turn = 0;");
     }
     emitter.declare_searches(&mut code);
-    if *period > 1 {
-        code.line(format!("const Index epoch = self.launches % {period};"));
-    }
     code.append(&steps);
     if emitter.waits {
         code.line("inbound.finish();");
@@ -190,7 +191,8 @@ pub(super) fn names(instance: &SectionInstance) -> Scope {
     // The epoch is taken modulo the period, which is equivalent wherever the epoch may be used.
     let below = |end: u64| Range::of(0, i128::from(end.max(1)) - 1);
     if instance.period > 1 {
-        scope.bind_within("epoch", "epoch", None, below(instance.period));
+        let epoch = format!("Index(self.turn<{}>())", instance.period);
+        scope.bind_within("epoch", epoch, None, below(instance.period));
     } else {
         scope.bind("epoch", "0", Some(0));
     }

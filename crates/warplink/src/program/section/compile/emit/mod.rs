@@ -60,6 +60,14 @@ impl From<Refusal> for Error {
 
 type Result<T> = std::result::Result<T, Refusal>;
 
+/// Whether an integer is computed from the launch's epoch and a number, such as `epoch % 2`.
+fn is_of_epoch(value: &Expr) -> bool {
+    let Expr::Binary(_, a, b) = value else {
+        return false;
+    };
+    matches!(&**a, Expr::Name(name) if name == "epoch") && matches!(**b, Expr::Number(_))
+}
+
 /// Alias of a part of a tensor.
 #[derive(Clone, Debug)]
 struct Alias {
@@ -181,6 +189,12 @@ impl<'s> Emitter<'s> {
         match &step.kind {
             NodeKind::LetInteger { name, value } => {
                 let (text, known) = (self.integer(value)?, self.scope.value(value));
+                let range = self.scope.range(value);
+                // Computed where it is used: the kernel would wait for its epoch here, before it branches and loads data.
+                if is_of_epoch(value) {
+                    self.scope.bind_within(name, text, known, range);
+                    return Ok(());
+                }
                 let spelled = Scope::spell(name);
                 let constant = if known.is_some() {
                     "constexpr"
@@ -188,7 +202,6 @@ impl<'s> Emitter<'s> {
                     "const"
                 };
                 code.line(format!("{constant} Index {spelled} = {};", bare(&text)));
-                let range = self.scope.range(value);
                 self.scope.bind_within(name, spelled, known, range);
             }
             NodeKind::LetTensor { name, value } => {

@@ -53,6 +53,7 @@ pub(in crate::program::section::compile) fn pair(
     code.line("const Line line(all);");
     code.line("const u64 verdict = all.counts + 8 * lanes * 2 * all.world + detail::verdict_bytes * line.number;");
     code.line("Lane self(signals, all.counts + 8 * lanes * line.number, line.lane);");
+    code.line("self.count();");
     let lane = Scope::spell(&first.section.lane);
     code.line(format!("const Index {lane} = line.lane;"));
     code.line("const u32 number = world * lanes * line.peer;");
@@ -79,10 +80,6 @@ pub(in crate::program::section::compile) fn pair(
     code.line("const Message &message = all.message[i];");
     code.line("if (!line.has(message)) continue;");
     code.line("if (i != line.first) line.next(self);");
-    code.line(format!(
-        "const Index epoch = self.launches % {};",
-        first.period.max(1)
-    ));
     for (number, role) in roles.iter().enumerate() {
         let condition = ["if (line.role == 0) ", ""][number];
         code.alternative(number > 0, condition);

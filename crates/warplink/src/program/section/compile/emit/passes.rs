@@ -133,6 +133,15 @@ impl<'f> Passes<'f> {
         }
     }
 
+    /// The variable with the loaded unit of a node that is [`plain`](Self::plain).
+    pub(super) fn loaded(&self, node: usize) -> String {
+        if self.is_kept(node) {
+            format!("kept.n{node}")
+        } else {
+            format!("loaded{node}")
+        }
+    }
+
     /// Whether a later pass needs the value.
     pub(super) fn is_kept(&self, node: usize) -> bool {
         let later = |taken: &Vec<usize>| taken.contains(&node);

@@ -127,10 +127,11 @@ impl Emitter<'_> {
             .chain(targets.iter().map(|group| &group.operands))
         {
             self.check(operands, &[])?;
-            if operands.iter().any(|it| it.packing == Packing::Packets128) {
-                let text = "packets128 in a function of rows, which threads do not read alone";
-                return Err(self.refuse(text, "use packets16 or packets8"));
-            }
+        }
+        let mut stored = targets.iter().flat_map(|group| &group.operands);
+        if stored.any(|operand| operand.packing == Packing::Packets128) {
+            let text = "packets128 as a target of a function of rows, which threads do not store alone";
+            return Err(self.refuse(text, "use packets16 or packets8, or a put"));
         }
         let all = targets.iter().flat_map(|group| &group.operands);
         let whole = all
@@ -172,7 +173,18 @@ impl Emitter<'_> {
                 let is_row = !matches!(given[number], Given::Block(_));
                 place(code, format!("from{number}"), operands, dtype, is_row);
             }
-            let row = if whole { "Row<true>" } else { "Row" };
+            let stored = targets.iter().filter(|group| group.extent == Extent::Row);
+            let stored = stored.flat_map(|group| &group.operands);
+            let read = sources.iter().zip(&given);
+            let read = read.filter(|(_, it)| matches!(it, Given::Row(..) | Given::Plain(..)));
+            let mut all = stored.chain(read.flat_map(|(operands, _)| operands));
+            let units = all.find_map(|operand| self.units(operand).filter(|_| whole));
+            let kept = units.filter(|units| *units <= self.most_kept());
+            let row = match (whole, kept) {
+                (true, Some(_)) => "Row<true, true>",
+                (true, None) => "Row<true>",
+                (false, _) => "Row",
+            };
             code.line(format!(
                 "{row} row(self, row_turn, shortest({}));",
                 comma(&rows)
@@ -181,7 +193,7 @@ impl Emitter<'_> {
                 .iter()
                 .map(|operands| whole && self.are_aligned(operands))
                 .collect();
-            self.passes(code, &passes, application, (&targets, &aligned, whole))
+            self.passes(code, &passes, application, (&targets, &aligned, whole), kept)
         })
     }
 
@@ -194,6 +206,19 @@ impl Emitter<'_> {
             && operand.part.indexed
             && tensor.dtype.size() == 2
             && tensor.has_dense_rows()
+    }
+
+    /// Units of a thread in a row of whole units.
+    fn units(&self, row: &EmittedOperand) -> Option<usize> {
+        let width = self.instance.tensors[row.part.tensor].shape.last()?;
+        let units = width.div_ceil(UNIT * self.instance.threads.max(1)).max(1);
+        self.has_whole_units(row).then_some(units)
+    }
+
+    /// Maximum number of units that a thread keeps in registers.
+    fn most_kept(&self) -> usize {
+        let units = KEPT_ELEMENTS / UNIT / self.instance.threads.max(1);
+        units.clamp(1, MAX_KEPT)
     }
 
     /// Whether all operands in plain memory are aligned to 16 bytes.
@@ -212,8 +237,13 @@ impl Emitter<'_> {
         passes: &Passes<'_>,
         application: &Application,
         (targets, aligned, whole): (&[Group], &[bool], bool),
+        all_kept: Option<usize>,
     ) -> Result<()> {
         let function = passes.function;
+        if self.instance.blocks > 1 && passes.last() > 0 {
+            // Before the lane waits for packets, as a reduction along the row would do it after that.
+            code.line("self.gather();");
+        }
         // Values that are uniform for the row after this many levels of reductions.
         let uniform = |code: &mut Code, level: usize| {
             for (number, node) in function.nodes.iter().enumerate() {
@@ -258,8 +288,8 @@ impl Emitter<'_> {
                 None => format!("float n{node}[row_unit];"),
             });
         }
-        let units = KEPT_ELEMENTS / 8 / self.instance.threads.max(1);
-        code.close(&format!("}} kept[{}];", units.clamp(1, MAX_KEPT)));
+        let units = all_kept.unwrap_or(self.most_kept());
+        code.close(&format!("}} kept[{units}];"));
         uniform(code, 0);
         let mut again = Vec::new();
         for pass in 0..passes.last() {
@@ -318,6 +348,13 @@ impl Emitter<'_> {
         Ok(())
     }
 
+    /// The loaded unit that a target gets unchanged, if it has the type of the argument that is its result.
+    fn stored_as_loaded(passes: &Passes<'_>, group: &Group) -> Option<String> {
+        let (_, dtype, replaced) = passes.plain(group.result)?;
+        let unchanged = dtype == group.dtype && replaced.is_none() && group.extent == Extent::Row;
+        unchanged.then(|| passes.loaded(group.result))
+    }
+
     /// A pass over the elements of a unit.
     fn elements(
         &self,
@@ -342,11 +379,9 @@ impl Emitter<'_> {
                         "row.{function}<{element}{}>({number}from{argument}.at[0], unit, count)",
                         known(aligned[argument])
                     );
-                    if passes.is_kept(node) {
-                        code.line(format!("kept.n{node} = {loaded};"));
-                    } else {
-                        code.line(format!("const auto loaded{node} = {loaded};"));
-                    }
+                    let name = passes.loaded(node);
+                    let declared = if passes.is_kept(node) { "" } else { "const auto " };
+                    code.line(format!("{declared}{name} = {loaded};"));
                 }
             }
         }
@@ -376,19 +411,22 @@ impl Emitter<'_> {
         }
         for node in passes.nodes[pass].iter().chain(&passes.taken[pass]) {
             if passes.plain(*node).is_some() {
-                let loaded = if passes.is_kept(*node) {
-                    format!("kept.n{node}")
-                } else {
-                    format!("loaded{node}")
-                };
                 code.line(format!("float n{node}[row_unit];"));
-                code.line(format!("{loaded}.values(n{node});"));
+                code.line(format!("{}.values(n{node});", passes.loaded(*node)));
+            }
+        }
+        let last = pass == passes.last();
+        let own = |group: &Group| Self::stored_as_loaded(passes, group);
+        for (number, group) in targets.iter().enumerate().filter(|_| last) {
+            if let Some(loaded) = own(group) {
+                let aligned = known(whole && self.are_aligned(&group.operands));
+                let (element, result) = (stored_name(group.dtype), group.result);
+                code.line(format!("row.store_unit<{element}{aligned}>(to{number}_{result}, unit, count, {loaded});"));
             }
         }
         let stored = || {
-            let last = pass == passes.last();
             let all = targets.iter().enumerate();
-            all.filter(move |(_, group)| last && group.extent != Extent::Single)
+            all.filter(move |(_, group)| last && group.extent != Extent::Single && own(group).is_none())
         };
         for (number, group) in stored() {
             code.line(match group.extent {
