@@ -20,9 +20,11 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 use crate::program::execute::{Announced, Published, RankContext, SharedWorkspace};
 use crate::program::section::WorkspaceLayout;
+use crate::sync::lock;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 pub(in crate::collective) use table::{Count, Entry};
-use table::{LINE_DATA, SLOT_BYTES, Table};
+use table::{LINE_DATA, SLOT_BYTES};
 
 /// Name of the kernel.
 const KERNEL: &str = "messages";
@@ -33,8 +35,8 @@ pub(in crate::collective) struct RowMessages {
     kernel: SerialKernel,
     shape: Shape,
     signals: DeviceSlice,
-    /// Words that are the same in every launch.
-    table: Table,
+    /// Words of the last launch.
+    launched: Mutex<Vec<u64>>,
     waiting: DeviceSlice,
     /// Maximum blocks of a launch that may start early.
     early_blocks: u32,
@@ -109,12 +111,12 @@ impl RowMessages {
             .collect::<Result<_>>()?;
         let tables = workspace.tables();
         let notes = [&waiting, &verdicts];
-        let table = Table::new(&shape, &workspaces, &signals, notes, tables.address());
+        let words = table::words(&shape, &workspaces, &signals, notes, tables.address());
         let own = signals[shape.rank].clone();
         let source = ModuleSource::new("messages")
             .with_cuda(include_str!("../../../../kernels/messages.cu"));
         // SAFETY: the kernel accesses the workspaces within their shape, and the memory of a launch's messages within
-        // the lengths in the table.
+        // the lengths in its words.
         let loaded = unsafe { context.device.load_module(&source) };
         let checked = loaded.and_then(|module| {
             let kernel = module.kernel(KERNEL)?;
@@ -136,7 +138,7 @@ impl RowMessages {
             kernel,
             shape,
             signals: own,
-            table,
+            launched: Mutex::new(words),
             waiting,
             early_blocks,
             used: AtomicBool::new(false),
@@ -158,7 +160,8 @@ impl RowMessages {
         }
         let lanes = |bytes| self.shape.lanes_of(bytes);
         let published = |entry: &Entry<'_>| self.published(entry, (stream, is_recorded));
-        let (words, blocks) = self.table.with(entries, lanes, published)?;
+        let mut words = lock(&self.launched);
+        let blocks = table::set(&mut words, entries, lanes, published)?;
         let memory: Vec<&DeviceSlice> = entries.iter().flat_map(Entry::memory).collect();
         let arguments = SerialArguments {
             words: &words,
@@ -169,7 +172,8 @@ impl RowMessages {
         let launch = Launch::new(blocks, THREADS).with_early_start(blocks <= self.early_blocks);
         // Relaxed: a hint that only saves queries; the stream orders the data.
         self.used.store(true, Ordering::Relaxed);
-        self.kernel.launch(stream, &launch, &arguments)
+        self.kernel
+            .launch((stream, is_recorded), &launch, &arguments)
     }
 
     /// Published location of the memory of a receive too long for packets, which is published on first use.

@@ -93,103 +93,97 @@ impl<'a> Entry<'a> {
     }
 }
 
-/// Leading words of a launch, without messages.
-#[derive(Clone, Debug)]
-pub(super) struct Table([u64; FIXED_WORDS]);
-
-impl Table {
-    /// `notes` receives waiting state and mismatches; `tables` has the mappings of published allocations.
-    pub(super) fn new(
-        shape: &Shape,
-        workspaces: &[DeviceSlice],
-        signals: &[DeviceSlice],
-        notes: [&DeviceSlice; 2],
-        tables: u64,
-    ) -> Self {
-        let mut words = [0; FIXED_WORDS];
-        for (rank, (workspace, signals)) in workspaces.iter().zip(signals).enumerate() {
-            words[rank] = workspace.address();
-            words[MAX_DIRECT_RANKS + rank] = signals.address();
-        }
-        let rest = [
-            notes[0].address(),
-            notes[1].address(),
-            shape.rank as u64,
-            shape.world as u64,
-            shape.lanes as u64,
-            shape.chunk as u64,
-            shape.room() as u64,
-            shape.packed as u64,
-            shape.lined as u64,
-        ];
-        words[2 * MAX_DIRECT_RANKS..COUNT].copy_from_slice(&rest);
-        words[COUNT + 1] = tables;
-        Self(words)
+/// Words of a launch without messages. `notes` receives waiting state and mismatches; `tables` has the mappings of published
+/// allocations.
+pub(super) fn words(
+    shape: &Shape,
+    workspaces: &[DeviceSlice],
+    signals: &[DeviceSlice],
+    notes: [&DeviceSlice; 2],
+    tables: u64,
+) -> Vec<u64> {
+    let mut words = vec![0; FIXED_WORDS + MESSAGE_WORDS * MAX_MESSAGES];
+    for (rank, (workspace, signals)) in workspaces.iter().zip(signals).enumerate() {
+        words[rank] = workspace.address();
+        words[MAX_DIRECT_RANKS + rank] = signals.address();
     }
+    let rest = [
+        notes[0].address(),
+        notes[1].address(),
+        shape.rank as u64,
+        shape.world as u64,
+        shape.lanes as u64,
+        shape.chunk as u64,
+        shape.room() as u64,
+        shape.packed as u64,
+        shape.lined as u64,
+    ];
+    words[2 * MAX_DIRECT_RANKS..COUNT].copy_from_slice(&rest);
+    words[COUNT + 1] = tables;
+    words
+}
 
-    /// Words of a launch of `entries`, and its number of blocks. `lanes` maps bytes to lanes, `published`
-    /// locates a receive's memory.
-    pub(super) fn with(
-        &self,
-        entries: &[Entry<'_>],
-        lanes: impl Fn(usize) -> usize,
-        published: impl Fn(&Entry<'_>) -> Option<Published>,
-    ) -> Result<(Vec<u64>, u32)> {
-        if entries.len() > MAX_MESSAGES {
-            return Err(Error::invalid(format!(
-                "{} messages in one group; expected at most {MAX_MESSAGES}",
-                entries.len()
-            ))
-            .with_help("make several groups"));
-        }
-        let mut words = vec![0; FIXED_WORDS + MESSAGE_WORDS * MAX_MESSAGES];
-        words[..FIXED_WORDS].copy_from_slice(&self.0);
-        words[COUNT] = entries.len() as u64;
-        let messages = words[FIXED_WORDS..].chunks_exact_mut(MESSAGE_WORDS);
-        let mut blocks = 0;
-        for (number, (entry, words)) in entries.iter().zip(messages).enumerate() {
-            let of_line = |other: &&Entry<'_>| other.line() == entry.line();
-            let earlier = entries[..number].iter().position(|other| of_line(&other));
-            let first = match earlier {
-                Some(_) => None,
-                None => {
-                    let all = entries[number..].iter().filter(of_line);
-                    let most = all.map(|entry| lanes(entry.bytes)).max().unwrap_or(1);
-                    blocks += most as u64;
-                    Some(blocks - most as u64)
-                }
-            };
-            words[0] = entry.peer as u64
-                | if entry.direction == Direction::Receive {
-                    RECEIVES
-                } else {
-                    0
-                }
-                | (lanes(entry.bytes) as u64) << 16
-                // The first entry of a line is set below.
-                | first.unwrap_or(0) << 32;
-            words[1] = entry.data.address();
-            words[2] = entry.bytes as u64;
-            words[3] = entry.unit as u64;
-            if let Count::Given(count) | Count::Stated(count) = entry.count {
-                if matches!(entry.count, Count::Stated(_)) {
-                    words[0] |= TELLS;
-                }
-                if count.bytes() == WIDE_BYTES {
-                    words[0] |= WIDE;
-                }
-                words[4] = count.address();
-            }
-            words[5] = entry.index.map_or(0, DeviceSlice::address);
-            words[6] = published(entry).map_or(0, Published::word);
-        }
-        for (number, entry) in entries.iter().enumerate() {
-            let of_line = |other: &Entry<'_>| other.line() == entry.line();
-            if let Some(first) = entries[..number].iter().position(of_line) {
-                let at = |number: usize| FIXED_WORDS + MESSAGE_WORDS * number;
-                words[at(number)] |= words[at(first)] >> 32 << 32;
-            }
-        }
-        Ok((words, blocks as u32))
+/// Sets the words of a launch to `entries`, and returns its number of blocks; words of further messages, of which a
+/// kernel reads none, stay. `lanes` maps bytes to lanes, `published` locates a receive's memory.
+pub(super) fn set(
+    words: &mut [u64],
+    entries: &[Entry<'_>],
+    lanes: impl Fn(usize) -> usize,
+    published: impl Fn(&Entry<'_>) -> Option<Published>,
+) -> Result<u32> {
+    if entries.len() > MAX_MESSAGES {
+        return Err(Error::invalid(format!(
+            "{} messages in one group; expected at most {MAX_MESSAGES}",
+            entries.len()
+        ))
+        .with_help("make several groups"));
     }
+    words[COUNT] = entries.len() as u64;
+    let messages = words[FIXED_WORDS..].chunks_exact_mut(MESSAGE_WORDS);
+    let mut blocks = 0;
+    for (number, (entry, words)) in entries.iter().zip(messages).enumerate() {
+        let of_line = |other: &&Entry<'_>| other.line() == entry.line();
+        let earlier = entries[..number].iter().position(|other| of_line(&other));
+        let first = match earlier {
+            Some(_) => None,
+            None => {
+                let all = entries[number..].iter().filter(of_line);
+                let most = all.map(|entry| lanes(entry.bytes)).max().unwrap_or(1);
+                blocks += most as u64;
+                Some(blocks - most as u64)
+            }
+        };
+        words[0] = entry.peer as u64
+            | if entry.direction == Direction::Receive {
+                RECEIVES
+            } else {
+                0
+            }
+            | (lanes(entry.bytes) as u64) << 16
+            // The first entry of a line is set below.
+            | first.unwrap_or(0) << 32;
+        words[1] = entry.data.address();
+        words[2] = entry.bytes as u64;
+        words[3] = entry.unit as u64;
+        words[4] = 0;
+        if let Count::Given(count) | Count::Stated(count) = entry.count {
+            if matches!(entry.count, Count::Stated(_)) {
+                words[0] |= TELLS;
+            }
+            if count.bytes() == WIDE_BYTES {
+                words[0] |= WIDE;
+            }
+            words[4] = count.address();
+        }
+        words[5] = entry.index.map_or(0, DeviceSlice::address);
+        words[6] = published(entry).map_or(0, Published::word);
+    }
+    for (number, entry) in entries.iter().enumerate() {
+        let of_line = |other: &Entry<'_>| other.line() == entry.line();
+        if let Some(first) = entries[..number].iter().position(of_line) {
+            let at = |number: usize| FIXED_WORDS + MESSAGE_WORDS * number;
+            words[at(number)] |= words[at(first)] >> 32 << 32;
+        }
+    }
+    Ok(blocks as u32)
 }
