@@ -115,7 +115,7 @@ impl CollectivesObject {
         }
         let device = self.job.communicator.device();
         // SAFETY: guaranteed by the caller.
-        Ok(unsafe { device.borrow(address, bytes, Arc::new(())) }?)
+        Ok(unsafe { device.borrow_operand(address, bytes) }?)
     }
 
     /// Output and input of a call. For an operand that this rank does not use, the other is returned.

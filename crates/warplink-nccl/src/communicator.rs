@@ -6,7 +6,7 @@ use crate::status::{Code, Failure, Outcome};
 use crate::streams::Streams;
 use crate::watch::Watch;
 use crate::windows::{self, SignalPairs};
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError, RwLock};
@@ -16,7 +16,7 @@ use warplink::memory::Region;
 use warplink::{Collectives, Communicator, DeviceKind, Error, ErrorKind};
 
 /// Live communicators by handle.
-static ALIVE: RwLock<Option<HashMap<usize, Arc<Comm>>>> = RwLock::new(None);
+static ALIVE: RwLock<BTreeMap<usize, Arc<Comm>>> = RwLock::new(BTreeMap::new());
 
 /// Handles are not valid addresses, so that a library that dereferences one as its own fails immediately.
 const FIRST: usize = 0x5750_0000_0000_0000;
@@ -134,7 +134,7 @@ fn notice_forks() {
 pub(crate) fn find(handle: Handle) -> Outcome<Arc<Comm>> {
     check_process()?;
     let alive = ALIVE.read().unwrap_or_else(PoisonError::into_inner);
-    let found = alive.as_ref().and_then(|all| all.get(&(handle as usize)));
+    let found = alive.get(&(handle as usize));
     found.cloned().ok_or_else(|| {
         if handle.is_null() {
             return Failure::argument("comm is null", "pass a communicator");
@@ -176,7 +176,7 @@ const NAME: usize = 40;
 /// All live communicators.
 pub(crate) fn all() -> Vec<Arc<Comm>> {
     let alive = ALIVE.read().unwrap_or_else(PoisonError::into_inner);
-    alive.iter().flat_map(HashMap::values).cloned().collect()
+    alive.values().cloned().collect()
 }
 
 impl Comm {
@@ -199,7 +199,6 @@ impl Comm {
             operators: Mutex::default(),
         });
         let mut alive = ALIVE.write().unwrap_or_else(PoisonError::into_inner);
-        let alive = alive.get_or_insert_default();
         alive.insert(comm.handle, comm.clone());
         comm
     }
@@ -239,9 +238,7 @@ impl Comm {
     /// Removes the communicator from the table, and takes its joined state. If its ranks are still joining, that ends.
     pub(crate) fn end(&self) -> Option<Arc<Joined>> {
         let mut alive = ALIVE.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(alive) = &mut *alive {
-            alive.remove(&self.handle);
-        }
+        alive.remove(&self.handle);
         drop(alive);
         windows::forget(self.handle());
         let state = std::mem::replace(&mut *lock(&self.state), CommunicatorState::Ended);

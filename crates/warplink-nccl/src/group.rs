@@ -119,7 +119,12 @@ pub(crate) unsafe fn end() -> Outcome {
         return Err(failure);
     }
     run_all(group.tasks)?;
-    calls::make(&group.calls)
+    let mut calls = group.calls;
+    let made = calls::make(&calls);
+    calls.clear();
+    // The thread's next group uses its space.
+    GROUP.with_borrow_mut(|group| group.calls = calls);
+    made
 }
 
 /// # Safety `simulation` must be null or point to an initialized structure.
@@ -157,6 +162,9 @@ fn leave() -> Outcome<Option<CallGroup>> {
 
 /// Runs tasks concurrently. Blocks until the tasks of blocking communicators are complete.
 fn run_all(tasks: Vec<Task>) -> Outcome {
+    if tasks.is_empty() {
+        return Ok(());
+    }
     let panicked =
         || -> Failure { Error::new(ErrorKind::Internal, "the thread of a rank panicked").into() };
     let (blocking, others): (Vec<_>, Vec<_>) = tasks.into_iter().partition(|task| task.blocking);

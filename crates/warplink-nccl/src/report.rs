@@ -38,11 +38,19 @@ pub(crate) fn start() {
     }
 }
 
-/// Records a call of `bytes` bytes that began at `started` and has just been enqueued.
-pub(crate) fn note(route: &'static str, name: &'static str, bytes: usize, started: Instant) {
-    if !is_wanted() {
-        return;
-    }
+/// The time, if the report was requested.
+pub(crate) fn now() -> Option<Instant> {
+    is_wanted().then(Instant::now)
+}
+
+/// Records a call of `bytes` bytes that began at `started`, which is the time of [`now`], and has just been enqueued.
+pub(crate) fn note(
+    route: &'static str,
+    name: &'static str,
+    bytes: usize,
+    started: Option<Instant>,
+) {
+    let Some(started) = started else { return };
     let mut calls = lock(&CALLS);
     let entry = calls.entry((route, name)).or_default();
     entry.calls += 1;

@@ -13,7 +13,6 @@ use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
 use warplink::Result;
 use warplink::device::{MemoryOp, Stream, Turns, Word};
 use warplink::memory::{Region, RemoteRegion};
@@ -235,7 +234,7 @@ pub(crate) unsafe fn put_signal(
             )
         });
     };
-    let started = Instant::now();
+    let started = report::now();
     let to = Place::new(&owner, peer, signal, context)?;
     let own = own_window(window, comm).ok_or_else(|| no_window(window))?;
     let bytes = count.checked_mul(element_type(datatype)?.size());
@@ -278,7 +277,7 @@ pub(crate) unsafe fn signal(
             functions::Signal(peer, signal, context, flags, real, stream)
         });
     };
-    let started = Instant::now();
+    let started = report::now();
     let to = Place::new(&owner, peer, signal, context)?;
     served
         .signals
@@ -308,7 +307,7 @@ pub(crate) unsafe fn wait_signal(
     let count = count.ok_or_else(|| {
         Failure::argument("no signals to wait for", "pass one description or more")
     })?;
-    let started = Instant::now();
+    let started = report::now();
     let mut places = Vec::with_capacity(count);
     for at in 0..count {
         // SAFETY: the caller passes as many descriptions.

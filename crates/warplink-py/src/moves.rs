@@ -53,7 +53,7 @@ impl Collectives {
                 ))
             };
             self.place
-                .borrow_unowned(address, bytes.ok_or_else(overflows)?)
+                .borrow_operand(address, bytes.ok_or_else(overflows)?)
         };
         let source = memory(source, input_rows)?;
         let target = memory(target, output_rows)?;
@@ -76,7 +76,7 @@ impl Collectives {
             let sum = |sum: usize, part: &usize| sum.checked_add(*part);
             match parts.iter().try_fold(0, sum) {
                 Some(0) => Ok(self.nothing.clone()),
-                Some(bytes) => self.place.borrow_unowned(address, bytes),
+                Some(bytes) => self.place.borrow_operand(address, bytes),
                 None => Err(invalid("the parts overflow the address space")),
             }
         };
@@ -103,7 +103,7 @@ impl Collectives {
     ) -> PyResult<()> {
         let memory = |&(peer, (address, bytes)): &(Rank, (u64, usize))| match bytes {
             0 => Ok((peer, self.nothing.clone())),
-            _ => Ok((peer, self.place.borrow_unowned(address, bytes)?)),
+            _ => Ok((peer, self.place.borrow_operand(address, bytes)?)),
         };
         let memory = |ends: &[_]| ends.iter().map(memory).collect::<PyResult<Vec<_>>>();
         self.messages(py, stream, &memory(sends)?, &memory(receives)?)

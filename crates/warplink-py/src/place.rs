@@ -20,6 +20,12 @@ impl Place {
         self.borrow_given(address, bytes).map_err(raise)
     }
 
+    /// As [`borrow_unowned`](Self::borrow_unowned), for the operands of a call that only enqueues.
+    pub(crate) fn borrow_operand(&self, address: u64, bytes: usize) -> PyResult<DeviceSlice> {
+        // SAFETY: as in `borrow_given`; the caller keeps the memory until the stream has completed the call.
+        unsafe { self.device.borrow_operand(address, bytes) }.map_err(raise)
+    }
+
     /// As [`borrow_unowned`](Self::borrow_unowned), with the library's error.
     pub(crate) fn borrow_given(&self, address: u64, bytes: usize) -> Result<DeviceSlice, Error> {
         // SAFETY: the caller guarantees, as documented in Python, that the memory is allocated and belongs to this

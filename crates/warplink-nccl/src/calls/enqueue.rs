@@ -8,23 +8,17 @@ use crate::status::{Failure, Outcome};
 use crate::table::real;
 use crate::{report, streams};
 use std::sync::Arc;
-use std::time::Instant;
 use warplink::collective::{MAX_MESSAGES, Message};
 use warplink::device::{DeviceSlice, Stream};
 use warplink::p2p::Direction;
 
 /// Enqueues the calls of a group. Does not wait for other ranks, but may wait for the compilation of kernels.
 pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
-    let mut comms: Vec<&Arc<Comm>> = Vec::new();
+    let mut parts: Vec<CallPart<'_>> = Vec::new();
     for (comm, _) in all {
-        if !comms.iter().any(|known| Arc::ptr_eq(known, comm)) {
-            comms.push(comm);
+        if !parts.iter().any(|known| Arc::ptr_eq(known.comm, comm)) {
+            parts.push(CallPart::new(comm, all)?);
         }
-    }
-    let mut parts = Vec::with_capacity(comms.len());
-    for comm in comms {
-        let calls = all.iter().filter(|(other, _)| Arc::ptr_eq(other, comm));
-        parts.push(CallPart::new(comm, calls.map(|(_, call)| call).collect())?);
     }
     if parts.len() > 1 {
         // Loading a module may wait for running kernels, and kernels of one device may wait for those of another: load
@@ -43,7 +37,7 @@ pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
     for part in &parts {
         let made = match part.joined.served() {
             Some(served) => part.by_warplink(served),
-            None => by_real_library(&part.joined, &part.calls),
+            None => part.by_real_library(),
         };
         if first.is_ok() {
             first = made;
@@ -59,9 +53,10 @@ pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
 
 /// The calls of a group on one communicator.
 struct CallPart<'c> {
+    comm: &'c Arc<Comm>,
     joined: Arc<Joined>,
-    rank: usize,
-    calls: Vec<&'c Call>,
+    /// The calls of the whole group.
+    all: &'c [(Arc<Comm>, Call)],
     /// The collectives that Warplink executes, each with its output and input.
     placed: Vec<(&'c Collective, CallMemory)>,
 }
@@ -70,22 +65,33 @@ struct CallPart<'c> {
 type CallMemory = (DeviceSlice, DeviceSlice);
 
 impl<'c> CallPart<'c> {
-    fn new(comm: &Comm, calls: Vec<&'c Call>) -> Outcome<Self> {
-        let (joined, rank) = (comm.usable()?, comm.rank());
-        let mut placed = Vec::new();
-        if let Some(served) = joined.served() {
-            for call in &calls {
-                if let Call::Collective(call) = call {
-                    placed.push((call, call.memory(&joined, served, rank)?));
-                }
-            }
+    fn new(comm: &'c Arc<Comm>, all: &'c [(Arc<Comm>, Call)]) -> Outcome<Self> {
+        let mut part = Self {
+            comm,
+            joined: comm.usable()?,
+            all,
+            placed: Vec::new(),
+        };
+        if let Some(served) = part.joined.served() {
+            let (joined, rank) = (&*part.joined, comm.rank());
+            let placed = part.calls().filter_map(|call| match call {
+                Call::Collective(call) => Some((call, call.memory(joined, served, rank))),
+                Call::Message(_) => None,
+            });
+            let placed = placed.map(|(call, memory)| Ok((call, memory?)));
+            part.placed = placed.collect::<Outcome<_>>()?;
         }
-        Ok(Self {
-            joined,
-            rank,
-            calls,
-            placed,
-        })
+        Ok(part)
+    }
+
+    /// The calls on this communicator.
+    fn calls(&self) -> impl Iterator<Item = &'c Call> + use<'c> {
+        let comm = self.comm;
+        let own = self
+            .all
+            .iter()
+            .filter(|(other, _)| Arc::ptr_eq(other, comm));
+        own.map(|(_, call)| call)
     }
 
     /// Compiles and loads the kernels.
@@ -108,27 +114,30 @@ impl<'c> CallPart<'c> {
         let joined = &*self.joined;
         let stream = |raw: u64| served.streams.find(joined.device(), raw as RawStream);
         for (call, memory) in &self.placed {
-            let started = Instant::now();
-            call.enqueue((joined, served, self.rank), memory, &stream(call.stream)?)?;
+            let started = report::now();
+            let rank = self.comm.rank();
+            call.enqueue((joined, served, rank), memory, &stream(call.stream)?)?;
             report::note("warplink", call.name, call.bytes(), started);
         }
-        let messages: Vec<&Sent> = self
-            .calls
-            .iter()
-            .filter_map(|call| match call {
-                Call::Message(sent) => Some(sent),
-                Call::Collective(_) => None,
-            })
-            .collect();
+        let messages = self.calls().filter_map(|call| match call {
+            Call::Message(sent) => Some(sent),
+            Call::Collective(_) => None,
+        });
+        let messages: Vec<&Sent> = messages.collect();
         if !messages.is_empty() {
             let mut used: Vec<Stream> = Vec::new();
+            let mut before = None;
             for message in &messages {
+                // Mostly, all are of one stream.
+                if before.replace(message.stream) == Some(message.stream) {
+                    continue;
+                }
                 let stream = stream(message.stream)?;
                 if !used.iter().any(|known| known.raw() == stream.raw()) {
                     used.push(stream);
                 }
             }
-            let started = Instant::now();
+            let started = report::now();
             streams::together(joined, &used, |stream| {
                 exchange(joined, served, &messages, stream)
             })?;
@@ -137,6 +146,18 @@ impl<'c> CallPart<'c> {
             }
         }
         served.watch.made();
+        Ok(())
+    }
+
+    fn by_real_library(&self) -> Outcome {
+        let RealHandle(comm) = self.joined.real()?;
+        for call in self.calls() {
+            let started = report::now();
+            // SAFETY: the arguments are the caller's, with the real library's communicator in place of ours.
+            let code = unsafe { call.by_real_library(comm) }?;
+            Failure::check_real(code, call.name())?;
+            report::note("nccl", call.name(), call.bytes(), started);
+        }
         Ok(())
     }
 }
@@ -171,18 +192,6 @@ fn exchange(joined: &Joined, served: &Served, messages: &[&Sent], stream: &Strea
     Ok(())
 }
 
-fn by_real_library(joined: &Joined, calls: &[&Call]) -> Outcome {
-    let RealHandle(comm) = joined.real()?;
-    for call in calls {
-        let started = Instant::now();
-        // SAFETY: the arguments are the caller's, with the real library's communicator in place of ours.
-        let code = unsafe { call.by_real_library(comm) }?;
-        Failure::check_real(code, call.name())?;
-        report::note("nccl", call.name(), call.bytes(), started);
-    }
-    Ok(())
-}
-
 impl Collective {
     fn memory(&self, joined: &Joined, served: &Served, rank: usize) -> Outcome<CallMemory> {
         let (reads, writes) = self.uses(rank);
@@ -192,13 +201,7 @@ impl Collective {
                 .transpose()
         };
         let input = place(reads, self.input, input_rows)?;
-        let output = match &input {
-            // Each borrow queries the driver.
-            Some(input) if writes && self.output == self.input && output_rows == input_rows => {
-                Some(input.clone())
-            }
-            _ => place(writes, self.output, output_rows)?,
-        };
+        let output = place(writes, self.output, output_rows)?;
         Ok(match (output, input) {
             (Some(output), Some(input)) => (output, input),
             (Some(used), None) | (None, Some(used)) => (used.clone(), used),
@@ -252,6 +255,6 @@ impl Joined {
             return Ok(served.nothing.clone());
         }
         // SAFETY: the caller keeps the memory of a call allocated until its stream has finished with it.
-        Ok(unsafe { self.device().borrow(address, bytes, Arc::new(())) }?)
+        Ok(unsafe { self.device().borrow_operand(address, bytes) }?)
     }
 }

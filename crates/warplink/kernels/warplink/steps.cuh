@@ -478,6 +478,10 @@ __device__ __forceinline__ void reduce(Lane &lane, const Sources &from, const Ta
 template <typename Element, bool ALIGNED = false, typename Sources, typename Targets>
 __device__ __forceinline__ void copy(Lane &lane, const Sources &from, const Targets &to, u64 count) {
     static_assert(Sources::count == 1, "a copy has one source");
+    if constexpr (Targets::count == 1 && Sources::packet_data == 0 && Targets::packet_data == 0) {
+        // A rank's own part of a call in place.
+        if (from.at[0] == to.at[0]) return;
+    }
     reduce<Element, Add, ALIGNED>(lane, from, to, count);
 }
 

@@ -82,6 +82,7 @@ impl Algorithm {
             Self::Chunks | Self::Direct => match kind {
                 CollectiveKind::AllReduce if world == 2 => chunks.min(3) * world,
                 CollectiveKind::AllReduce => 2 * world,
+                CollectiveKind::AllToAll => chunks.min(3) * each,
                 _ => chunks.min(2) * each,
             },
         }

@@ -177,7 +177,7 @@ fn an_all_to_all_in_pieces_is_verified() {
     });
     let entry = found.unwrap();
     // Two pieces for each lane.
-    let given = parameters(entry, 2, 3_000_001, (4, 64));
+    let given = parameters(entry, 2, 3_000_001, (4, 96));
     if let Err(found) = verify(entry.program().unwrap(), 2, 1, &given) {
         panic!("{given}: {}", found[0]);
     }

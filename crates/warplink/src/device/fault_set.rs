@@ -36,7 +36,7 @@ pub(crate) struct Noted<'a> {
     before: Option<u64>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 struct Concern {
     error: Arc<OnceLock<Error>>,
     /// Once it is dropped without having been raised, it never will be.
@@ -169,10 +169,12 @@ impl FaultSet {
         noted
     }
 
-    /// Replaces its faults by those of `other`.
+    /// Replaces its faults, an event's, by those of `other`, the stream's that records it.
     pub(crate) fn replace(&self, other: &Self) {
-        let taken = guard(&other.0).list.clone();
-        guard(&self.0).list = taken;
+        // No thread that holds an event's lock takes a stream's. Events are recorded by every call, mostly with the same
+        // faults.
+        let taken = guard(&other.0);
+        guard(&self.0).list.clone_from(&taken.list);
     }
 
     /// Sequence number up to which all recorded operations have been enqueued.
@@ -245,6 +247,26 @@ impl Concerned for FaultSet {
         affected
             .filter_map(|concern| concern.fault.upgrade())
             .collect()
+    }
+}
+
+impl Clone for Concern {
+    fn clone(&self) -> Self {
+        Self {
+            error: self.error.clone(),
+            fault: self.fault.clone(),
+            waits: self.waits,
+            work: self.work,
+        }
+    }
+
+    fn clone_from(&mut self, other: &Self) {
+        if Arc::ptr_eq(&self.error, &other.error) {
+            // The same fault: no counts of references change.
+            (self.waits, self.work) = (other.waits, other.work);
+        } else {
+            *self = other.clone();
+        }
     }
 }
 

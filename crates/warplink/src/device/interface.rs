@@ -160,6 +160,20 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<DeviceSlice>;
 
+    /// As [`borrow`](Self::borrow), without an owner, for the operands of a call that only enqueues. A device may assume
+    /// that the allocation is the one of earlier calls at these addresses: where peers access it, that is checked when
+    /// the call is enqueued.
+    ///
+    /// # Safety
+    /// As [`borrow`](Self::borrow), with memory that stays allocated until the stream of the call has completed it.
+    ///
+    /// # Errors
+    /// As [`borrow`](Self::borrow).
+    unsafe fn borrow_operand(&self, address: u64, bytes: usize) -> Result<DeviceSlice> {
+        // SAFETY: guaranteed by the caller.
+        unsafe { self.borrow(address, bytes, Arc::new(())) }
+    }
+
     /// Copies `bytes` to `target` (of the same length). Blocks until done; not ordered with any stream.
     fn upload(&self, target: &DeviceSlice, bytes: &[u8]) -> Result<()>;
 

@@ -133,12 +133,12 @@ impl SerialKernel {
     /// As [`Kernel::launch`].
     pub(crate) fn launch(
         &self,
-        stream: &Stream,
+        (stream, is_recorded): (&Stream, bool),
         launch: &Launch,
         arguments: &SerialArguments<'_>,
     ) -> Result<()> {
         match &self.ready {
-            Some(ready) => ready.launch(stream, launch, arguments),
+            Some(ready) => ready.launch((stream, is_recorded), launch, arguments),
             None => self
                 .kernel
                 .launch(stream, launch, &arguments.to_arguments()),
@@ -151,7 +151,7 @@ pub(crate) trait SerialBackend: Send + Sync + fmt::Debug {
     /// See [`SerialKernel::launch`].
     fn launch(
         &self,
-        stream: &Stream,
+        stream: (&Stream, bool),
         launch: &Launch,
         arguments: &SerialArguments<'_>,
     ) -> Result<()>;

@@ -4,6 +4,7 @@ use super::config::DeviceKind;
 use super::fault::Fault;
 use crate::error::{Error, Result};
 use std::any::Any;
+use std::borrow::Cow;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
@@ -35,6 +36,11 @@ pub trait Backing: Any + Send + Sync + fmt::Debug {
     /// its owner.
     fn is_there(&self) -> bool {
         true
+    }
+    /// The same range of the present allocation at its addresses, if it is held without its owner and that memory has
+    /// been allocated anew. To be called only for an operand of a call that is being enqueued.
+    fn renewed(&self, _offset: usize, _bytes: usize) -> Option<DeviceSlice> {
+        None
     }
     /// Whether it is host memory, accessible to processors and networks at its address.
     fn is_host_memory(&self) -> bool {
@@ -120,6 +126,16 @@ impl DeviceSlice {
     /// Kind of device that owns the memory.
     pub fn kind(&self) -> DeviceKind {
         self.backing.kind()
+    }
+
+    /// For an operand of a call that is being enqueued, the present allocation at its addresses if that is another one
+    /// than at creation, and otherwise the slice itself; `None` if there is none.
+    pub(crate) fn renewed(&self) -> Option<Cow<'_, Self>> {
+        if self.backing.is_there() {
+            return Some(Cow::Borrowed(self));
+        }
+        let renewed = self.backing.renewed(self.offset, self.bytes);
+        renewed.map(Cow::Owned)
     }
 
     /// Sub-slice `range`.

@@ -6,7 +6,6 @@ use crate::common::{
 use crate::direct::{SOON, direct};
 use crate::launches::{download, integers, sum, upload};
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 use warplink::device::{AllocationKind, DeviceSlice, Graph, Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, DeviceKind};
@@ -112,7 +111,7 @@ fn sum_lent(
 ) {
     let device = comm.device();
     // SAFETY: the library's memory outlives the calls on what is lent of it.
-    let lent = unsafe { device.borrow(library.address(), 4 * COUNT, Arc::new(())) }.unwrap();
+    let lent = unsafe { device.borrow_operand(library.address(), 4 * COUNT) }.unwrap();
     collectives
         .all_reduce(&lent, &lent, DType::I32, ReduceOp::Sum, stream)
         .unwrap();

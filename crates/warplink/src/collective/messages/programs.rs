@@ -108,7 +108,7 @@ impl Messages {
                 self.message(end, (data.bytes(), 1), None, stream)
             });
             let messages: Vec<PairMessage<'_>> = pieces.collect();
-            self.pairs.enqueue(PLAIN, &messages, stream.0)?;
+            self.pairs.enqueue(PLAIN, &messages, stream)?;
         }
         Ok(())
     }
@@ -132,7 +132,7 @@ impl Messages {
             self.message(it.end, (limit, it.unit), Some(it.count), stream)
         });
         let messages: Vec<PairMessage<'_>> = messages.collect();
-        self.pairs.enqueue(COUNTED, &messages, stream.0)
+        self.pairs.enqueue(COUNTED, &messages, stream)
     }
 
     fn message<'a>(

@@ -7,6 +7,7 @@ use super::kernels::user::UserModule;
 use super::memory::borrowed;
 use super::memory::fifo::CudaFifoMemory;
 use super::memory::host_memory::HostMemory;
+use super::memory::operands::Operands;
 use super::memory::sharing;
 use super::memory::virtual_memory::{CudaSegment, VirtualMemory};
 use super::memory::{CudaBacking, PinnedMemory, PlainMemory, Source, next_identity};
@@ -34,6 +35,8 @@ pub(super) struct CudaDevice {
     /// Created on first use. Not part of `Gpu`, which streams and memory hold: it holds streams itself.
     compute: Mutex<Option<Arc<CudaCompute>>>,
     pretend: Pretend,
+    /// Holds `gpu`, as `compute` does.
+    operands: Operands,
 }
 
 impl CudaDevice {
@@ -45,6 +48,7 @@ impl CudaDevice {
             gpu,
             compute: Mutex::new(None),
             pretend,
+            operands: Operands::default(),
         }))
     }
 
@@ -189,6 +193,12 @@ impl Device for CudaDevice {
         self.gpu.fault.check()?;
         // SAFETY: the caller vouches for the memory and its owner.
         unsafe { borrowed::borrow(&self.gpu, address, bytes, owner) }
+    }
+
+    unsafe fn borrow_operand(&self, address: u64, bytes: usize) -> Result<DeviceSlice> {
+        self.gpu.fault.check()?;
+        // SAFETY: the caller vouches for the memory.
+        unsafe { self.operands.borrow(&self.gpu, address, bytes) }
     }
 
     fn upload(&self, target: &DeviceSlice, bytes: &[u8]) -> Result<()> {

@@ -409,9 +409,20 @@ impl SharedKernel {
             let tensor = tensors.get(*id).ok_or_else(missing)?;
             own[*word] = tensor.address() + offset;
         }
+        let mut found: Option<(&DeviceSlice, (u64, u64))> = None;
         for (word, id, offset) in self.places.iter().filter(|_| reachable) {
-            let tensor = tensors.get(*id).ok_or_else(missing)?;
-            let (number, start) = self.publication.entry(tensor, stream, is_recorded);
+            let tensor = *tensors.get(*id).ok_or_else(missing)?;
+            let (number, start) = match found {
+                // In place.
+                Some((same, entry))
+                    if same.offset() == tensor.offset()
+                        && Arc::ptr_eq(same.backing(), tensor.backing()) =>
+                {
+                    entry
+                }
+                _ => self.publication.entry(tensor, stream, is_recorded),
+            };
+            found = Some((tensor, (number, start)));
             own[*word] = number;
             own[*word + 1] = start + offset;
         }
@@ -420,7 +431,8 @@ impl SharedKernel {
             signals: &self.signals,
             memory: tensors,
         };
-        self.kernel.launch(stream, &self.launch, &arguments)
+        self.kernel
+            .launch((stream, is_recorded), &self.launch, &arguments)
     }
 }
 

@@ -9,7 +9,6 @@ use crate::debug::debug_text;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::raw::RawStream;
 use crate::device::cuda::driver::{Driver, status};
-use crate::device::cuda::stream::capture::is_capturing;
 use crate::device::{Launch, SerialArguments, SerialBackend, Stream};
 use crate::error::Result;
 use crate::sync::lock;
@@ -62,7 +61,7 @@ impl SerialKernel {
 impl SerialBackend for SerialKernel {
     fn launch(
         &self,
-        stream: &Stream,
+        (stream, is_recorded): (&Stream, bool),
         launch: &Launch,
         arguments: &SerialArguments<'_>,
     ) -> Result<()> {
@@ -74,8 +73,7 @@ impl SerialBackend for SerialKernel {
         let (driver, _entered) = stream.enter()?;
         let _enqueuing = stream.enqueue(arguments.slices());
         let raw = stream.raw_stream();
-        let as_graph = stream.has_default_priority() && !launch.together;
-        if as_graph && !is_capturing(driver, raw)? {
+        if stream.has_default_priority() && !launch.together && !is_recorded {
             // SAFETY: the arguments were checked, the stream is of the kernel's context, which is current; what the
             // kernel does with them was promised when it was loaded.
             let launched = unsafe { lock(&self.graph).launch(driver, raw, launch, arguments) };

@@ -92,7 +92,11 @@ pub(crate) unsafe fn borrow(
 pub(super) fn identity(gpu: &Gpu, base: u64, bytes: usize, plain: bool) -> Option<u64> {
     let _entered = gpu.context.enter().ok()?;
     let _relaxed = gpu.context.relax_capture();
-    let pieces = pieces(gpu, base, base + bytes as u64, plain, place(gpu, base));
+    let first = place(gpu, base);
+    if first.id != 0 && first.extent(plain) == (base, bytes as u64) {
+        return Some(foreign_identity(combined_identity(&[first.id])));
+    }
+    let pieces = pieces(gpu, base, base + bytes as u64, plain, first);
     let all = pieces.iter().map(|piece| piece.bytes).sum::<usize>();
     let is_same = all == bytes && pieces.first().is_some_and(|piece| piece.base == base);
     identity_of(&pieces).filter(|_| is_same)

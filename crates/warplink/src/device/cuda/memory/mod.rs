@@ -7,6 +7,7 @@ pub(super) mod fifo;
 pub(super) mod gate;
 pub(super) mod host_memory;
 pub(super) mod ipc;
+pub(super) mod operands;
 pub(super) mod reaper;
 pub(super) mod sharing;
 pub(super) mod staging;
@@ -58,6 +59,8 @@ pub(super) struct CudaBacking {
     identity: u64,
     /// Streams that have used it.
     uses: Arc<Uses>,
+    /// Whether memory held without its owner was found to be another allocation.
+    gone: AtomicBool,
     pub(super) source: Source,
 }
 
@@ -115,6 +118,7 @@ impl CudaBacking {
             bytes,
             identity,
             uses,
+            gone: AtomicBool::new(false),
             source,
         }))
     }
@@ -188,11 +192,24 @@ impl Backing for CudaBacking {
     fn is_there(&self) -> bool {
         match &self.source {
             Source::Borrowed(borrowed) if borrowed.owner.is_none() => {
-                borrowed::identity(&self.gpu, self.base, self.bytes, borrowed.ipc_capable)
-                    == Some(self.identity)
+                let now =
+                    borrowed::identity(&self.gpu, self.base, self.bytes, borrowed.ipc_capable);
+                let is_there = now == Some(self.identity);
+                if !is_there {
+                    // Relaxed: a hint to borrow it again; whoever needs the allocation asks here.
+                    self.gone.store(true, Ordering::Relaxed);
+                }
+                is_there
             }
             _ => true,
         }
+    }
+
+    fn renewed(&self, offset: usize, bytes: usize) -> Option<DeviceSlice> {
+        let address = self.base + offset as u64;
+        // SAFETY: memory that a caller passes to a call is allocated until the stream has completed the call.
+        let renewed = unsafe { borrowed::borrow(&self.gpu, address, bytes, Arc::new(())) };
+        renewed.ok()
     }
 
     fn forbid_reuse(&self) {

@@ -251,7 +251,7 @@ impl Pairs {
         &self,
         program: usize,
         messages: &[PairMessage<'_>],
-        stream: &Stream,
+        stream: (&Stream, bool),
     ) -> Result<()> {
         let LoadedKernel {
             kernel,

@@ -183,6 +183,9 @@ impl Publication {
         stream: &Stream,
         is_recorded: bool,
     ) -> (u64, u64) {
+        let Some(slice) = slice.renewed() else {
+            return (UNPUBLISHED, 0);
+        };
         let identity = slice.backing().identity();
         let mut used = lock(&self.used);
         used.met += 1;
