@@ -11,7 +11,7 @@
 
 mod table;
 
-use super::{Shape, THREADS, difference};
+use super::{MessageShape, THREADS, difference};
 use crate::device::{
     Device, DeviceSlice, Launch, ModuleSource, Readying, SerialArguments, SerialKernel,
     SerialKernels, Stream,
@@ -31,7 +31,7 @@ const KERNEL: &str = "messages";
 pub(in crate::collective) struct RowMessages {
     workspace: SharedWorkspace,
     kernel: SerialKernel,
-    shape: Shape,
+    shape: MessageShape,
     signals: DeviceSlice,
     /// Words that are the same in every launch.
     table: Table,
@@ -42,7 +42,7 @@ pub(in crate::collective) struct RowMessages {
     used: AtomicBool,
 }
 
-impl Shape {
+impl MessageShape {
     /// This rank's words: waiting state for each direction and peer, and message counts of their lanes. Each
     /// rank has equally many signals, two for each lane.
     fn words(&self) -> usize {
@@ -94,7 +94,7 @@ impl RowMessages {
         multiprocessors: usize,
     ) -> Result<Self> {
         let sharing = context.ranks_per_device()?;
-        let shape = Shape::of(context, bytes, multiprocessors)?;
+        let shape = MessageShape::of(context, bytes, multiprocessors)?;
         let layout = WorkspaceLayout::plain(shape.workspace_bytes());
         let workspace = beside.join_beside(context, layout, shape.words())?;
         let (waiting, verdicts) = workspace.state()?;
@@ -263,7 +263,7 @@ mod tests {
     #[test]
     fn lines_have_words_of_their_own() {
         for world in 1..=8 {
-            let shape = Shape::new(0, world, (1, usize::MAX), 1 << 20, true);
+            let shape = MessageShape::new(0, world, (1, usize::MAX), 1 << 20, true);
             let mut words: Vec<usize> = (0..2 * world).collect();
             for (receives, peer) in [false, true]
                 .into_iter()

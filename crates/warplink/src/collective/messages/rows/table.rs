@@ -1,6 +1,6 @@
 //! Encoding of a launch's messages; must match `kernels/messages.cu`.
 
-use super::super::Shape;
+use super::super::MessageShape;
 use crate::collective::MAX_DIRECT_RANKS;
 use crate::device::DeviceSlice;
 use crate::error::{Error, Rank, Result};
@@ -100,7 +100,7 @@ pub(super) struct Table([u64; FIXED_WORDS]);
 impl Table {
     /// `notes` receives waiting state and mismatches; `tables` has the mappings of published allocations.
     pub(super) fn new(
-        shape: &Shape,
+        shape: &MessageShape,
         workspaces: &[DeviceSlice],
         signals: &[DeviceSlice],
         notes: [&DeviceSlice; 2],
