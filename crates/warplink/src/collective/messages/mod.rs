@@ -46,7 +46,7 @@ const THREADS: u32 = 512;
 
 /// Division of a workspace; equal on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Shape {
+pub(super) struct MessageShape {
     pub(super) rank: Rank,
     pub(super) world: usize,
     /// Maximum lanes of a message.
@@ -59,7 +59,7 @@ pub(super) struct Shape {
     pub(super) lined: usize,
 }
 
-impl Shape {
+impl MessageShape {
     /// Shape for `bytes` of chunks, with blocks on at most `multiprocessors`. Collective.
     fn of(context: &RankContext, bytes: usize, multiprocessors: usize) -> Result<Self> {
         let room = (context.ranks_per_device()?, multiprocessors);
@@ -116,8 +116,10 @@ mod tests {
             for sharing in 1..=world {
                 for multiprocessors in [16, 78, 114, 132] {
                     let room = (sharing, multiprocessors);
-                    let blocks =
-                        2 * Shape::new(0, world, room, 1 << 20, true).lanes * world * sharing;
+                    let blocks = 2
+                        * MessageShape::new(0, world, room, 1 << 20, true).lanes
+                        * world
+                        * sharing;
                     let least = 2 * world * sharing;
                     assert!(blocks <= multiprocessors.max(least), "{blocks} of {room:?}");
                 }

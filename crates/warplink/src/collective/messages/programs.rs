@@ -2,7 +2,7 @@
 //! sender's device memory has.
 
 use super::difference::difference;
-use super::{Shape, THREADS};
+use super::{MessageShape, THREADS};
 use crate::collective::diagnosis::unknown_memory;
 use crate::collective::launches::section;
 use crate::device::{DeviceSlice, Stream};
@@ -54,7 +54,7 @@ pub(super) struct CountedEnd<'a> {
 /// A rank's state for messages.
 pub(in crate::collective) struct Messages {
     pairs: Pairs,
-    shape: Shape,
+    shape: MessageShape,
 }
 
 impl Messages {
@@ -67,7 +67,7 @@ impl Messages {
         bytes: usize,
         multiprocessors: usize,
     ) -> Result<Self> {
-        let shape = Shape::of(context, bytes, multiprocessors)?;
+        let shape = MessageShape::of(context, bytes, multiprocessors)?;
         let tell = |direction| -> Arc<TellDifference> {
             Arc::new(move |own: &[u32], theirs: &[u32]| told(direction, own, theirs))
         };
@@ -225,7 +225,7 @@ fn told(direction: Direction, own: &[u32], theirs: &[u32]) -> Error {
 /// # Errors
 /// A step that kernels cannot perform.
 pub fn kernels() -> Result<Vec<String>> {
-    let shape = Shape::new(0, 2, (1, 132), 8 << 20, true);
+    let shape = MessageShape::new(0, 2, (1, 132), 8 << 20, true);
     let kernel = |(text, counts): (&str, &[&str])| {
         let section = |role| shape.section(text, role).map(Arc::new);
         let sections = [section(0)?, section(1)?];
@@ -236,7 +236,7 @@ pub fn kernels() -> Result<Vec<String>> {
     TEXTS.into_iter().map(kernel).collect()
 }
 
-impl Shape {
+impl MessageShape {
     /// The kernel of one rank of a program.
     fn section(&self, text: &str, role: usize) -> Result<SectionInstance> {
         let program = Program::parse(text)?;

@@ -27,23 +27,23 @@ pub(super) struct StepCache {
 
 #[derive(Default)]
 struct CachedSteps {
-    first: BTreeMap<Key, Arc<Resolution>>,
+    first: BTreeMap<StepKey, Arc<Resolution>>,
     count: usize,
     /// Steps that were resolved since it is full.
     missed: usize,
 }
 
 /// Cache key: lane, epoch modulo its period, and the announced tensors that some rank does not reach.
-type Key = (usize, u64, Vec<usize>);
+type StepKey = (usize, u64, Vec<usize>);
 
-/// Answer to a question for a word; `None` if its value is not known yet.
-type Answer = Option<i64>;
+/// Value of a word that a resolution asks for; `None` if it is not known yet.
+type ReadAnswer = Option<i64>;
 
 /// How a resolution goes on.
 enum Resolution {
     Complete(Arc<[LaneStep]>),
     /// It asks for a word, and depends on the answer.
-    Asks(ReadWord, Mutex<BTreeMap<Answer, Arc<Resolution>>>),
+    Asks(ReadWord, Mutex<BTreeMap<ReadAnswer, Arc<Resolution>>>),
 }
 
 impl StepCache {
@@ -95,7 +95,12 @@ impl StepCache {
 }
 
 impl CachedSteps {
-    fn insert(&mut self, key: Key, asked: Vec<(ReadWord, Answer)>, steps: &Arc<[LaneStep]>) {
+    fn insert(
+        &mut self,
+        key: StepKey,
+        asked: Vec<(ReadWord, ReadAnswer)>,
+        steps: &Arc<[LaneStep]>,
+    ) {
         if asked.len() > MAX_WORDS {
             return;
         }
@@ -110,7 +115,7 @@ impl CachedSteps {
         self.count += size;
         let complete = Arc::new(Resolution::Complete(steps.clone()));
         // The rest of the path that is not cached yet, from its end.
-        let path = |asked: &[(ReadWord, Answer)]| {
+        let path = |asked: &[(ReadWord, ReadAnswer)]| {
             asked
                 .iter()
                 .rev()
