@@ -166,7 +166,11 @@ impl Described {
             _ => ("packets16", PART_UNIT as usize, PUT_PACKETS),
         };
         // A loop with known bounds is written out, without a test for further rows.
-        let rounds = if self.call.tokens <= lanes { "1" } else { "most" };
+        let rounds = if self.call.tokens <= lanes {
+            "1"
+        } else {
+            "most"
+        };
         let put_in = [
             ("packets", packets.to_owned()),
             ("unit", unit.to_string()),
