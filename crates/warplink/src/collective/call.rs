@@ -197,6 +197,7 @@ impl fmt::Display for Call {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::collective::diagnosis::difference;
 
     #[test]
     fn announcement_identifies_call() {

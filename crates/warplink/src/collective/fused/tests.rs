@@ -8,6 +8,7 @@ use crate::collective::Algorithm;
 use crate::collective::algorithm::tests::machine;
 use crate::collective::call::{Call, CollectiveKind};
 use crate::collective::choice::Machine;
+use crate::collective::diagnosis::difference;
 use crate::collective::estimate::Estimates;
 use crate::device::ReduceOp;
 use crate::dtype::{DType, Element};
