@@ -8,7 +8,7 @@ import warplink
 
 jax = pytest.importorskip("jax")
 
-from conftest import Stopwatch, meet, run_ranks  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet  # noqa: E402
 
 WORLD = 2
 
@@ -40,7 +40,9 @@ def expected(given, rank):
     }
 
 
-def calls(rank, world, meeting):
+@pytest.mark.parametrize("world", [1, 2, 3])
+@as_ranks()
+def test_calls_give_what_numpy_does(rank, world, meeting):
     import jax.numpy as jnp
     import warplink.jax
 
@@ -64,11 +66,6 @@ def calls(rank, world, meeting):
             assert (group.all_reduce(jnp.full(3, float(rank)), op) == (world - 1) / 2).all()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_calls_give_what_numpy_does(world):
-    run_ranks(calls, world)
-
-
 def loss(group, given, world):
     """A loss whose parts go through every collective with a gradient."""
     import jax.numpy as jnp
@@ -83,7 +80,8 @@ def loss(group, given, world):
     return body
 
 
-def gradients(rank, world, meeting):
+@as_ranks(WORLD)
+def test_gradients_are_those_of_the_sum_of_losses(rank, world, meeting):
     import jax.numpy as jnp
     import warplink.jax
 
@@ -103,11 +101,8 @@ def gradients(rank, world, meeting):
             jax.grad(lambda x: group.all_reduce(x, "max").sum())(x)
 
 
-def test_gradients_are_those_of_the_sum_of_losses():
-    run_ranks(gradients, WORLD)
-
-
-def ordered(rank, world, meeting):
+@as_ranks(WORLD)
+def test_calls_run_in_one_order(rank, world, meeting):
     import jax.numpy as jnp
     import warplink.jax
 
@@ -147,11 +142,8 @@ def ordered(rank, world, meeting):
         assert np.allclose(found, same(jnp.full((3, 2), 0.1)), rtol=1e-5)
 
 
-def test_calls_run_in_one_order():
-    run_ranks(ordered, WORLD)
-
-
-def failing(rank, world, meeting, place):
+@as_ranks(3, dies=(2,))
+def test_errors_name_what_is_wrong_and_survivors_go_on(rank, world, meeting, place):
     import jax.numpy as jnp
     import warplink.jax
 
@@ -189,11 +181,8 @@ def failing(rank, world, meeting, place):
     assert (jax.jit(rest.all_reduce)(jnp.ones(5)) == world - 1).all()
 
 
-def test_errors_name_what_is_wrong_and_survivors_go_on(tmp_path):
-    run_ranks(failing, 3, str(tmp_path / "place"), dies=(2,))
-
-
-def differing(rank, world, meeting):
+@as_ranks(WORLD)
+def test_ranks_that_differ_are_told(rank, world, meeting):
     import jax.numpy as jnp
     import warplink.jax
 
@@ -203,11 +192,8 @@ def differing(rank, world, meeting):
             jax.block_until_ready(group.all_reduce(jnp.ones(3 + rank)))
 
 
-def test_ranks_that_differ_are_told():
-    run_ranks(differing, WORLD)
-
-
-def several_devices(rank, world, meeting):
+@as_ranks(1)
+def test_a_process_with_several_devices_is_several_ranks(meeting):
     from concurrent.futures import ThreadPoolExecutor
 
     jax.config.update("jax_num_cpu_devices", WORLD)
@@ -241,11 +227,8 @@ def several_devices(rank, world, meeting):
         list(threads.map(lambda job: job.close(), jobs))
 
 
-def test_a_process_with_several_devices_is_several_ranks():
-    run_ranks(several_devices, 1)
-
-
-def in_any_order(rank, world, meeting):
+@as_ranks(1)
+def test_maps_whose_programs_run_in_any_order_are_refused(rank, world, meeting):
     import jax.numpy as jnp
     from jax.sharding import Mesh, PartitionSpec
     import warplink.jax
@@ -258,7 +241,3 @@ def in_any_order(rank, world, meeting):
         )
         with pytest.raises(RuntimeError, match="jax_cpu_enable_async_dispatch', False"):
             mapped(jnp.ones(2))
-
-
-def test_maps_whose_programs_run_in_any_order_are_refused():
-    run_ranks(in_any_order, 1)
