@@ -185,6 +185,7 @@ struct End {
     __device__ __forceinline__ void state_tail(const Lane &self, u64 to, u32 how) const {
         __syncthreads();
         if (threadIdx.x != 0) return;
+        // Behind the barrier, covers the stores of all threads: a receiver that sees the tail sees their data.
         detail::fence();
         detail::store_packet<8>(to + 16 * header_words, {{how, 0}}, Flag(self.epoch()));
     }
@@ -197,6 +198,7 @@ struct End {
             detail::Packet<8> came = detail::load_packet<8>(at);
             detail::await_packet(self, at, came, Flag(self.epoch()));
             how = came.unit.word[0];
+            // Pairs with the fence before the tail; packets are loaded without acquire.
             detail::fence();
         }
         return self.agree() ? 0 : how;

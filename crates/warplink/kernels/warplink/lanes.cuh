@@ -108,6 +108,7 @@ struct Lane {
             __syncwarp();
             detail::cluster_arrive();
         }
+        // The preceding launch on the workspace advances the epochs.
         detail::await_preceding();
         launches = detail::load_relaxed(epochs + 8 * number);
     }
@@ -160,6 +161,7 @@ struct Lane {
         __syncthreads();
         gather();
         const u64 epoch = launches + 1;
+        // Needs no release: the end of the kernel orders it before the next one.
         if (threadIdx.x == 0) *(volatile u64 *)(epochs + 8 * blockIdx.x) = epoch;
         if (lanes == gridDim.x) return;
         for (u32 lane = blockIdx.x + gridDim.x * (threadIdx.x + 1); lane < lanes; lane += gridDim.x * blockDim.x)

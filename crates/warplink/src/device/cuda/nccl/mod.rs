@@ -351,6 +351,7 @@ fn join_here(
         is_adopted: false,
     })
 }
+        // As in `abort`: whoever takes the pointer is the only one to end the communicator.
 
 impl Drop for NcclComm {
     fn drop(&mut self) {

@@ -183,6 +183,7 @@ impl Publication {
         stream: &Stream,
         is_recorded: bool,
     ) -> (u64, u64) {
+        // Not by address, which another allocation may have had before.
         let identity = slice.backing().identity();
         let mut used = lock(&self.used);
         used.met += 1;
@@ -195,6 +196,7 @@ impl Publication {
                 is_recorded: before,
             }) => {
                 *met = now;
+                // A graph may be launched at any time, so memory of graphs is withdrawn last.
                 *before |= is_recorded;
                 (*number, uses.clone(), false)
             }
