@@ -44,7 +44,7 @@ pub use ir::{
     Packing, Place, Receiver, ReduceOperator, Scratch, Section, Source, Step, StepKind, Verb,
     WordRange, WordValue,
 };
-pub use lane::{LaneStep, LaneStepKind, Matching, Part};
+pub use lane::{LaneMove, LaneStep, LaneStepKind, Matching, Part};
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
 pub(crate) use names::FreeNames;
 pub(crate) use period::period;
