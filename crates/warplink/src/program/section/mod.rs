@@ -48,6 +48,7 @@ pub use lane::{LaneMove, LaneStep, LaneStepKind, Matching, Part};
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
 pub(crate) use names::FreeNames;
 pub(crate) use period::period;
+pub(crate) use remainders::common_multiple;
 pub(crate) use resolve::VALUE_TYPES;
 pub use resolve::{ReadValues, ReadWord};
 pub(crate) use visit::{ExprUse, Visitor};
