@@ -13,8 +13,8 @@ fn operations(text: &str) -> Vec<String> {
             OperationKind::Zero(range) => {
                 format!("{name} {}..{}", range.offset_bytes, range.end())
             }
-            OperationKind::Matmul { spec, .. } if spec.accumulate => format!("{name} +="),
-            OperationKind::Elementwise { sources, .. } => format!("{name} of {}", sources.len()),
+            OperationKind::Matmul(it) if it.spec.accumulate => format!("{name} +="),
+            OperationKind::Elementwise(it) => format!("{name} of {}", it.sources.len()),
             _ => name.to_owned(),
         }
     });
