@@ -16,16 +16,53 @@ pub(super) const EPOCH_BYTES: usize = 8;
 pub(super) const VERDICT_BYTES: usize = 2 * VERDICT_WORDS_BYTES + 8;
 
 /// Packet byte in a verdict that reports memory unknown to this rank. Must match `agree` too.
-pub(super) const UNKNOWN_MEMORY: u8 = 2;
+const UNKNOWN_MEMORY: u8 = 2;
 
 /// Bytes of an announcement in a verdict. Must match `agree` too.
-pub(super) const VERDICT_WORDS_BYTES: usize = 32;
+const VERDICT_WORDS_BYTES: usize = 32;
 
 /// Bytes of the count of lanes that found all announced tensors reachable; it follows the verdicts.
 pub(super) const DIRECT_BYTES: usize = 8;
 
 /// Bytes of the note of a value that is out of range; it follows that count. Must match `value` in the kernels.
 pub(super) const VALUE_NOTE_BYTES: usize = 40;
+
+/// A verdict on announcements that differ.
+pub(super) struct Verdict {
+    pub(super) own: Vec<u32>,
+    pub(super) theirs: Vec<u32>,
+    pub(super) is_memory_unknown: bool,
+}
+
+impl Verdict {
+    /// Decodes the bytes that a kernel has recorded; `None` if it has recorded no difference.
+    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+        let (theirs, rest) = bytes.split_at(VERDICT_WORDS_BYTES);
+        let (differ, own) = rest.split_at(rest.len() - VERDICT_WORDS_BYTES);
+        if differ.iter().all(|byte| *byte == 0) {
+            return None;
+        }
+        let (mut own, theirs) = (announced_words(own), announced_words(theirs));
+        // Only packets that differ are recorded of this rank's.
+        let packets = own.chunks_exact_mut(2).zip(theirs.chunks_exact(2));
+        for ((own, theirs), _) in packets.zip(differ).filter(|(_, differs)| **differs == 0) {
+            own.copy_from_slice(theirs);
+        }
+        Some(Self {
+            own,
+            theirs,
+            is_memory_unknown: differ.contains(&UNKNOWN_MEMORY),
+        })
+    }
+}
+
+/// Words of an announcement.
+pub(super) fn announced_words(bytes: &[u8]) -> Vec<u32> {
+    let words = bytes.chunks_exact(4);
+    words
+        .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+        .collect()
+}
 
 /// Memory of all ranks that kernels access, as mapped here.
 #[derive(Debug)]

@@ -10,16 +10,14 @@ use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelMemory};
 use super::lane::{SectionLanes, TellDifference, packet_flag};
 use super::publication::{Publication, Published, Tables};
-use super::reach::{
-    DIRECT_BYTES, EPOCH_BYTES, Reach, UNKNOWN_MEMORY, VERDICT_BYTES, VERDICT_WORDS_BYTES,
-};
+use super::reach::{DIRECT_BYTES, EPOCH_BYTES, Reach, VERDICT_BYTES, Verdict};
 use super::section_kernel::SectionKernel;
 use super::step_cache::StepCache;
 use crate::device::{
     Device, DeviceSlice, Fault, Launch, Readying, SerialArguments, SerialKernel, SerialKernels,
     Stream, Word,
 };
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::program::rank_program::TensorId;
 use crate::program::section::{
     ScratchInstance, SectionInstance, SectionMemory, UNPUBLISHED, WorkspaceLayout, kernel_text,
@@ -346,21 +344,16 @@ impl SharedWorkspace {
         let verdicts = reach.state.slice(from..from + bytes.len())?;
         self.device.download(&verdicts, &mut bytes)?;
         let verdicts = bytes.chunks_exact(VERDICT_BYTES).enumerate();
-        for (place, verdict) in verdicts {
-            let (words, rest) = verdict.split_at(VERDICT_WORDS_BYTES);
-            let (differ, _) = rest.split_at(rest.len() - VERDICT_WORDS_BYTES);
-            if differ.iter().all(|byte| *byte == 0) {
-                continue;
-            }
-            let peer = (self.rank + 1 + place) % self.world;
-            if differ.contains(&UNKNOWN_MEMORY) {
-                return Ok(Some((peer, Announced::UnknownMemory)));
-            }
-            let words = words.chunks_exact(4);
-            let words = words.map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]));
-            return Ok(Some((peer, Announced::Other(words.collect()))));
-        }
-        Ok(None)
+        let mut differing =
+            verdicts.filter_map(|(place, verdict)| Some((place, Verdict::decode(verdict)?)));
+        Ok(differing.next().map(|(place, verdict)| {
+            let announced = if verdict.is_memory_unknown {
+                Announced::UnknownMemory
+            } else {
+                Announced::Other(verdict.theirs)
+            };
+            ((self.rank + 1 + place) % self.world, announced)
+        }))
     }
 }
 
@@ -451,8 +444,7 @@ impl fmt::Debug for SharedKernel {
 }
 
 fn missing() -> Error {
-    Error::new(ErrorKind::Internal, "a launch without one of its tensors")
-        .with_operation("launch a kernel")
+    Error::internal("a launch without one of its tensors").with_operation("launch a kernel")
 }
 
 #[cfg(test)]

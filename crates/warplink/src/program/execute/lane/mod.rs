@@ -8,7 +8,7 @@ pub(super) use pairs::PairLanes;
 
 use super::lane_times::LaneClock;
 use super::publication::Tables;
-use super::reach::Reach;
+use super::reach::{Reach, announced_words};
 use super::row_values::{integer, row_arguments, row_bytes};
 use super::step_cache::StepCache;
 use crate::device::{
@@ -324,10 +324,7 @@ impl Lane<'_> {
         let operand = self.operand(source, &(0..words))?;
         let mut came = Vec::new();
         self.load(&operand, (&mut came, 4 * words)).await?;
-        let theirs: Vec<u32> = came
-            .chunks_exact(4)
-            .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
-            .collect();
+        let theirs = announced_words(&came);
         let (theirs, places) = theirs.split_at(words - 2 * tensors.len());
         let theirs = &theirs[..values.len()];
         if theirs == values {

@@ -17,14 +17,14 @@ pub(super) use table::{Decoded, decode};
 use super::context::RankContext;
 use super::lane::{PairLanes, TellDifference, packet_flag};
 use super::publication::Published;
-use super::reach::{EPOCH_BYTES, Reach, VERDICT_BYTES, VERDICT_WORDS_BYTES};
+use super::reach::{EPOCH_BYTES, Reach, VERDICT_BYTES, Verdict};
 use super::step_cache::StepCache;
 use super::workspace::SharedWorkspace;
 use crate::device::{
     Device, DeviceSlice, Launch, ModuleSource, Readying, SerialArguments, SerialKernel,
     SerialKernels, Stream,
 };
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::program::section::{
     KERNEL, PairLayout, SectionInstance, SectionMemory, WorkspaceLayout, pair_text,
 };
@@ -124,7 +124,7 @@ impl Pairs {
     ) -> Result<Self> {
         let (rank, world) = (context.rank(), context.world());
         let first = programs.first().map(|program| &program.sections[0]);
-        let first = first.ok_or_else(|| Error::new(ErrorKind::Internal, "no program of pairs"))?;
+        let first = first.ok_or_else(|| Error::internal("no program of pairs"))?;
         let (threads, state) = (
             first.threads as u32,
             PairState {
@@ -321,34 +321,15 @@ impl Pairs {
         let from = self.state.verdict(0);
         let verdicts = self.counts.slice(from..from + bytes.len())?;
         self.device.download(&verdicts, &mut bytes)?;
-        for (line, verdict) in bytes.chunks_exact(VERDICT_BYTES).enumerate() {
-            let (theirs, rest) = verdict.split_at(VERDICT_WORDS_BYTES);
-            let (differ, own) = rest.split_at(rest.len() - VERDICT_WORDS_BYTES);
-            if differ.iter().all(|byte| *byte == 0) {
-                continue;
-            }
-            let words = |bytes: &[u8]| -> Vec<u32> {
-                let words = bytes.chunks_exact(4);
-                words
-                    .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
-                    .collect()
-            };
-            let (theirs, mut own) = (words(theirs), words(own));
-            // Only packets that differ are recorded of this rank's.
-            let packets = own.chunks_exact_mut(2).zip(theirs.chunks_exact(2));
-            for ((own, theirs), differs) in packets.zip(differ) {
-                if *differs == 0 {
-                    own.copy_from_slice(theirs);
-                }
-            }
-            return Ok(Some(PairDifference {
-                peer: line % self.state.world,
-                role: line / self.state.world,
-                own,
-                theirs,
-            }));
-        }
-        Ok(None)
+        let verdicts = bytes.chunks_exact(VERDICT_BYTES).enumerate();
+        let mut differing =
+            verdicts.filter_map(|(line, verdict)| Some((line, Verdict::decode(verdict)?)));
+        Ok(differing.next().map(|(line, verdict)| PairDifference {
+            peer: line % self.state.world,
+            role: line / self.state.world,
+            own: verdict.own,
+            theirs: verdict.theirs,
+        }))
     }
 }
 
@@ -381,7 +362,7 @@ fn announcements(
     let rows = scratch.find(|scratch| &*scratch.name == ANNOUNCEMENTS);
     let rows = rows
         .filter(|rows| rows.strides.len() == 4)
-        .ok_or_else(|| Error::new(ErrorKind::Internal, "a program of pairs announces nothing"))?;
+        .ok_or_else(|| Error::internal("a program of pairs announces nothing"))?;
     let area = layout.area(rows.packing).offset_bytes;
     let packet = |of: usize, slot: usize| {
         let packet = rows.packed(slot * rows.strides[0] + of * rows.strides[2], 1);
@@ -393,8 +374,5 @@ fn announcements(
 }
 
 fn not_mapped() -> Error {
-    Error::new(
-        ErrorKind::Internal,
-        "a workspace for messages is not mapped",
-    )
+    Error::internal("a workspace for messages is not mapped")
 }
