@@ -146,16 +146,8 @@ impl Compiler {
     }
 
     fn check(&self, code: c_int, operation: &'static str) -> Result<()> {
-        if code == 0 {
-            return Ok(());
-        }
         // SAFETY: for every code the compiler gives a string of its own that is never freed.
-        let text = unsafe { (self.nvrtcGetErrorString)(code) };
-        // SAFETY: as above, and it ends with a zero.
-        let text = unsafe { library::message(text) };
-        Err(Error::new(ErrorKind::Driver, text)
-            .with_operation(operation)
-            .with_code(code.into()))
+        unsafe { library::check(code, ErrorKind::Driver, operation, self.nvrtcGetErrorString) }
     }
 
     fn version(&self) -> Result<(i32, i32)> {
