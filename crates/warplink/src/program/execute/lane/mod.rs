@@ -523,8 +523,7 @@ pub(super) fn tell_difference(own: &[u32], theirs: &[u32]) -> Error {
 
 /// Error of ranks that make different calls.
 pub(crate) fn calls_differ(text: String) -> Error {
-    Error::new(ErrorKind::Mismatch, text)
-        .with_help("make the same calls in the same order on every rank")
+    Error::mismatch(text).with_help("make the same calls in the same order on every rank")
 }
 
 /// Flag of packets of 8 and 16 bytes in the launch that follows `epoch` launches. Never 0, the initial contents of
@@ -534,5 +533,5 @@ pub(super) fn packet_flag(epoch: u64) -> u32 {
 }
 
 fn internal(what: &'static str) -> Error {
-    Error::new(ErrorKind::Internal, what).with_operation("run a lane")
+    Error::internal(what).with_operation("run a lane")
 }
