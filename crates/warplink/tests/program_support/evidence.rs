@@ -8,7 +8,7 @@ use super::interpreter::{
 };
 use super::meaning::Meaning;
 use super::sample::Sample;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use warplink::program::evaluate::Evaluator;
 use warplink::program::{
@@ -21,6 +21,15 @@ const ORDERS: u64 = 4;
 
 /// How many random orders are tried where those that the diagnostic suggests show nothing.
 const TRIES: u64 = 400;
+
+/// Fails where some class of verdicts was not seen more than `least` times.
+pub(crate) fn check_classes(classes: &BTreeMap<String, usize>, least: usize, wanted: &[&str]) {
+    println!("{classes:#?}");
+    for class in wanted {
+        let count = classes.get(*class).copied().unwrap_or(0);
+        assert!(count > least, "only {count} of '{class}'");
+    }
+}
 
 /// A verdict that is right.
 #[derive(Clone, Debug)]
