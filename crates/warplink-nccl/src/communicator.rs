@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, Once, OnceLock, PoisonError, RwLock};
 use warplink::bootstrap::AbortHandle;
 use warplink::device::{Device, DeviceSlice};
 use warplink::memory::Region;
-use warplink::{Collectives, Communicator, DeviceKind, Error, ErrorKind};
+use warplink::{Collectives, Communicator, DeviceKind, Error};
 
 /// Live communicators by handle.
 static ALIVE: RwLock<BTreeMap<usize, Arc<Comm>>> = RwLock::new(BTreeMap::new());
@@ -162,7 +162,7 @@ pub(crate) fn gather(
         }
         let other = String::from_utf8_lossy(other.get(..NAME).unwrap_or(other)).into_owned();
         let message = format!("rank {peer} calls {other}; expected {call}, as this rank calls");
-        Err(Error::new(ErrorKind::Mismatch, message)
+        Err(Error::mismatch(message)
             .with_peer(peer)
             .with_help("make the same calls in the same order on every rank"))
     });

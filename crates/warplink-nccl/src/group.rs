@@ -9,7 +9,7 @@ use crate::communicator::Comm;
 use crate::status::{Failure, Outcome};
 use std::cell::RefCell;
 use std::sync::Arc;
-use warplink::{Error, ErrorKind};
+use warplink::Error;
 
 /// A blocking operation on the host, such as waiting for all ranks to join.
 pub(crate) struct Task {
@@ -165,8 +165,7 @@ fn run_all(tasks: Vec<Task>) -> Outcome {
     if tasks.is_empty() {
         return Ok(());
     }
-    let panicked =
-        || -> Failure { Error::new(ErrorKind::Internal, "the thread of a rank panicked").into() };
+    let panicked = || -> Failure { Error::internal("the thread of a rank panicked").into() };
     let (blocking, others): (Vec<_>, Vec<_>) = tasks.into_iter().partition(|task| task.blocking);
     let in_progress = !others.is_empty();
     for task in others {

@@ -10,7 +10,7 @@ use std::net::{IpAddr, Ipv4Addr, UdpSocket};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use warplink::bootstrap::{self, JoinConfig, Rendezvous};
-use warplink::{Communicator, DeviceKind, Error, ErrorKind, Result, variables};
+use warplink::{Communicator, DeviceKind, Error, Result, variables};
 
 /// Environment variable with the address at which ranks meet.
 const ADDRESS_VARIABLE: &str = "WARPLINK_NCCL_ADDRESS";
@@ -229,7 +229,7 @@ unsafe fn begin_with(
     let work = move || {
         let joined = place().and_then(|place| join(&joining, &place).map_err(Failure::from));
         let failure = joined.as_ref().err().cloned();
-        let unknown = || Error::new(ErrorKind::Internal, "joining failed without an error");
+        let unknown = || Error::internal("joining failed without an error");
         let joined = joined
             .map(Arc::new)
             .map_err(|failure| failure.error.unwrap_or_else(unknown));
@@ -268,7 +268,7 @@ fn join(comm: &Arc<Comm>, place: &MeetingPlace) -> Result<Joined> {
     };
     if matches!(joined.route, Route::Real) {
         let made = joined.real();
-        let unknown = || Error::new(ErrorKind::Internal, "NCCL failed without an error");
+        let unknown = || Error::internal("NCCL failed without an error");
         made.map_err(|failure| failure.error.unwrap_or_else(unknown))
             .inspect_err(|error| joined.communicator.abort(&error.to_string()))?;
     }

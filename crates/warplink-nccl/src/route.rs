@@ -9,7 +9,7 @@ use crate::windows::SignalPairs;
 use std::sync::{Arc, Mutex};
 use warplink::collective::{CollectiveOptions, CollectivePath};
 use warplink::device::AllocationKind;
-use warplink::{Communicator, DeviceKind, Error, ErrorKind, Result, variables};
+use warplink::{Communicator, DeviceKind, Error, Result, variables};
 
 /// Environment variable that routes all calls to Warplink or to the real library.
 const ROUTE_VARIABLE: &str = "WARPLINK_NCCL_ROUTE";
@@ -54,10 +54,9 @@ pub(crate) fn route(
         Some("warplink") => Some(false),
         Some("nccl") => Some(true),
         Some(other) => {
-            return Err(Error::new(
-                ErrorKind::Parse,
-                format!("{ROUTE_VARIABLE} is '{other}'; expected warplink or nccl"),
-            ));
+            return Err(Error::parse(format!(
+                "{ROUTE_VARIABLE} is '{other}'; expected warplink or nccl"
+            )));
         }
     };
     let obstacle = match (named, on_gpu && (2..=8).contains(&communicator.world())) {
@@ -141,11 +140,8 @@ fn gather(communicator: &Communicator, own: Offer) -> Result<Vec<Offer>> {
     let all = communicator.all_gather_bytes(&own.to_bytes())?;
     let offers = all.iter().map(|bytes| Offer::from_bytes(bytes));
     offers.collect::<Option<_>>().ok_or_else(|| {
-        Error::new(
-            ErrorKind::Mismatch,
-            "another rank has another version of this library",
-        )
-        .with_help("install the same version on every rank")
+        Error::mismatch("another rank has another version of this library")
+            .with_help("install the same version on every rank")
     })
 }
 

@@ -151,7 +151,7 @@ pub(crate) fn entry(name: &'static str, body: impl FnOnce() -> Outcome) -> c_int
             "the library panicked: {}",
             text.unwrap_or("without a message")
         );
-        Err(Error::new(ErrorKind::Internal, message).into())
+        Err(Error::internal(message).into())
     });
     let Err(failure) = ended else {
         return Code::Success as c_int;

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use warplink::device::DeviceSlice;
 use warplink::program::Bindings;
-use warplink::{DeviceKind, Error, ErrorKind, Rank};
+use warplink::{DeviceKind, Error, Rank};
 
 /// Maximum nesting depth of record types.
 const MAX_NESTING: usize = 64;
@@ -285,11 +285,8 @@ impl Array {
     pub(crate) fn element(&self, what: &str) -> PyResult<Element> {
         self.element.ok_or_else(|| {
             raise(
-                Error::new(
-                    ErrorKind::InvalidArgument,
-                    format!("{what} has no element type that Warplink knows"),
-                )
-                .with_help("pass a view: region.view(shape, dtype)"),
+                Error::invalid(format!("{what} has no element type that Warplink knows"))
+                    .with_help("pass a view: region.view(shape, dtype)"),
             )
         })
     }

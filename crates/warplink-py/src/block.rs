@@ -13,7 +13,7 @@ use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use warplink::device::{self, At};
-use warplink::{Error, ErrorKind, Result};
+use warplink::{Error, Result};
 
 thread_local! {
     /// The block whose function runs on this thread, and its number.
@@ -84,7 +84,7 @@ pub(crate) fn run(block: &device::Block<'_>, body: &Owner, place: &Place) -> Res
         called.map(drop).map_err(|error| failure(py, &error))
     });
     drop(reset);
-    let ended = || Error::new(ErrorKind::Closed, "the interpreter has ended");
+    let ended = || Error::closed("the interpreter has ended");
     called.ok_or_else(ended)?
 }
 

@@ -6,8 +6,8 @@
 use crate::untold;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
+use warplink::Error;
 use warplink::program::Diagnostic;
-use warplink::{Error, ErrorKind};
 
 /// The exception for `error`.
 pub(crate) fn raise(error: Error) -> PyErr {
@@ -59,14 +59,11 @@ pub(crate) fn invalid(message: impl Into<String>) -> PyErr {
 
 /// An exception for a closed object.
 pub(crate) fn closed(what: &'static str) -> PyErr {
-    raise(Error::new(
-        ErrorKind::Closed,
-        format!("the {what} was closed"),
-    ))
+    raise(Error::closed(format!("the {what} was closed")))
 }
 
 /// An exception for a plan that was replaced by its captured graph.
 pub(crate) fn captured() -> PyErr {
-    let error = Error::new(ErrorKind::Closed, "the plan was captured");
+    let error = Error::closed("the plan was captured");
     raise(error.with_help("launch the captured plan"))
 }

@@ -12,8 +12,8 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::BTreeSet;
 use std::sync::Arc;
+use warplink::Error;
 use warplink::program::PrepareOptions;
-use warplink::{Error, ErrorKind};
 
 /// Runs programs on one rank. Every rank prepares and binds the same programs in the same order.
 #[pyclass(frozen, module = "warplink")]
@@ -281,12 +281,8 @@ impl Plan {
         let (plan, stream) = (self.plan()?, stream.live()?);
         let trace = py.detach(|| plan.trace(stream)).map_err(raise)?;
         let text = trace.map(|trace| serde_json::to_string(&trace.to_perfetto()));
-        text.transpose().map_err(|error| {
-            raise(Error::new(
-                ErrorKind::Internal,
-                format!("write the trace: {error}"),
-            ))
-        })
+        text.transpose()
+            .map_err(|error| raise(Error::internal(format!("write the trace: {error}"))))
     }
 }
 

@@ -10,7 +10,7 @@ use pyo3::types::PyBytes;
 use std::net::IpAddr;
 use std::sync::{Mutex, PoisonError};
 use warplink::bootstrap::{HeldPort, JoinConfig, Rendezvous};
-use warplink::{Config, DeviceKind, Error, ErrorKind};
+use warplink::{Config, DeviceKind, Error};
 
 /// Rendezvous of the ranks of a job: the address of the store and the secret that authenticates ranks.
 ///
@@ -40,10 +40,9 @@ impl UniqueId {
     #[pyo3(signature = (ip="127.0.0.1", port=0))]
     fn create(ip: &str, port: u16) -> PyResult<Self> {
         let address: IpAddr = ip.parse().map_err(|_| {
-            raise(Error::new(
-                ErrorKind::Parse,
-                format!("'{ip}' is not an IP address; expected one of this machine"),
-            ))
+            raise(Error::parse(format!(
+                "'{ip}' is not an IP address; expected one of this machine"
+            )))
         })?;
         let id = warplink::bootstrap::UniqueId::create(address, port).map_err(raise)?;
         Ok(id.into())

@@ -14,7 +14,7 @@ use warplink::overlap::{
     MatmulReduceScatter, MatmulReduceScatterBuffers, MatmulReduceScatterLowering, Options,
 };
 use warplink::program::Executor;
-use warplink::{DType, Error, ErrorKind};
+use warplink::{DType, Error};
 
 /// An overlapped matmul on given memory, for any number of runs. Every rank creates the same plans in the same order.
 /// Drop it when the streams that it ran on are done.
@@ -398,10 +398,9 @@ fn common_type<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> PyResult<DTyp
     for array in arrays {
         let dtype = array.element("an operand")?.dtype()?;
         if *common.get_or_insert(dtype) != dtype {
-            return Err(raise(Error::new(
-                ErrorKind::InvalidArgument,
-                format!("an operand is {dtype}; expected the same element type for all"),
-            )));
+            return Err(raise(Error::invalid(format!(
+                "an operand is {dtype}; expected the same element type for all"
+            ))));
         }
     }
     common.ok_or_else(|| invalid("there is no operand"))

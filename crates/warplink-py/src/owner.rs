@@ -8,7 +8,7 @@ use crate::errors::{closed, raise};
 use pyo3::prelude::*;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
-use warplink::{Error, ErrorKind};
+use warplink::Error;
 
 static RELEASER: Mutex<Option<Sender<Py<PyAny>>>> = Mutex::new(None);
 
@@ -202,9 +202,7 @@ fn check_process(process: u32) -> PyResult<()> {
     }
     let own = std::process::id();
     Err(raise(
-        Error::new(
-            ErrorKind::Unsupported,
-            format!("the object was made in process {process}; expected no use of it in process {own}, a fork"),
+        Error::unsupported(format!("the object was made in process {process}; expected no use of it in process {own}, a fork"),
         )
         .with_help("start ranks and workers with spawn, or join a job in the forked process"),
     ))

@@ -63,7 +63,7 @@ fn begin<T: Send + 'static>(
 }
 
 fn panicked() -> Error {
-    Error::new(ErrorKind::Internal, "a thread that waits panicked")
+    Error::internal("a thread that waits panicked")
 }
 
 /// Whether Python handles signals on this thread.

@@ -15,7 +15,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use warplink::collective::CollectiveKind;
 use warplink::device::{Priority, Stream};
-use warplink::{DType, DeviceKind, Error, ErrorKind, Result};
+use warplink::{DType, DeviceKind, Error, Result};
 
 /// The element types that reductions compute with, by XLA's numbers.
 const TYPES: [(c_int, DType); 12] = [
@@ -139,7 +139,7 @@ fn run(call: &Call<'_>) -> Result<()> {
     let closed = || {
         let text = format!("the program's group {number} does not exist in this process");
         let help = "keep the warplink.jax.Group as long as its functions are called";
-        Error::new(ErrorKind::Closed, text).with_help(help)
+        Error::closed(text).with_help(help)
     };
     let members = members.ok_or_else(closed)?;
     let member = match &*members {
@@ -184,12 +184,10 @@ impl Member {
         };
         let stream = self.stream(call)?;
         // `Collectives::inner` makes Python's exceptions.
-        let inner = collectives.inner.with(Clone::clone).ok_or_else(|| {
-            Error::new(
-                ErrorKind::Closed,
-                "the collectives belong to another process",
-            )
-        })?;
+        let inner = collectives
+            .inner
+            .with(Clone::clone)
+            .ok_or_else(|| Error::closed("the collectives belong to another process"))?;
         inner.enqueue(&described, &memory(target)?, &memory(source)?, &stream)?;
         collectives.watched.made();
         match collectives.place.device.kind() {
@@ -239,5 +237,5 @@ fn element_size(buffer: Buffer) -> Result<usize> {
 
 fn unsupported(buffer: Buffer, done: &str) -> Error {
     let text = format!("elements of XLA's type {} cannot be {done}", buffer.dtype);
-    Error::new(ErrorKind::Unsupported, text).with_help("convert the array to another type")
+    Error::unsupported(text).with_help("convert the array to another type")
 }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import inspect
 import multiprocessing
 import os
+import tempfile
 import time
 import traceback
+from datetime import timedelta
 from typing import Any, Callable
 
 import pytest
@@ -145,3 +148,76 @@ def run_ranks(
     if failures:
         pytest.fail("\n".join(failures), pytrace=False)
     return [found.get(rank) for rank in range(world)]
+
+
+def join(rank, world, meeting, **options):
+    """Joins on the device that WARPLINK_TEST_DEVICE names, the host device if none."""
+    import warplink
+
+    return warplink.Job.join(rank, world, meeting, timeout=30.0, **options)
+
+
+def start(rank, world, place, backend="warplink", **options):
+    """PyTorch's process group of all ranks; gives ``torch.distributed``."""
+    import torch
+    import torch.distributed as dist
+
+    import warplink.torch  # noqa: F401
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{place}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=options.pop("timeout", 60)),
+        **options,
+    )
+    return dist
+
+
+def on_ranks(body, world, *arguments, **options):
+    """As :func:`run_ranks`, with a path before the arguments beside which files can be made."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(body, world, os.path.join(folder, "store"), *arguments, **options)
+
+
+def as_ranks(
+    world: int | None = None, *, dies: tuple[int, ...] = (), limit: float = LIMIT, starts: Any = start, **options: Any
+):
+    """Makes a test of a function that each rank calls, in a process of its own. By their names, its parameters are
+    ``rank``, ``world``, ``meeting`` and ``place`` as of :func:`on_ranks`, ``comm`` for the communicator of all ranks of a
+    job that is joined with ``options``, or ``dist`` for a process group of PyTorch that ``starts`` makes with them;
+    pytest gives all others, and ``world`` where it is None."""
+
+    def decorate(body: Callable[..., Any]):
+        given = {"rank", "meeting", "place", "comm", "dist"} | ({"world"} if world else set())
+
+        def test(**others: Any):
+            on_ranks(_run_body, others.get("world", world), test, starts, options, others, dies=dies, limit=limit)
+
+        # Ranks find the test under its name, and pytest its parameters.
+        test.__module__, test.__qualname__ = body.__module__, body.__qualname__
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        parameters = inspect.signature(body).parameters
+        test.__signature__ = inspect.Signature([it for name, it in parameters.items() if name not in given])
+        test.body = body
+        return test
+
+    return decorate
+
+
+def _run_body(rank, world, meeting, place, test, starts, options, others):
+    """The function of a test of :func:`as_ranks`, on one rank."""
+    known = {"rank": rank, "world": world, "meeting": meeting, "place": place, **others}
+    names = inspect.signature(test.body).parameters
+    if "comm" in names:
+        with join(rank, world, meeting, **options) as job:
+            known["comm"] = job.world()
+            test.body(**{name: known[name] for name in names})
+        return
+    if "dist" in names:
+        known["dist"] = starts(rank, world, place, **options)
+    test.body(**{name: known[name] for name in names})
+    if "dist" in names:
+        known["dist"].destroy_process_group()

@@ -36,7 +36,7 @@ def needs_gpus(ranks: int) -> pytest.MarkDecorator:
 def start_on_gpu(rank, world, place, backend="warplink", **options):
     """The process group of a rank whose current GPU is its own; gives ``torch.distributed``."""
     import torch
-    from test_torch_group import start
+    from conftest import start
 
     torch.cuda.set_device(gpu(rank))
     return start(rank, world, place, backend, **options)

@@ -5,10 +5,9 @@ import os
 
 import numpy
 import pytest
-from conftest import Stopwatch, meet, run_ranks
+from conftest import Stopwatch, as_ranks, join, meet
 
 import warplink
-from test_transfers import join
 
 
 #: What `exchange` below does, for GPUs, by one block.
@@ -51,41 +50,36 @@ def exchange(block):
         channel.wait()
 
 
-def exchanged(rank, world, meeting, transport):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        peer, nbytes, turns = 1 - rank, 4096, 20
-        region, total = comm.alloc(2 * nbytes), comm.alloc(nbytes)
-        total.upload(bytes(nbytes))
-        module = comm.load_module("exchange", cuda=EXCHANGE, host={"exchange": exchange})
-        kernel, stream = module.kernel("exchange"), comm.create_stream()
-        connections = comm.connect([warplink.Connect(region, peer, tag=3, transport=transport)])
-        (connection,) = connections
-        assert (connection.peer, connection.tag, connection.transport) == (peer, 3, transport)
-        assert connection.peer_nbytes == 2 * nbytes and len(connections) == 1
-        assert connections.find(peer, 3).peer == peer
-        for _ in range(2):
-            kernel.launch(stream, [connection, nbytes, ctypes.c_uint32(turns), total], threads=128)
-        stream.synchronize()
-        # Each puts the number of the other's peer: its own.
-        expected = 2 * sum(10 * turn + rank for turn in range(turns))
-        assert (numpy.frombuffer(total.download(), numpy.float32) == expected).all()
-        # The host writes to the peer's region, and reads it.
-        written, read = comm.alloc(64), comm.alloc(64)
-        written.upload(bytes([rank + 1]) * 64)
-        connection.write(stream, written, offset=64)
-        stream.synchronize()
-        comm.barrier()
-        assert region.download()[64:128] == bytes([peer + 1]) * 64
-        connection.read(stream, read, offset=64)
-        stream.synchronize()
-        assert read.download() == bytes([rank + 1]) * 64
-        comm.barrier()
-
-
 @pytest.mark.parametrize("transport", ["direct", "proxied"])
-def test_kernels_exchange_by_a_channel(transport):
-    run_ranks(exchanged, 2, transport)
+@as_ranks(2)
+def test_kernels_exchange_by_a_channel(comm, rank, transport):
+    peer, nbytes, turns = 1 - rank, 4096, 20
+    region, total = comm.alloc(2 * nbytes), comm.alloc(nbytes)
+    total.upload(bytes(nbytes))
+    module = comm.load_module("exchange", cuda=EXCHANGE, host={"exchange": exchange})
+    kernel, stream = module.kernel("exchange"), comm.create_stream()
+    connections = comm.connect([warplink.Connect(region, peer, tag=3, transport=transport)])
+    (connection,) = connections
+    assert (connection.peer, connection.tag, connection.transport) == (peer, 3, transport)
+    assert connection.peer_nbytes == 2 * nbytes and len(connections) == 1
+    assert connections.find(peer, 3).peer == peer
+    for _ in range(2):
+        kernel.launch(stream, [connection, nbytes, ctypes.c_uint32(turns), total], threads=128)
+    stream.synchronize()
+    # Each puts the number of the other's peer: its own.
+    expected = 2 * sum(10 * turn + rank for turn in range(turns))
+    assert (numpy.frombuffer(total.download(), numpy.float32) == expected).all()
+    # The host writes to the peer's region, and reads it.
+    written, read = comm.alloc(64), comm.alloc(64)
+    written.upload(bytes([rank + 1]) * 64)
+    connection.write(stream, written, offset=64)
+    stream.synchronize()
+    comm.barrier()
+    assert region.download()[64:128] == bytes([peer + 1]) * 64
+    connection.read(stream, read, offset=64)
+    stream.synchronize()
+    assert read.download() == bytes([rank + 1]) * 64
+    comm.barrier()
 
 
 def gather(block):
@@ -100,30 +94,25 @@ def gather(block):
     assert block.threads == 32
 
 
-def gathered(rank, world, meeting):
-    with join(rank, world, meeting, device="host") as job:
-        comm = job.world()
-        blocks, part = 2, 256
-        whole = blocks * part
-        regions = {
-            peer: comm.alloc(6 * whole) for peer in range(world) if peer != rank
-        }
-        for region in regions.values():
-            region.upload(bytes([rank + 1]) * whole + bytes(5 * whole))
-        connections = comm.connect([warplink.Connect(region, peer) for peer, region in regions.items()])
-        module = comm.load_module("gather", host={"gather": gather})
-        stream = comm.create_stream()
-        arguments = [connections, numpy.uint64(part), numpy.uint32(7)]
-        module.kernel("gather").launch(stream, arguments, blocks=blocks, threads=32)
-        stream.synchronize()
-        for place, (peer, region) in enumerate(regions.items()):
-            got = region.download()[whole * (1 + place) : whole * (2 + place)]
-            assert got == bytes([peer + 1]) * whole, (rank, peer)
-        comm.barrier()
-
-
-def test_several_channels_and_blocks():
-    run_ranks(gathered, 3)
+@as_ranks(3, device="host")
+def test_several_channels_and_blocks(comm, rank, world):
+    blocks, part = 2, 256
+    whole = blocks * part
+    regions = {
+        peer: comm.alloc(6 * whole) for peer in range(world) if peer != rank
+    }
+    for region in regions.values():
+        region.upload(bytes([rank + 1]) * whole + bytes(5 * whole))
+    connections = comm.connect([warplink.Connect(region, peer) for peer, region in regions.items()])
+    module = comm.load_module("gather", host={"gather": gather})
+    stream = comm.create_stream()
+    arguments = [connections, numpy.uint64(part), numpy.uint32(7)]
+    module.kernel("gather").launch(stream, arguments, blocks=blocks, threads=32)
+    stream.synchronize()
+    for place, (peer, region) in enumerate(regions.items()):
+        got = region.download()[whole * (1 + place) : whole * (2 + place)]
+        assert got == bytes([peer + 1]) * whole, (rank, peer)
+    comm.barrier()
 
 
 def wrong(block):
@@ -141,42 +130,42 @@ def wrong(block):
 kept = []
 
 
-def misused(rank, world, meeting):
-    with join(rank, world, meeting, device="host") as job:
-        comm = job.world()
-        with pytest.raises(TypeError, match="the host kernel mine is not callable"):
-            comm.load_module("wrong", host={"mine": 3})
-        for image in (b"nonsense", b"\x7fELF\x02\x01", b""):
-            with pytest.raises(ValueError, match="load 'wrong': .*expected a whole cubin, a whole fat binary, or PTX"):
-                comm.load_module("wrong", image=image)
-        with pytest.raises(NotImplementedError, match="host"):
-            comm.load_module("wrong", cuda="extern \"C\" __global__ void f() {}").kernel("f").launch(
-                comm.create_stream(), []
-            )
-        module = comm.load_module("wrong", host={"wrong": wrong})
-        with pytest.raises(ValueError, match="unknown kernel 'right'; expected wrong"):
-            module.kernel("right")
-        kernel, stream = module.kernel("wrong"), comm.create_stream()
-        with pytest.raises(ValueError, match="0 blocks"):
-            kernel.launch(stream, [0], blocks=0)
-        with pytest.raises(TypeError, match="numpy.int16 cannot be a kernel argument"):
-            kernel.launch(stream, [numpy.int16(1)])
-        with pytest.raises(ValueError, match="unknown transport 'carrier'"):
-            warplink.Connect(comm.alloc(8), rank, transport="carrier")
-        kernel.launch(stream, [2])
-        stream.synchronize()
-        with pytest.raises(ValueError, match="the block does not run on this thread"):
-            kept[0].integer(0)
-        kernel.launch(stream, [numpy.int64(-1)])
-        stream.synchronize()
-        assert kept[1:] == [-1]
+@as_ranks(1, device="host")
+def test_wrong_use_of_kernels(comm, rank):
+    with pytest.raises(TypeError, match="the host kernel mine is not callable"):
+        comm.load_module("wrong", host={"mine": 3})
+    for image in (b"nonsense", b"\x7fELF\x02\x01", b""):
+        with pytest.raises(ValueError, match="load 'wrong': .*expected a whole cubin, a whole fat binary, or PTX"):
+            comm.load_module("wrong", image=image)
+    with pytest.raises(NotImplementedError, match="host"):
+        comm.load_module("wrong", cuda="extern \"C\" __global__ void f() {}").kernel("f").launch(
+            comm.create_stream(), []
+        )
+    module = comm.load_module("wrong", host={"wrong": wrong})
+    with pytest.raises(ValueError, match="unknown kernel 'right'; expected wrong"):
+        module.kernel("right")
+    kernel, stream = module.kernel("wrong"), comm.create_stream()
+    with pytest.raises(ValueError, match="0 blocks"):
+        kernel.launch(stream, [0], blocks=0)
+    with pytest.raises(TypeError, match="numpy.int16 cannot be a kernel argument"):
+        kernel.launch(stream, [numpy.int16(1)])
+    with pytest.raises(ValueError, match="unknown transport 'carrier'"):
+        warplink.Connect(comm.alloc(8), rank, transport="carrier")
+    kernel.launch(stream, [2])
+    stream.synchronize()
+    with pytest.raises(ValueError, match="the block does not run on this thread"):
+        kept[0].integer(0)
+    kernel.launch(stream, [numpy.int64(-1)])
+    stream.synchronize()
+    assert kept[1:] == [-1]
 
 
-def test_wrong_use_of_kernels():
-    run_ranks(misused, 1)
-
-
-def raised(rank, world, meeting, number, says):
+@pytest.mark.parametrize(
+    "number, says",
+    [(0, "the function of a host kernel raised KeyError: 'nothing here'"), (1, "expected a channel")],
+)
+@as_ranks(1)
+def test_what_a_function_raises_fails_the_stream(rank, world, meeting, number, says):
     job = join(rank, world, meeting, device="host")
     comm = job.world()
     stream = comm.create_stream()
@@ -186,19 +175,12 @@ def raised(rank, world, meeting, number, says):
     job.abort("the test is done")
 
 
-@pytest.mark.parametrize(
-    "number, says",
-    [(0, "the function of a host kernel raised KeyError: 'nothing here'"), (1, "expected a channel")],
-)
-def test_what_a_function_raises_fails_the_stream(number, says):
-    run_ranks(raised, 1, number, says)
-
-
 def waiting(block):
     block.channel(0).wait()
 
 
-def lost(rank, world, meeting, place):
+@as_ranks(2, dies=(1,))
+def test_a_kernel_that_waits_for_a_lost_peer_ends(rank, world, meeting, place):
     job = join(rank, world, meeting, device="host")
     comm = job.world()
     (connection,) = comm.connect([warplink.Connect(comm.alloc(64), 1 - rank)])
@@ -215,7 +197,3 @@ def lost(rank, world, meeting, place):
         stream.synchronize()
     assert caught.value.peer == 1 and watch.elapsed() < 5
     job.abort("the test is done")
-
-
-def test_a_kernel_that_waits_for_a_lost_peer_ends(tmp_path):
-    run_ranks(lost, 2, str(tmp_path / "ranks"), dies=(1,))

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import run_ranks  # noqa: E402
+from conftest import as_ranks, run_ranks  # noqa: E402
 from gpus import gpu, needs_gpus  # noqa: E402
 
 WORLD = 2
@@ -14,7 +14,8 @@ WORLD = 2
 pytestmark = needs_gpus(WORLD)
 
 
-def tensors(rank, world, meeting):
+@as_ranks(WORLD)
+def test_tensors_go_in_and_out_in_place(rank, world, meeting):
     import warplink
 
     torch.cuda.set_device(gpu(rank))
@@ -43,11 +44,8 @@ def tensors(rank, world, meeting):
             comm.register(torch.ones(4))
 
 
-def test_tensors_go_in_and_out_in_place():
-    run_ranks(tensors, WORLD)
-
-
-def on_the_current_stream(rank, world, meeting):
+@as_ranks(WORLD)
+def test_messages_and_experts_on_the_current_stream(rank, world, meeting):
     import warplink
 
     torch.cuda.set_device(gpu(rank))
@@ -80,10 +78,6 @@ def on_the_current_stream(rank, world, meeting):
                 assert rows == [10.0 * turn + peer for peer in range(world)]
                 assert torch.equal(target, 2 * tokens) and counts[rank] == (experts == rank).sum()
         comm.barrier()
-
-
-def test_messages_and_experts_on_the_current_stream():
-    run_ranks(on_the_current_stream, WORLD)
 
 
 def cupy_streams(rank, world, meeting):

@@ -8,9 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import meet  # noqa: E402
+from conftest import as_ranks, meet  # noqa: E402
 from gpus import gpu, needs_gpus, start_on_gpu  # noqa: E402
-from test_torch_group import on_ranks  # noqa: E402
 
 WORLD = 2
 
@@ -35,7 +34,8 @@ def raised_by(operation):
     raise AssertionError(f"nothing was raised in {TOLD_SECONDS} s")
 
 
-def lost_in_fused(rank, world, _, place):
+@as_ranks(WORLD, dies=(1,), limit=LOST_LIMIT)
+def test_a_lost_peer_ends_fused_operations(rank, world, place):
     dist = start_on_gpu(rank, world, place, timeout=10)
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
     device = torch.device("cuda", gpu(rank))
@@ -58,11 +58,8 @@ def lost_in_fused(rank, world, _, place):
         assert isinstance(error, ConnectionError) and (error.kind, error.peer) == ("peer_lost", 1), error
 
 
-def test_a_lost_peer_ends_fused_operations():
-    on_ranks(lost_in_fused, WORLD, dies=(1,), limit=LOST_LIMIT)
-
-
-def absent_from_fused(rank, world, _, place):
+@as_ranks(WORLD, limit=LOST_LIMIT)
+def test_a_peer_that_is_absent_from_a_fused_operation_is_told(rank, world, place):
     dist = start_on_gpu(rank, world, place)
     group, device = dist.group.WORLD, torch.device("cuda", gpu(rank))
     a, b = torch.ones(64, 32, device=device), torch.ones(32, 48, device=device)
@@ -79,11 +76,8 @@ def absent_from_fused(rank, world, _, place):
     meet(place, "told", rank, range(world))
 
 
-def test_a_peer_that_is_absent_from_a_fused_operation_is_told():
-    on_ranks(absent_from_fused, WORLD, limit=LOST_LIMIT)
-
-
-def lost_in_direct(rank, world, _, place):
+@as_ranks(WORLD, dies=(1,), limit=LOST_LIMIT)
+def test_a_lost_peer_ends_direct_collectives(rank, world, place):
     import warplink.torch
 
     options = warplink.torch.Options(direct_collectives=True)
@@ -99,11 +93,9 @@ def lost_in_direct(rank, world, _, place):
     assert isinstance(error, ConnectionError) and (error.kind, error.peer) == ("peer_lost", 1), error
 
 
-def test_a_lost_peer_ends_direct_collectives():
-    on_ranks(lost_in_direct, WORLD, dies=(1,), limit=LOST_LIMIT)
-
-
-def differing_ends(rank, world, _, place, blocks):
+@pytest.mark.parametrize("blocks", [False, True])
+@as_ranks(WORLD)
+def test_ends_that_differ_are_told_by_a_wait_that_blocks(rank, world, place, blocks):
     import warplink.torch
     from warplink.errors import MismatchError
 
@@ -117,8 +109,3 @@ def differing_ends(rank, world, _, place, blocks):
         work.wait() if blocks else work.wait(timedelta(seconds=30))
     assert caught.value.peer == 1 - rank
     meet(place, "told", rank, range(world))
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-def test_ends_that_differ_are_told_by_a_wait_that_blocks(blocks):
-    on_ranks(differing_ends, WORLD, blocks)

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gpus import gpu, needs_gpus, start_on_gpu  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import as_ranks, on_ranks, start  # noqa: E402
 
 WORLD = 2
 
@@ -56,7 +56,8 @@ def test_fused_operations_equal_the_unfused(dtype):
     on_ranks(fused, WORLD, dtype)
 
 
-def scaled_operations(rank, world, meeting, place):
+@as_ranks(WORLD)
+def test_scaled_operations_equal_the_unfused(rank, world, meeting, place):
     from test_torch_scaled import scaled, scaled_columns
 
     torch.cuda.set_device(gpu(rank))
@@ -64,11 +65,8 @@ def scaled_operations(rank, world, meeting, place):
     scaled_columns(rank, world, meeting, place + "columns", f"cuda:{gpu(rank)}")
 
 
-def test_scaled_operations_equal_the_unfused():
-    on_ranks(scaled_operations, WORLD)
-
-
-def scaled_by_rows(rank, world, _, place):
+@as_ranks(WORLD)
+def test_scales_of_rows_biases_and_fast_accumulation(rank, world, place):
     dist = start_on_gpu(rank, world, place)
     from test_torch_scaled import matrices
     from torch.distributed._symmetric_memory import (
@@ -117,11 +115,8 @@ def scaled_by_rows(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_scales_of_rows_biases_and_fast_accumulation():
-    on_ranks(scaled_by_rows, WORLD)
-
-
-def random_cases(rank, world, meeting, place):
+@as_ranks(WORLD)
+def test_fused_operations_equal_the_unfused_at_random(rank, world, meeting, place):
     from test_torch_random import cases, scaled_cases
 
     torch.cuda.set_device(gpu(rank))
@@ -129,20 +124,14 @@ def random_cases(rank, world, meeting, place):
     scaled_cases(rank, world, meeting, place + "scaled", 20, 5, f"cuda:{gpu(rank)}")
 
 
-def test_fused_operations_equal_the_unfused_at_random():
-    on_ranks(random_cases, WORLD)
-
-
-def expandable(rank, world, meeting, place):
+@as_ranks(WORLD)
+def test_fused_operations_on_expandable_segments(rank, world, meeting, place):
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     fused(rank, world, meeting, place, "bfloat16")
 
 
-def test_fused_operations_on_expandable_segments():
-    on_ranks(expandable, WORLD)
-
-
-def alone_visible(rank, world, meeting, place):
+@as_ranks(WORLD)
+def test_ranks_that_each_see_one_gpu(rank, world, place):
     # Every rank sees one GPU, which is number 0 there.
     os.environ["CUDA_VISIBLE_DEVICES"] = str(gpu(rank))
     torch.cuda.set_device(0)
@@ -156,12 +145,8 @@ def alone_visible(rank, world, meeting, place):
     dist.destroy_process_group()
 
 
-def test_ranks_that_each_see_one_gpu():
-    on_ranks(alone_visible, WORLD)
-
-
-def captured(rank, world, _, place):
-    dist = start_on_gpu(rank, world, place)
+@as_ranks(WORLD, starts=start_on_gpu)
+def test_fused_operations_in_a_graph(rank, world, dist):
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
     device = torch.device("cuda", gpu(rank))
     a = torch.zeros(64, 128, dtype=torch.bfloat16, device=device)
@@ -182,14 +167,10 @@ def captured(rank, world, _, place):
         a.fill_(turn + 1)
         graph.replay()
         assert (result == (turn + 1) * 128 * 96 * world).all(), result
-    dist.destroy_process_group()
 
 
-def test_fused_operations_in_a_graph():
-    on_ranks(captured, WORLD)
-
-
-def captured_at_first(rank, world, _, place):
+@as_ranks(WORLD)
+def test_first_calls_in_a_graph_raise(rank, world, place):
     from warplink.errors import InvalidArgumentError
 
     dist = start_on_gpu(rank, world, place)
@@ -224,10 +205,6 @@ def captured_at_first(rank, world, _, place):
         for peer in range(world):
             assert (result[64 * peer : 64 * (peer + 1)] == 32 * (peer + 1) * (rank + 1)).all()
     dist.destroy_process_group()
-
-
-def test_first_calls_in_a_graph_raise():
-    on_ranks(captured_at_first, WORLD)
 
 
 def graphs(rank, world, _, place):

@@ -8,14 +8,16 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gpus import gpu, needs_gpus, start_on_gpu  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import as_ranks, start  # noqa: E402
 
 WORLD = 2
 
 pytestmark = needs_gpus(WORLD)
 
 
-def collectives(rank, world, _, place, backend):
+@pytest.mark.parametrize("backend", ["warplink", "cpu:gloo,cuda:warplink"])
+@as_ranks(WORLD)
+def test_collectives(rank, world, place, backend):
     dist = start_on_gpu(rank, world, place, backend)
     device = torch.device("cuda", gpu(rank))
     assert type(dist.group.WORLD._get_backend(device)).__name__ == "ProcessGroupNCCL"
@@ -64,13 +66,8 @@ def collectives(rank, world, _, place, backend):
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("backend", ["warplink", "cpu:gloo,cuda:warplink"])
-def test_collectives(backend):
-    on_ranks(collectives, WORLD, backend)
-
-
-def buffers(rank, world, _, place):
-    dist = start_on_gpu(rank, world, place)
+@as_ranks(WORLD, starts=start_on_gpu)
+def test_buffers_that_peers_reach(rank, dist):
     group = dist.group.WORLD
     own = group.get_p2p_buffer(rank, (1 << 20,), torch.float32)
     assert own.device == torch.device("cuda", gpu(rank))
@@ -83,14 +80,10 @@ def buffers(rank, world, _, place):
         group.intra_node_barrier()
         assert (copied == 10 * turn + 1 - rank).all()
     del own, theirs
-    dist.destroy_process_group()
 
 
-def test_buffers_that_peers_reach():
-    on_ranks(buffers, WORLD)
-
-
-def direct_messages(rank, world, _, place):
+@as_ranks(WORLD)
+def test_all_to_alls_and_batches_that_go_direct(rank, world, place):
     import warplink.torch
 
     dist = start_on_gpu(rank, world, place, pg_options=warplink.torch.Options(direct_collectives=False))
@@ -153,11 +146,8 @@ def direct_messages(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_all_to_alls_and_batches_that_go_direct():
-    on_ranks(direct_messages, WORLD)
-
-
-def direct_collectives(rank, world, _, place):
+@as_ranks(WORLD)
+def test_collectives_that_go_direct(rank, world, place):
     import warplink.torch
 
     options = warplink.torch.Options(direct_messages=False)
@@ -213,11 +203,8 @@ def direct_collectives(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_collectives_that_go_direct():
-    on_ranks(direct_collectives, WORLD)
-
-
-def several_groups(rank, world, _, place):
+@as_ranks(WORLD)
+def test_several_groups_go_direct_side_by_side(rank, world, place):
     import warplink.torch
     from warplink.errors import InvalidArgumentError
 
@@ -248,11 +235,8 @@ def several_groups(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_several_groups_go_direct_side_by_side():
-    on_ranks(several_groups, WORLD)
-
-
-def on_another_device(rank, world, _, place):
+@as_ranks(WORLD)
+def test_messages_are_on_the_device_of_the_tensors(rank, world, place):
     import warplink.torch
 
     # The current GPU is the first one on both ranks.
@@ -276,7 +260,3 @@ def on_another_device(rank, world, _, place):
         assert (received == 10 * turn + 1 - rank).all()
     dist.barrier(device_ids=[gpu(rank)])
     dist.destroy_process_group()
-
-
-def test_messages_are_on_the_device_of_the_tensors():
-    on_ranks(on_another_device, WORLD)

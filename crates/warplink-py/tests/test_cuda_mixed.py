@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gpus import gpu, needs_gpus  # noqa: E402
-from test_torch_group import on_ranks  # noqa: E402
+from conftest import on_ranks  # noqa: E402
 from test_torch_mixed import mixed  # noqa: E402
 
 WORLD = 2

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gpus import gpu, needs_gpus, start_on_gpu  # noqa: E402
-from test_torch_group import on_ranks  # noqa: E402
+from conftest import as_ranks, on_ranks  # noqa: E402
 
 WORLD = 2
 
@@ -42,7 +42,8 @@ def test_a_model_trains_by_direct_collectives_as_with_nccl(way):
     on_ranks(models_by_direct_collectives, WORLD, way)
 
 
-def compiled_models(rank, world, meeting, place):
+@as_ranks(WORLD)
+def test_a_model_compiled_with_the_pass_trains_as_with_nccl(rank, world, meeting, place):
     import test_torch_llama
 
     torch.cuda.set_device(gpu(rank))
@@ -55,12 +56,8 @@ def compiled_models(rank, world, meeting, place):
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_model_compiled_with_the_pass_trains_as_with_nccl():
-    on_ranks(compiled_models, WORLD)
-
-
-def compiled_into_graphs(rank, world, _, place):
-    dist = start_on_gpu(rank, world, place)
+@as_ranks(WORLD, starts=start_on_gpu)
+def test_fused_operations_in_graphs_of_the_compiler(rank, dist):
     from torch._dynamo.utils import counters
 
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
@@ -81,11 +78,6 @@ def compiled_into_graphs(rank, world, _, place):
             assert torch.equal(compiled(a), expected), turn
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert dist.group.WORLD.workspace(device)._recorded, "no graph was recorded"
-    dist.destroy_process_group()
-
-
-def test_fused_operations_in_graphs_of_the_compiler():
-    on_ranks(compiled_into_graphs, WORLD)
 
 
 def steps(rank, world, _, place, count):

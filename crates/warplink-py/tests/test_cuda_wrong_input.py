@@ -6,16 +6,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import meet  # noqa: E402
+from conftest import as_ranks, meet  # noqa: E402
 from gpus import gpu, needs_gpus, start_on_gpu  # noqa: E402
-from test_torch_group import on_ranks  # noqa: E402
 
 WORLD = 2
 
 pytestmark = needs_gpus(WORLD)
 
 
-def no_backend_for_the_cpu(rank, world, _, place):
+@as_ranks(WORLD)
+def test_a_cpu_tensor_where_the_group_has_no_backend_for_it(rank, world, place):
     from warplink.errors import InvalidArgumentError
 
     dist = start_on_gpu(rank, world, place, "cuda:warplink")
@@ -36,11 +36,8 @@ def no_backend_for_the_cpu(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_a_cpu_tensor_where_the_group_has_no_backend_for_it():
-    on_ranks(no_backend_for_the_cpu, WORLD)
-
-
-def several_devices(rank, world, _, place):
+@as_ranks(WORLD)
+def test_tensors_of_another_device_on_one_rank(rank, world, place):
     import warplink.torch
     from warplink.errors import InvalidArgumentError
 
@@ -84,11 +81,9 @@ def several_devices(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_tensors_of_another_device_on_one_rank():
-    on_ranks(several_devices, WORLD)
-
-
-def another_type(rank, world, _, place, kind):
+@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
+@as_ranks(WORLD)
+def test_another_type_on_one_rank_in_a_direct_collective(rank, world, place, kind):
     import warplink.torch
     from warplink.errors import MismatchError
 
@@ -112,12 +107,8 @@ def another_type(rank, world, _, place, kind):
     meet(place, "told", rank, range(world))
 
 
-@pytest.mark.parametrize("kind", ["all_reduce", "all_gather", "reduce_scatter", "broadcast"])
-def test_another_type_on_one_rank_in_a_direct_collective(kind):
-    on_ranks(another_type, WORLD, kind)
-
-
-def another_type_fused(rank, world, _, place):
+@as_ranks(WORLD)
+def test_another_type_on_one_rank_in_a_fused_operation(rank, world, place):
     from warplink.errors import MismatchError
 
     dist = start_on_gpu(rank, world, place)
@@ -140,7 +131,3 @@ def another_type_fused(rank, world, _, place):
     torch.cuda.synchronize(device)
     dist.barrier(device_ids=[gpu(rank)])
     dist.destroy_process_group()
-
-
-def test_another_type_on_one_rank_in_a_fused_operation():
-    on_ranks(another_type_fused, WORLD)

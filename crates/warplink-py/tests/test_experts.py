@@ -2,9 +2,8 @@
 
 import numpy
 import pytest
-from conftest import run_ranks
+from conftest import as_ranks, join, run_ranks
 from held import Held, shared_seed
-from test_transfers import join
 
 import warplink
 from warplink.errors import InvalidArgumentError, MismatchError, ParseError
@@ -43,62 +42,57 @@ class Input:
         return total.astype(self.tokens.dtype)
 
 
-def rounds(rank, world, meeting, kind):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        collectives, stream = comm.collectives(), comm.create_stream()
-        dtype = numpy.dtype(kind)
-        name = {"float32": "f32", "float16": "f16"}[kind]
-        elements = 37
-        # A random token may go to one expert in each of its slots.
-        layer = collectives.experts(
-            experts=EACH * world,
-            top_k=TOP_K,
-            max_tokens=MAX_TOKENS,
-            elements=elements,
-            dtype=name,
-            max_rows=TOP_K * MAX_TOKENS,
-        )
-        rows = layer.max_rows
-        assert rows == TOP_K * MAX_TOKENS and f"max_rows={rows}" in repr(layer)
-        held = warplink.Dispatched(
-            Held(comm, numpy.zeros((world, rows, elements), dtype)),
-            Held(comm, numpy.zeros((world, rows), numpy.int32)),
-            Held(comm, numpy.zeros(world, numpy.int32)),
-        )
-        dispatched = warplink.Dispatched(*(one.array for one in held))
-        seed = shared_seed(comm)
-        random = numpy.random.default_rng(seed)
-        for way in ("random", "one", "none", "random"):
-            inputs = [Input(random, world, elements, dtype, way) for _ in range(world)]
-            own = inputs[rank]
-            tokens, experts = Held(comm, own.tokens), Held(comm, own.experts)
-            # A tuple will do as well.
-            target = dispatched if way == "random" else tuple(dispatched)
-            layer.dispatch(stream, target, tokens.array, experts.array)
-            stream.synchronize()
-            came, of_rows, counts = (one.read() for one in held)
-            results = came.copy()
-            for peer in range(world):
-                expected = inputs[peer].sent_to(rank)
-                assert counts[peer] == len(expected), (seed, way, peer)
-                for row, (token, expert) in enumerate(expected):
-                    assert (came[peer, row] == inputs[peer].tokens[token]).all(), (seed, way, peer, row)
-                    assert of_rows[peer, row] == expert, (seed, way, peer, row)
-                    results[peer, row] *= EACH * rank + expert + 1
-            held.rows.write(results)
-            target = Held(comm, numpy.full_like(own.tokens, 77))
-            weights = Held(comm, own.weights)
-            layer.combine(stream, target.array, dispatched, weights.array)
-            stream.synchronize()
-            assert numpy.array_equal(target.read(), own.combined()), (seed, way)
-        comm.barrier()
-
-
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("kind", ["float32", "float16"])
-def test_tokens_go_to_their_experts_and_come_back_as_weighted_sums(world, kind):
-    run_ranks(rounds, world, kind)
+@as_ranks()
+def test_tokens_go_to_their_experts_and_come_back_as_weighted_sums(comm, rank, world, kind):
+    collectives, stream = comm.collectives(), comm.create_stream()
+    dtype = numpy.dtype(kind)
+    name = {"float32": "f32", "float16": "f16"}[kind]
+    elements = 37
+    # A random token may go to one expert in each of its slots.
+    layer = collectives.experts(
+        experts=EACH * world,
+        top_k=TOP_K,
+        max_tokens=MAX_TOKENS,
+        elements=elements,
+        dtype=name,
+        max_rows=TOP_K * MAX_TOKENS,
+    )
+    rows = layer.max_rows
+    assert rows == TOP_K * MAX_TOKENS and f"max_rows={rows}" in repr(layer)
+    held = warplink.Dispatched(
+        Held(comm, numpy.zeros((world, rows, elements), dtype)),
+        Held(comm, numpy.zeros((world, rows), numpy.int32)),
+        Held(comm, numpy.zeros(world, numpy.int32)),
+    )
+    dispatched = warplink.Dispatched(*(one.array for one in held))
+    seed = shared_seed(comm)
+    random = numpy.random.default_rng(seed)
+    for way in ("random", "one", "none", "random"):
+        inputs = [Input(random, world, elements, dtype, way) for _ in range(world)]
+        own = inputs[rank]
+        tokens, experts = Held(comm, own.tokens), Held(comm, own.experts)
+        # A tuple will do as well.
+        target = dispatched if way == "random" else tuple(dispatched)
+        layer.dispatch(stream, target, tokens.array, experts.array)
+        stream.synchronize()
+        came, of_rows, counts = (one.read() for one in held)
+        results = came.copy()
+        for peer in range(world):
+            expected = inputs[peer].sent_to(rank)
+            assert counts[peer] == len(expected), (seed, way, peer)
+            for row, (token, expert) in enumerate(expected):
+                assert (came[peer, row] == inputs[peer].tokens[token]).all(), (seed, way, peer, row)
+                assert of_rows[peer, row] == expert, (seed, way, peer, row)
+                results[peer, row] *= EACH * rank + expert + 1
+        held.rows.write(results)
+        target = Held(comm, numpy.full_like(own.tokens, 77))
+        weights = Held(comm, own.weights)
+        layer.combine(stream, target.array, dispatched, weights.array)
+        stream.synchronize()
+        assert numpy.array_equal(target.read(), own.combined()), (seed, way)
+    comm.barrier()
 
 
 def in_a_graph(rank, world, meeting):
@@ -139,7 +133,8 @@ def test_a_graph_of_tensors_serves_every_routing():
     run_ranks(in_a_graph, 2)
 
 
-def misused(rank, world, meeting):
+@as_ranks(2)
+def test_layers_and_arrays_that_do_not_fit_are_refused(rank, world, meeting):
     with join(rank, world, meeting, device="host") as job:
         comm = job.world()
         collectives, stream = comm.collectives(), comm.create_stream()
@@ -185,7 +180,3 @@ def misused(rank, world, meeting):
             stream.synchronize()
         comm.all_gather_bytes(b"both were told")
         job.abort("the test is over")
-
-
-def test_layers_and_arrays_that_do_not_fit_are_refused():
-    run_ranks(misused, 2)

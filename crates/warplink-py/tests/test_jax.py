@@ -7,7 +7,7 @@ import warplink
 
 jax = pytest.importorskip("jax")
 
-from conftest import run_ranks  # noqa: E402
+from conftest import as_ranks  # noqa: E402
 
 COUNT = 1000
 
@@ -18,7 +18,8 @@ def join(rank, world, meeting):
     return warplink.Job.join(rank, world, meeting, timeout=60.0, device="host")
 
 
-def in_and_out(rank, world, meeting):
+@as_ranks(2)
+def test_arrays_go_in_and_out_in_place(rank, world, meeting):
     import jax.numpy as jnp
 
     with join(rank, world, meeting) as job:
@@ -40,11 +41,8 @@ def in_and_out(rank, world, meeting):
             assert (received == own - rank + peer).all() and (sums == own + received).all(), name
 
 
-def test_arrays_go_in_and_out_in_place():
-    run_ranks(in_and_out, 2)
-
-
-def unfinished(rank, world, meeting):
+@as_ranks(1)
+def test_arrays_are_waited_for(rank, world, meeting):
     import jax.numpy as jnp
 
     with join(rank, world, meeting) as job:
@@ -60,11 +58,8 @@ def unfinished(rank, world, meeting):
             assert (jax.dlpack.from_dlpack(region.view([512, 512], "f32")) == turn * one).all()
 
 
-def test_arrays_are_waited_for():
-    run_ranks(unfinished, 1)
-
-
-def matmuls(rank, world, meeting):
+@as_ranks(2)
+def test_arrays_are_inputs_of_matmuls(rank, world, meeting):
     import jax.numpy as jnp
 
     with join(rank, world, meeting) as job:
@@ -85,11 +80,8 @@ def matmuls(rank, world, meeting):
             comm.executor().all_gather_matmul(a, [b], [jnp.zeros((world * 8, 4))])
 
 
-def test_arrays_are_inputs_of_matmuls():
-    run_ranks(matmuls, 2)
-
-
-def never_written(rank, world, meeting):
+@as_ranks(1)
+def test_arrays_are_sources_only(rank, world, meeting):
     import jax.numpy as jnp
 
     with join(rank, world, meeting) as job:
@@ -113,7 +105,3 @@ def never_written(rank, world, meeting):
             stream.copy(changed, array)
         stream.synchronize()
         assert (fixed == jnp.arange(16)).all() and (jax.dlpack.from_dlpack(changed) == fixed).all()
-
-
-def test_arrays_are_sources_only():
-    run_ranks(never_written, 1)

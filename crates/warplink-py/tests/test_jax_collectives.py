@@ -8,7 +8,7 @@ import warplink
 
 jax = pytest.importorskip("jax")
 
-from conftest import Stopwatch, meet, run_ranks  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet  # noqa: E402
 
 WORLD = 2
 ON_GPUS = os.environ.get("WARPLINK_TEST_DEVICE") == "cuda"
@@ -49,7 +49,9 @@ def expected(given, rank):
     }
 
 
-def calls(rank, world, meeting):
+@pytest.mark.parametrize("world", WORLDS)
+@as_ranks()
+def test_calls_give_what_numpy_does(rank, world, meeting):
     import jax.numpy as jnp
     import warplink.jax
 
@@ -73,11 +75,6 @@ def calls(rank, world, meeting):
             assert (group.all_reduce(jnp.full(3, float(rank)), op) == (world - 1) / 2).all()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_calls_give_what_numpy_does(world):
-    run_ranks(calls, world)
-
-
 def loss(group, given, world):
     """A loss whose parts go through every collective with a gradient."""
     import jax.numpy as jnp
@@ -92,7 +89,8 @@ def loss(group, given, world):
     return body
 
 
-def gradients(rank, world, meeting):
+@as_ranks(WORLD)
+def test_gradients_are_those_of_the_sum_of_losses(rank, world, meeting):
     import jax.numpy as jnp
     import warplink.jax
 
@@ -112,11 +110,8 @@ def gradients(rank, world, meeting):
             jax.grad(lambda x: group.all_reduce(x, "max").sum())(x)
 
 
-def test_gradients_are_those_of_the_sum_of_losses():
-    run_ranks(gradients, WORLD)
-
-
-def ordered(rank, world, meeting):
+@as_ranks(WORLD)
+def test_calls_run_in_one_order(rank, world, meeting):
     import jax.numpy as jnp
     import warplink.jax
 
@@ -156,11 +151,9 @@ def ordered(rank, world, meeting):
         assert np.allclose(found, same(jnp.full((3, 2), 0.1)), rtol=1e-5)
 
 
-def test_calls_run_in_one_order():
-    run_ranks(ordered, WORLD)
-
-
-def failing(rank, world, meeting, place):
+@on_host
+@as_ranks(3, dies=(2,))
+def test_errors_name_what_is_wrong_and_survivors_go_on(rank, world, meeting, place):
     import jax.numpy as jnp
     import warplink.jax
 
@@ -199,11 +192,8 @@ def failing(rank, world, meeting, place):
 
 
 @on_host
-def test_errors_name_what_is_wrong_and_survivors_go_on(tmp_path):
-    run_ranks(failing, 3, str(tmp_path / "place"), dies=(2,))
-
-
-def differing(rank, world, meeting):
+@as_ranks(WORLD)
+def test_ranks_that_differ_are_told(rank, world, meeting):
     import jax.numpy as jnp
     import warplink.jax
 
@@ -214,11 +204,8 @@ def differing(rank, world, meeting):
 
 
 @on_host
-def test_ranks_that_differ_are_told():
-    run_ranks(differing, WORLD)
-
-
-def several_devices(rank, world, meeting):
+@as_ranks(1)
+def test_a_process_with_several_devices_is_several_ranks(meeting):
     from concurrent.futures import ThreadPoolExecutor
 
     jax.config.update("jax_num_cpu_devices", WORLD)
@@ -253,11 +240,8 @@ def several_devices(rank, world, meeting):
 
 
 @on_host
-def test_a_process_with_several_devices_is_several_ranks():
-    run_ranks(several_devices, 1)
-
-
-def in_any_order(rank, world, meeting):
+@as_ranks(1)
+def test_maps_whose_programs_run_in_any_order_are_refused(rank, world, meeting):
     import jax.numpy as jnp
     from jax.sharding import Mesh, PartitionSpec
     import warplink.jax
@@ -270,8 +254,3 @@ def in_any_order(rank, world, meeting):
         )
         with pytest.raises(RuntimeError, match="jax_cpu_enable_async_dispatch', False"):
             mapped(jnp.ones(2))
-
-
-@on_host
-def test_maps_whose_programs_run_in_any_order_are_refused():
-    run_ranks(in_any_order, 1)

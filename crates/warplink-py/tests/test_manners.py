@@ -12,12 +12,13 @@ import time
 
 import numpy as np
 import pytest
-from conftest import meet, run_ranks
+from conftest import as_ranks, meet
 
 import warplink
 
 
-def interrupted(rank, world, meeting, place):
+@as_ranks(2)
+def test_ctrl_c_ends_a_wait(rank, world, meeting, place):
     """Waits that nobody ends, but for Ctrl-C."""
     with warplink.Job.join(rank, world, meeting, timeout=60) as job:
         comm = job.world()
@@ -39,11 +40,8 @@ def interrupted(rank, world, meeting, place):
         job.abort("interrupted")
 
 
-def test_ctrl_c_ends_a_wait(tmp_path):
-    run_ranks(interrupted, 2, str(tmp_path / "meeting"))
-
-
-def names_of_types(rank, world, meeting):
+@as_ranks(2)
+def test_types_are_named_by_any_name(rank, world, meeting):
     with warplink.Job.join(rank, world, meeting) as job:
         region = job.world().alloc(64)
         names = ["f32", "float32", np.float32, np.dtype("float32"), "torch.float32"]
@@ -75,7 +73,8 @@ def names_of_types(rank, world, meeting):
         )
 
 
-def differing_types(rank, world, meeting):
+@as_ranks(2)
+def test_an_all_reduce_of_differing_types(rank, world, meeting):
     with warplink.Job.join(rank, world, meeting) as job:
         comm = job.world()
         collectives, stream, memory = comm.collectives(), comm.create_stream(), comm.alloc(64)
@@ -83,14 +82,6 @@ def differing_types(rank, world, meeting):
         with pytest.raises(warplink.errors.MismatchError):
             collectives.all_reduce(stream, view, view)
             stream.synchronize(20)
-
-
-def test_types_are_named_by_any_name():
-    run_ranks(names_of_types, 2)
-
-
-def test_an_all_reduce_of_differing_types():
-    run_ranks(differing_types, 2)
 
 
 def test_the_command_says_what_is_missing():

@@ -5,9 +5,8 @@ import threading
 
 import numpy
 import pytest
-from conftest import Stopwatch, meet, run_ranks
+from conftest import Stopwatch, as_ranks, join, meet, run_ranks
 from held import Held, random_values, shared_seed
-from test_transfers import join
 
 from warplink.errors import InvalidArgumentError, MismatchError, PeerLostError, UnsupportedError
 
@@ -29,36 +28,31 @@ def plan(random, world):
     return found
 
 
-def groups(rank, world, meeting, path):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        collectives, stream = joined(comm, path), comm.create_stream()
-        seed = shared_seed(comm)
-        random = numpy.random.default_rng(seed)
-        for turn in range(8):
-            messages = plan(random, world)
-            sends = [(to, Held(comm, values)) for of, to, values in messages if of == rank]
-            receives = [
-                (of, Held(comm, numpy.zeros_like(values)), values)
-                for of, to, values in messages
-                if to == rank
-            ]
-            collectives.send_receive(
-                stream,
-                [(to, held.array) for to, held in sends],
-                [(of, held.array) for of, held, _ in receives],
-            )
-            stream.synchronize()
-            for of, held, values in receives:
-                assert numpy.array_equal(held.read(), values), (seed, turn, of)
-        collectives.send_receive(stream)
-        comm.barrier()
-
-
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("path", ["direct", "engine"])
-def test_groups_of_messages(world, path):
-    run_ranks(groups, world, path)
+@as_ranks()
+def test_groups_of_messages(comm, rank, world, path):
+    collectives, stream = joined(comm, path), comm.create_stream()
+    seed = shared_seed(comm)
+    random = numpy.random.default_rng(seed)
+    for turn in range(8):
+        messages = plan(random, world)
+        sends = [(to, Held(comm, values)) for of, to, values in messages if of == rank]
+        receives = [
+            (of, Held(comm, numpy.zeros_like(values)), values)
+            for of, to, values in messages
+            if to == rank
+        ]
+        collectives.send_receive(
+            stream,
+            [(to, held.array) for to, held in sends],
+            [(of, held.array) for of, held, _ in receives],
+        )
+        stream.synchronize()
+        for of, held, values in receives:
+            assert numpy.array_equal(held.read(), values), (seed, turn, of)
+    collectives.send_receive(stream)
+    comm.barrier()
 
 
 def cut(random, counts):
@@ -75,84 +69,75 @@ def one_after_the_other(counts):
     return [sum(counts[:part]) for part in range(len(counts))]
 
 
-def uneven(rank, world, meeting, path):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        collectives, stream = joined(comm, path), comm.create_stream()
-        seed = shared_seed(comm)
-        for turn, dtype in enumerate(TYPES * 2):
-            random = numpy.random.default_rng([seed, turn])
-            # Lengths that rank `of` sends to rank `to`, on all ranks.
-            lengths = random.choice([0, 0, 1, 5, 3000, 20_000], (world, world))
-            values = [[random_values(random, n, dtype) for n in row] for row in lengths]
-            sent, received = lengths[rank].tolist(), lengths[:, rank].tolist()
-            if turn % 2:
-                (source_at, source_length), (target_at, target_length) = cut(random, sent), cut(random, received)
-            else:
-                source_at, source_length = None, sum(sent)
-                target_at, target_length = None, sum(received)
-            starts, ends = source_at or one_after_the_other(sent), target_at or one_after_the_other(received)
-            source = random_values(random, source_length, dtype)
-            expected = random_values(random, target_length, dtype)
-            target = Held(comm, expected)
-            for peer in range(world):
-                source[starts[peer] : starts[peer] + sent[peer]] = values[rank][peer]
-                expected[ends[peer] : ends[peer] + received[peer]] = values[peer][rank]
-            source = Held(comm, source)
-            collectives.all_to_all_v(stream, target.array, source.array, received, sent, target_at, source_at)
-            stream.synchronize()
-            assert numpy.array_equal(target.read(), expected), (seed, turn)
-        comm.barrier()
-
-
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("path", ["direct", "engine"])
-def test_an_all_to_all_with_a_length_for_each_pair(world, path):
-    run_ranks(uneven, world, path)
-
-
-def uneven_on_device(rank, world, meeting):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        collectives, stream = comm.collectives(), comm.create_stream()
-        seed, most = shared_seed(comm), 3001
-        for turn, dtype in enumerate(TYPES):
-            if numpy.dtype(dtype).itemsize > 8:
-                continue
-            random = numpy.random.default_rng([seed, turn])
-            source = Held(comm, numpy.zeros(world * most, dtype))
-            target = Held(comm, numpy.zeros(world * most, dtype))
-            sent = Held(comm, numpy.zeros(world, [numpy.int64, numpy.uint64][turn % 2]))
-            received = Held(comm, numpy.zeros(world, numpy.uint64))
-            stream.begin_capture()
-            collectives.all_to_all_v_on_device(
-                stream, target.array, source.array, received.array, sent.array, max_count=most
-            )
-            graph = stream.end_capture()
-            for _ in range(3):
-                # Lengths that rank `of` sends to rank `to`, on all ranks.
-                lengths = random.choice([0, 0, 1, 700, most], (world, world))
-                values = [random_values(random, world * most, dtype) for _ in range(world)]
-                expected = random_values(random, world * most, dtype)
-                target.write(expected)
-                source.write(values[rank])
-                sent.write(lengths[rank].astype(numpy.int64))
-                for peer in range(world):
-                    start, count, own = peer * most, lengths[peer, rank], rank * most
-                    expected[start : start + count] = values[peer][own : own + count]
-                graph.launch(stream)
-                stream.synchronize()
-                assert numpy.array_equal(target.read(), expected), (seed, turn)
-                assert (received.read() == lengths[:, rank]).all(), (seed, turn)
-        comm.barrier()
+@as_ranks()
+def test_an_all_to_all_with_a_length_for_each_pair(comm, rank, world, path):
+    collectives, stream = joined(comm, path), comm.create_stream()
+    seed = shared_seed(comm)
+    for turn, dtype in enumerate(TYPES * 2):
+        random = numpy.random.default_rng([seed, turn])
+        # Lengths that rank `of` sends to rank `to`, on all ranks.
+        lengths = random.choice([0, 0, 1, 5, 3000, 20_000], (world, world))
+        values = [[random_values(random, n, dtype) for n in row] for row in lengths]
+        sent, received = lengths[rank].tolist(), lengths[:, rank].tolist()
+        if turn % 2:
+            (source_at, source_length), (target_at, target_length) = cut(random, sent), cut(random, received)
+        else:
+            source_at, source_length = None, sum(sent)
+            target_at, target_length = None, sum(received)
+        starts, ends = source_at or one_after_the_other(sent), target_at or one_after_the_other(received)
+        source = random_values(random, source_length, dtype)
+        expected = random_values(random, target_length, dtype)
+        target = Held(comm, expected)
+        for peer in range(world):
+            source[starts[peer] : starts[peer] + sent[peer]] = values[rank][peer]
+            expected[ends[peer] : ends[peer] + received[peer]] = values[peer][rank]
+        source = Held(comm, source)
+        collectives.all_to_all_v(stream, target.array, source.array, received, sent, target_at, source_at)
+        stream.synchronize()
+        assert numpy.array_equal(target.read(), expected), (seed, turn)
+    comm.barrier()
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_an_all_to_all_with_lengths_that_only_the_device_knows(world):
-    run_ranks(uneven_on_device, world)
+@as_ranks()
+def test_an_all_to_all_with_lengths_that_only_the_device_knows(comm, rank, world):
+    collectives, stream = comm.collectives(), comm.create_stream()
+    seed, most = shared_seed(comm), 3001
+    for turn, dtype in enumerate(TYPES):
+        if numpy.dtype(dtype).itemsize > 8:
+            continue
+        random = numpy.random.default_rng([seed, turn])
+        source = Held(comm, numpy.zeros(world * most, dtype))
+        target = Held(comm, numpy.zeros(world * most, dtype))
+        sent = Held(comm, numpy.zeros(world, [numpy.int64, numpy.uint64][turn % 2]))
+        received = Held(comm, numpy.zeros(world, numpy.uint64))
+        stream.begin_capture()
+        collectives.all_to_all_v_on_device(
+            stream, target.array, source.array, received.array, sent.array, max_count=most
+        )
+        graph = stream.end_capture()
+        for _ in range(3):
+            # Lengths that rank `of` sends to rank `to`, on all ranks.
+            lengths = random.choice([0, 0, 1, 700, most], (world, world))
+            values = [random_values(random, world * most, dtype) for _ in range(world)]
+            expected = random_values(random, world * most, dtype)
+            target.write(expected)
+            source.write(values[rank])
+            sent.write(lengths[rank].astype(numpy.int64))
+            for peer in range(world):
+                start, count, own = peer * most, lengths[peer, rank], rank * most
+                expected[start : start + count] = values[peer][own : own + count]
+            graph.launch(stream)
+            stream.synchronize()
+            assert numpy.array_equal(target.read(), expected), (seed, turn)
+            assert (received.read() == lengths[:, rank]).all(), (seed, turn)
+    comm.barrier()
 
 
-def above_the_limit(rank, world, meeting):
+@as_ranks(2)
+def test_a_length_above_the_limit_is_told_on_both_ranks(rank, world, meeting):
     with join(rank, world, meeting, device="host") as job:
         comm = job.world()
         collectives, stream = comm.collectives(), comm.create_stream()
@@ -184,36 +169,27 @@ def above_the_limit(rank, world, meeting):
         job.abort("the test is over")
 
 
-def test_a_length_above_the_limit_is_told_on_both_ranks():
-    run_ranks(above_the_limit, 2)
-
-
-def recorded(rank, world, meeting):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        collectives, stream = comm.collectives(), comm.create_stream()
-        right, left = (rank + 1) % world, (rank - 1) % world
-        own, come = (Held(comm, numpy.zeros(5000, numpy.float32)) for _ in range(2))
-        parts = [1000 * (peer + 1) // world for peer in range(world)]
-        source = Held(comm, numpy.zeros(sum(parts), numpy.int32))
-        target = Held(comm, numpy.zeros(world * parts[rank], numpy.int32))
-        stream.begin_capture()
-        collectives.send_receive(stream, [(right, own.array)], [(left, come.array)])
-        collectives.all_to_all_v(stream, target.array, source.array, [parts[rank]] * world, parts)
-        graph = stream.end_capture()
-        for turn in range(5):
-            own.write(numpy.full(5000, 10 * turn + rank, numpy.float32))
-            source.write(numpy.repeat(100 * turn + 10 * rank + numpy.arange(world), parts).astype(numpy.int32))
-            graph.launch(stream)
-            stream.synchronize()
-            assert (come.read() == 10 * turn + left).all()
-            rows = target.read().reshape(world, -1)
-            assert (rows == (100 * turn + 10 * numpy.arange(world) + rank)[:, None]).all()
-        comm.barrier()
-
-
-def test_a_graph_repeats_messages():
-    run_ranks(recorded, 2)
+@as_ranks(2)
+def test_a_graph_repeats_messages(comm, rank, world):
+    collectives, stream = comm.collectives(), comm.create_stream()
+    right, left = (rank + 1) % world, (rank - 1) % world
+    own, come = (Held(comm, numpy.zeros(5000, numpy.float32)) for _ in range(2))
+    parts = [1000 * (peer + 1) // world for peer in range(world)]
+    source = Held(comm, numpy.zeros(sum(parts), numpy.int32))
+    target = Held(comm, numpy.zeros(world * parts[rank], numpy.int32))
+    stream.begin_capture()
+    collectives.send_receive(stream, [(right, own.array)], [(left, come.array)])
+    collectives.all_to_all_v(stream, target.array, source.array, [parts[rank]] * world, parts)
+    graph = stream.end_capture()
+    for turn in range(5):
+        own.write(numpy.full(5000, 10 * turn + rank, numpy.float32))
+        source.write(numpy.repeat(100 * turn + 10 * rank + numpy.arange(world), parts).astype(numpy.int32))
+        graph.launch(stream)
+        stream.synchronize()
+        assert (come.read() == 10 * turn + left).all()
+        rows = target.read().reshape(world, -1)
+        assert (rows == (100 * turn + 10 * numpy.arange(world) + rank)[:, None]).all()
+    comm.barrier()
 
 
 def tensors(rank, world, meeting):
@@ -256,46 +232,42 @@ def test_tensors_and_arrays_of_every_kind():
     run_ranks(tensors, 2)
 
 
-def misused(rank, world, meeting):
-    with join(rank, world, meeting, device="host") as job:
-        comm = job.world()
-        collectives, stream = comm.collectives(), comm.create_stream()
-        peer, data, other = 1 - rank, numpy.zeros(8), numpy.zeros(8)
+@as_ranks(2, device="host")
+def test_messages_that_cannot_be_are_refused(comm, rank):
+    collectives, stream = comm.collectives(), comm.create_stream()
+    peer, data, other = 1 - rank, numpy.zeros(8), numpy.zeros(8)
 
-        def refused(says, call, *arguments, kind=InvalidArgumentError, at=None):
-            with pytest.raises(kind, match=says) as caught:
-                call(stream, *arguments)
-            assert at is None or caught.value.peer == at
+    def refused(says, call, *arguments, kind=InvalidArgumentError, at=None):
+        with pytest.raises(kind, match=says) as caught:
+            call(stream, *arguments)
+        assert at is None or caught.value.peer == at
 
-        send, v = collectives.send_receive, collectives.all_to_all_v
-        refused("send and receive: rank 2 is out of range", send, [(2, data)], at=2)
-        refused("overlaps", send, [(peer, data)], [(peer, data)], at=peer)
-        refused("65 messages in one group; expected at most 64", send, [(peer, data)] * 65)
-        refused("1 sends of this rank to itself; expected 0", send, [(rank, data)])
-        refused("sends itself 64 bytes; expected 32", send, [(rank, data)], [(rank, other[:4])])
-        refused(r"read sends\[1\]: dict is not an array", send, [(peer, data), (peer, {})], kind=TypeError)
-        refused(r"read receives\[0\]: .* strides", send, [], [(peer, data[::2])])
-        refused("1 counts and 1 displacements of the input; expected 2", v, data, other, [4, 4], [8])
-        beyond = "3 elements from 6 on in the output; expected a part of its 8"
-        refused(beyond, v, data, other, [3, 3], [4, 4], [0, 6], at=1)
-        refused("9 elements from 0 on in the input", v, data, other, [4, 4], [9, 0], at=0)
-        refused("elements of f64; expected f32", v, data, other.astype(numpy.float32), [4, 4], [4, 4])
-        refused("overlaps", v, data, other, [4, 4], [4, 4], [0, 2])
-        refused("read the target", v, "text", other, [4, 4], [4, 4], kind=TypeError)
-        with pytest.raises(OverflowError):
-            v(stream, data, other, [-1, 4], [4, 4])
-        # Nothing of that was enqueued.
-        v(stream, data, other + rank, [4, 4], [4, 4])
-        stream.synchronize()
-        assert data.tolist() == [0.0] * 4 + [1.0] * 4
-        comm.barrier()
-
-
-def test_messages_that_cannot_be_are_refused():
-    run_ranks(misused, 2)
+    send, v = collectives.send_receive, collectives.all_to_all_v
+    refused("send and receive: rank 2 is out of range", send, [(2, data)], at=2)
+    refused("overlaps", send, [(peer, data)], [(peer, data)], at=peer)
+    refused("65 messages in one group; expected at most 64", send, [(peer, data)] * 65)
+    refused("1 sends of this rank to itself; expected 0", send, [(rank, data)])
+    refused("sends itself 64 bytes; expected 32", send, [(rank, data)], [(rank, other[:4])])
+    refused(r"read sends\[1\]: dict is not an array", send, [(peer, data), (peer, {})], kind=TypeError)
+    refused(r"read receives\[0\]: .* strides", send, [], [(peer, data[::2])])
+    refused("1 counts and 1 displacements of the input; expected 2", v, data, other, [4, 4], [8])
+    beyond = "3 elements from 6 on in the output; expected a part of its 8"
+    refused(beyond, v, data, other, [3, 3], [4, 4], [0, 6], at=1)
+    refused("9 elements from 0 on in the input", v, data, other, [4, 4], [9, 0], at=0)
+    refused("elements of f64; expected f32", v, data, other.astype(numpy.float32), [4, 4], [4, 4])
+    refused("overlaps", v, data, other, [4, 4], [4, 4], [0, 2])
+    refused("read the target", v, "text", other, [4, 4], [4, 4], kind=TypeError)
+    with pytest.raises(OverflowError):
+        v(stream, data, other, [-1, 4], [4, 4])
+    # Nothing of that was enqueued.
+    v(stream, data, other + rank, [4, 4], [4, 4])
+    stream.synchronize()
+    assert data.tolist() == [0.0] * 4 + [1.0] * 4
+    comm.barrier()
 
 
-def mismatched(rank, world, meeting):
+@as_ranks(2)
+def test_ends_of_other_lengths_are_told_on_both_ranks(rank, world, meeting):
     with join(rank, world, meeting) as job:
         comm = job.world()
         collectives, stream = comm.collectives(), comm.create_stream()
@@ -311,11 +283,8 @@ def mismatched(rank, world, meeting):
         job.abort("the test is over")
 
 
-def test_ends_of_other_lengths_are_told_on_both_ranks():
-    run_ranks(mismatched, 2)
-
-
-def lost(rank, world, meeting, place):
+@as_ranks(3, dies=(2,))
+def test_a_lost_rank_ends_messages_of_the_others(rank, world, meeting, place):
     job = join(rank, world, meeting)
     comm = job.world()
     collectives, stream = comm.collectives(), comm.create_stream()
@@ -346,82 +315,63 @@ def lost(rank, world, meeting, place):
     rest.close()
 
 
-def test_a_lost_rank_ends_messages_of_the_others(tmp_path):
-    run_ranks(lost, 3, str(tmp_path / "place"), dies=(2,))
-
-
-def waiting(rank, world, meeting):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        collectives, stream = comm.collectives(), comm.create_stream()
-        held = Held(comm, numpy.full(64, rank, numpy.int32))
-        if rank == 1:
-            # Rank 0 gets here only if its wait does not hold the interpreter's lock.
-            comm.barrier()
-            collectives.send_receive(stream, sends=[(0, held.array)])
-            stream.synchronize()
-        else:
-            collectives.send_receive(stream, receives=[(1, held.array)])
-            begun, failures = threading.Event(), []
-
-            def wait():
-                begun.set()
-                try:
-                    stream.synchronize()
-                except BaseException as error:
-                    failures.append(error)
-
-            thread = threading.Thread(target=wait)
-            thread.start()
-            begun.wait()
-            comm.barrier()
-            thread.join()
-            assert not failures and (held.read() == 1).all()
+@as_ranks(2)
+def test_a_wait_leaves_the_interpreter_to_other_threads(comm, rank):
+    collectives, stream = comm.collectives(), comm.create_stream()
+    held = Held(comm, numpy.full(64, rank, numpy.int32))
+    if rank == 1:
+        # Rank 0 gets here only if its wait does not hold the interpreter's lock.
         comm.barrier()
-
-
-def test_a_wait_leaves_the_interpreter_to_other_threads():
-    run_ranks(waiting, 2)
-
-
-def by_engine(rank, world, meeting):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        collectives = joined(comm, "engine")
-        with pytest.raises(UnsupportedError, match="cannot read counts from device memory"):
-            collectives.experts(experts=2, top_k=1, max_tokens=1, elements=8, dtype="f32")
-        comm.barrier()
-
-
-def test_the_library_serves_no_experts():
-    run_ranks(by_engine, 2)
-
-
-def at_addresses(rank, world, meeting, path):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        collectives, stream = joined(comm, path), comm.create_stream()
-        ones = numpy.full(7, rank + 1, numpy.int64)
-        total, parts = numpy.zeros_like(ones), numpy.zeros((world, 7), numpy.int64)
-        collectives.call_at("all_reduce", stream, total.ctypes.data, ones.ctypes.data, 7, "i64", "sum")
-        collectives.call_at("all_gather", stream, parts.ctypes.data, ones.ctypes.data, ones.nbytes, "u8")
-        # Rank p gets p bytes of every rank, the first none.
-        sent = numpy.full(sum(range(world)), rank + 10, numpy.uint8)
-        received = numpy.zeros(world * rank, numpy.uint8)
-        collectives.all_to_all_v_at(
-            stream, received.ctypes.data, sent.ctypes.data, [rank] * world, list(range(world))
-        )
+        collectives.send_receive(stream, sends=[(0, held.array)])
         stream.synchronize()
-        assert (total == sum(range(1, world + 1))).all()
-        assert (parts == numpy.arange(1, world + 1)[:, None]).all()
-        assert received.tolist() == [peer + 10 for peer in range(world) for _ in range(rank)]
-        with pytest.raises(InvalidArgumentError, match="overflow"):
-            collectives.all_to_all_v_at(stream, 0, 0, [2**63] * 2, [0] * world)
-        with pytest.raises(InvalidArgumentError, match="overflow"):
-            collectives.call_at("all_reduce", stream, 0, 0, 2**62, "i64", "sum")
+    else:
+        collectives.send_receive(stream, receives=[(1, held.array)])
+        begun, failures = threading.Event(), []
+
+        def wait():
+            begun.set()
+            try:
+                stream.synchronize()
+            except BaseException as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        begun.wait()
         comm.barrier()
+        thread.join()
+        assert not failures and (held.read() == 1).all()
+    comm.barrier()
+
+
+@as_ranks(2)
+def test_the_library_serves_no_experts(comm):
+    collectives = joined(comm, "engine")
+    with pytest.raises(UnsupportedError, match="cannot read counts from device memory"):
+        collectives.experts(experts=2, top_k=1, max_tokens=1, elements=8, dtype="f32")
+    comm.barrier()
 
 
 @pytest.mark.parametrize("path", ["direct", "engine"])
-def test_calls_on_memory_at_addresses(path):
-    run_ranks(at_addresses, 3, path)
+@as_ranks(3)
+def test_calls_on_memory_at_addresses(comm, rank, world, path):
+    collectives, stream = joined(comm, path), comm.create_stream()
+    ones = numpy.full(7, rank + 1, numpy.int64)
+    total, parts = numpy.zeros_like(ones), numpy.zeros((world, 7), numpy.int64)
+    collectives.call_at("all_reduce", stream, total.ctypes.data, ones.ctypes.data, 7, "i64", "sum")
+    collectives.call_at("all_gather", stream, parts.ctypes.data, ones.ctypes.data, ones.nbytes, "u8")
+    # Rank p gets p bytes of every rank, the first none.
+    sent = numpy.full(sum(range(world)), rank + 10, numpy.uint8)
+    received = numpy.zeros(world * rank, numpy.uint8)
+    collectives.all_to_all_v_at(
+        stream, received.ctypes.data, sent.ctypes.data, [rank] * world, list(range(world))
+    )
+    stream.synchronize()
+    assert (total == sum(range(1, world + 1))).all()
+    assert (parts == numpy.arange(1, world + 1)[:, None]).all()
+    assert received.tolist() == [peer + 10 for peer in range(world) for _ in range(rank)]
+    with pytest.raises(InvalidArgumentError, match="overflow"):
+        collectives.all_to_all_v_at(stream, 0, 0, [2**63] * 2, [0] * world)
+    with pytest.raises(InvalidArgumentError, match="overflow"):
+        collectives.call_at("all_reduce", stream, 0, 0, 2**62, "i64", "sum")
+    comm.barrier()

@@ -11,7 +11,7 @@ import pytest
 import warplink
 from warplink.errors import ParseError, VerificationError
 
-from conftest import run_ranks
+from conftest import as_ranks
 
 PROGRAMS = pathlib.Path(__file__).parents[3] / "examples" / "programs"
 
@@ -53,7 +53,8 @@ def typed(comm, shape, values):
     return view
 
 
-def run_program(rank, world, meeting):
+@as_ranks(2)
+def test_a_program_runs(rank, world, meeting):
     with join(rank, world, meeting) as job:
         comm = job.world()
         executor, stream = comm.executor(), comm.create_stream()
@@ -104,11 +105,9 @@ def run_program(rank, world, meeting):
         comm.barrier()
 
 
-def test_a_program_runs():
-    run_ranks(run_program, 2)
-
-
-def overlapped(rank, world, meeting, dim):
+@pytest.mark.parametrize("dim", [0, 1])
+@as_ranks(2)
+def test_overlapped_matmuls(rank, world, meeting, dim):
     with join(rank, world, meeting) as job:
         comm = job.world()
         executor, stream = comm.executor(), comm.create_stream()
@@ -151,12 +150,8 @@ def overlapped(rank, world, meeting, dim):
         comm.barrier()
 
 
-@pytest.mark.parametrize("dim", [0, 1])
-def test_overlapped_matmuls(dim):
-    run_ranks(overlapped, 2, dim)
-
-
-def captured_by_threads(rank, world, meeting):
+@as_ranks(1, limit=60)
+def test_a_plan_that_threads_use_is_captured_or_refused(rank, world, meeting):
     with warplink.Job.join(rank, world, meeting, device="host") as job:
         comm = job.world()
         a, b, c = (numpy.ones((256, 256), numpy.float32) for _ in range(3))
@@ -195,7 +190,3 @@ def captured_by_threads(rank, world, meeting):
         for thread in threads:
             thread.join(30)
             assert not thread.is_alive()
-
-
-def test_a_plan_that_threads_use_is_captured_or_refused():
-    run_ranks(captured_by_threads, 1, limit=60)

@@ -4,8 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import Stopwatch, meet  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet, on_ranks, start  # noqa: E402
 
 WORLD = 2
 
@@ -28,10 +27,10 @@ def gather_scaled(name, rows, scale):
     return torch.ops.warplink.fused_all_gather_scaled_matmul(a, [b], scale, [torch.tensor(1.0)], *rest)
 
 
-def unfused_on_one(rank, world, _, place):
+@as_ranks(WORLD, timeout=20)
+def test_another_type_or_size_on_a_rank_that_does_not_fuse(dist, rank):
     from warplink.errors import MismatchError
 
-    dist = start(rank, world, place, timeout=20)
     name, watch = dist.group.WORLD.group_name, Stopwatch()
     for operation in (gather, scatter):
         for dim in (0, 1):
@@ -58,17 +57,12 @@ def unfused_on_one(rank, world, _, place):
     gather_scaled(name, 1, torch.ones(1, 1))
     # None of them waited for the timeout.
     assert watch.elapsed() < 15
-    dist.destroy_process_group()
 
 
-def test_another_type_or_size_on_a_rank_that_does_not_fuse():
-    on_ranks(unfused_on_one, WORLD)
-
-
-def counted(rank, world, _, place):
+@as_ranks(WORLD)
+def test_repeated_calls_are_not_compared_again(dist):
     from warplink.torch import workspace
 
-    dist = start(rank, world, place)
     name, compared = dist.group.WORLD.group_name, []
 
     def check_alike(communicator, call):
@@ -84,11 +78,6 @@ def counted(rank, world, _, place):
                 scatter(name, rows, torch.float64)
             gather_scaled(name, 1, torch.ones(1, 1))
     assert len(compared) == 6, compared
-    dist.destroy_process_group()
-
-
-def test_repeated_calls_are_not_compared_again():
-    on_ranks(counted, WORLD)
 
 
 #: Calls of rank 0 and rank 1, and those that both make before.
@@ -138,7 +127,8 @@ def test_a_call_that_one_rank_made_before_and_the_other_does_not_make(case):
     assert own == own_to_other != theirs == other
 
 
-def absent(rank, world, _, place):
+@as_ranks(WORLD)
+def test_a_rank_that_does_not_call_at_all(rank, world, place):
     from warplink.errors import TimeoutError
 
     dist = start(rank, world, place, timeout=2)
@@ -154,7 +144,3 @@ def absent(rank, world, _, place):
         # The other one may come to it, and this one do it again: what is counted behind this proves nothing.
         assert dist.group.WORLD.workspace()._history is None
     meet(place, "timed out", rank, range(world))
-
-
-def test_a_rank_that_does_not_call_at_all():
-    on_ranks(absent, WORLD)

@@ -8,8 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import meet, run_ranks  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import as_ranks, meet, start  # noqa: E402
 
 
 def begin(rank, world, place, **options):
@@ -87,7 +86,9 @@ def raw(tensor):
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def uneven(rank, world, _, place):
+@pytest.mark.parametrize("world", [2, 4])
+@as_ranks()
+def test_all_to_alls_with_a_size_for_each_pair(rank, world, place):
     dist = begin(rank, world, place)
     group = dist.group.WORLD
     assert group.messages_path == "direct"
@@ -129,11 +130,8 @@ def uneven(rank, world, _, place):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_all_to_alls_with_a_size_for_each_pair(world):
-    on_ranks(uneven, world)
-
-
-def batches(rank, world, _, place):
+@as_ranks()
+def test_batches_of_sends_and_receives(rank, world, place):
     dist = begin(rank, world, place)
     group = dist.group.WORLD
     seed = [int.from_bytes(os.urandom(4), "little")]
@@ -202,12 +200,8 @@ def batches(rank, world, _, place):
         group._batches.exchange([]).wait()
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_batches_of_sends_and_receives(world):
-    on_ranks(batches, world)
-
-
-def different(rank, world, _, place):
+@as_ranks(2)
+def test_ranks_that_differ_are_told(rank, world, place):
     from warplink.errors import MismatchError
 
     # By the environment, on one rank only.
@@ -235,11 +229,8 @@ def different(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_ranks_that_differ_are_told():
-    on_ranks(different, 2)
-
-
-def lost(rank, world, _, place):
+@as_ranks(2, dies=(1,))
+def test_a_lost_rank_ends_a_batch(rank, world, place):
     dist = begin(rank, world, place)
     meet(place, "joined", rank, range(world))
     if rank == 1:
@@ -249,10 +240,6 @@ def lost(rank, world, _, place):
             work.wait()
     assert caught.value.kind == "peer_lost" and caught.value.peer == 1
     dist.destroy_process_group()
-
-
-def test_a_lost_rank_ends_a_batch():
-    on_ranks(lost, 2, dies=(1,))
 
 
 def failure(watch, kind):
@@ -267,7 +254,8 @@ def failure(watch, kind):
     raise AssertionError("nothing was found")
 
 
-def watched(rank, world, meeting):
+@as_ranks(2)
+def test_what_no_host_waits_for_is_watched(rank, world, meeting):
     import warplink
     from warplink.errors import MismatchError
 
@@ -297,11 +285,9 @@ def watched(rank, world, meeting):
         job.abort("the test is over")
 
 
-def test_what_no_host_waits_for_is_watched():
-    run_ranks(watched, 2)
-
-
-def ended(rank, world, meeting, by_turns):
+@pytest.mark.parametrize("by_turns", [False, True])
+@as_ranks(2)
+def test_a_call_that_does_not_end_is_ended(rank, world, meeting, by_turns):
     import warplink
     from warplink.errors import PeerLostError, TimeoutError
 
@@ -334,11 +320,6 @@ def ended(rank, world, meeting, by_turns):
         assert caught.value.peer == 0
 
 
-@pytest.mark.parametrize("by_turns", [False, True])
-def test_a_call_that_does_not_end_is_ended(by_turns):
-    run_ranks(ended, 2, by_turns)
-
-
 def go_on(rank, world, dist):
     """All ranks of the group go on as they do without direct messages."""
     assert dist.group.WORLD.messages_path == "backend"
@@ -355,16 +336,14 @@ def go_on(rank, world, dist):
     dist.destroy_process_group()
 
 
-def too_many(rank, world, _, place):
+@as_ranks(9)
+def test_ranks_that_cannot_go_direct_agree_on_it(rank, world, place):
     # More ranks than the collectives serve directly.
     go_on(rank, world, begin(rank, world, place))
 
 
-def test_ranks_that_cannot_go_direct_agree_on_it():
-    on_ranks(too_many, 9)
-
-
-def in_a_cube(rank, world, _, place):
+@as_ranks(8)
+def test_in_a_hybrid_cube_mesh_messages_go_as_without_the_option(rank, world, place):
     import warplink
 
     os.environ["WARPLINK_TOPOLOGY"] = "hybrid-cube-mesh"
@@ -375,7 +354,3 @@ def in_a_cube(rank, world, _, place):
         stream = dist.group.WORLD._communicator.create_stream()
         collectives.send_receive(stream, [((rank + 1) % world, torch.ones(1))], [])
     go_on(rank, world, dist)
-
-
-def test_in_a_hybrid_cube_mesh_messages_go_as_without_the_option():
-    on_ranks(in_a_cube, 8)

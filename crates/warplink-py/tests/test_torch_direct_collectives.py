@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import run_ranks  # noqa: E402
+from conftest import as_ranks  # noqa: E402
 
 
 def calls_on_host(comm):
@@ -63,7 +63,9 @@ def numbers(rank, shape, dtype, turn):
     return torch.randint(0, 3, shape, generator=generator).to(dtype)
 
 
-def every_call(rank, world, meeting):
+@pytest.mark.parametrize("world", [1, 2, 3])
+@as_ranks()
+def test_each_call_gives_what_the_backend_would(rank, world, meeting):
     import warplink
     from warplink.torch.direct_collectives import reduction
 
@@ -129,11 +131,6 @@ def every_call(rank, world, meeting):
         calls.broadcast(empty, 0, True)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_each_call_gives_what_the_backend_would(world):
-    run_ranks(every_call, world)
-
-
 def test_the_option_is_read_from_the_environment(monkeypatch):
     import warplink.torch
 
@@ -166,7 +163,8 @@ def test_options_that_cannot_be_are_refused(given, variables, says, monkeypatch)
         warplink.torch.Options(**given)
 
 
-def aside(rank, world, meeting):
+@as_ranks(2)
+def test_streams_of_asynchronous_calls(rank, world, meeting):
     """What asynchronous calls do with a GPU's streams: follow the caller's, and have it wait for their end."""
     import warplink
     from warplink.torch.works import GpuWork
@@ -241,7 +239,3 @@ def batch(comm, collectives, space, side):
         (receive, True, "completed", [[5000]]),
         ("nccl:all_reduce", False, "completed", [[5000]]),
     ]
-
-
-def test_streams_of_asynchronous_calls():
-    run_ranks(aside, 2)

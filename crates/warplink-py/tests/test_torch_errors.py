@@ -7,12 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import Stopwatch, meet  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet, on_ranks, start  # noqa: E402
 
 
-def operands(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(2)
+def test_operands_that_do_not_fit(dist, rank, world):
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
     gather, scatter = ops.fused_all_gather_matmul, ops.fused_matmul_reduce_scatter
     a, b = torch.ones(4, 8), torch.ones(8, 6)
@@ -40,11 +39,6 @@ def operands(rank, world, _, place):
     columns = torch.zeros(2 * world, 6)[:, ::2]
     dist.all_gather_into_tensor(columns, torch.full((2, 6), float(rank))[:, ::2])
     assert columns[:, 0].tolist() == [float(peer) for peer in range(world) for _ in range(2)]
-    dist.destroy_process_group()
-
-
-def test_operands_that_do_not_fit():
-    on_ranks(operands, 2)
 
 
 def operations_by_case(name):
@@ -96,10 +90,10 @@ def operations_by_case(name):
     ]
 
 
-def another_type(rank, world, _, place):
+@as_ranks(2)
+def test_another_type_size_or_operation_on_one_rank(dist, rank):
     from warplink.errors import MismatchError
 
-    dist = start(rank, world, place)
     cases = operations_by_case(dist.group.WORLD.group_name)
     for operation, types in cases:
         for rows, dtype in ((4, types[rank]), ((4, 6)[rank], types[0])):
@@ -114,14 +108,10 @@ def another_type(rank, world, _, place):
         with pytest.raises(MismatchError, match="the peer calls fused_.*; expected fused_"):
             operation, types = cases[(turn + rank) % len(cases)]
             operation(8, types[0])
-    dist.destroy_process_group()
 
 
-def test_another_type_size_or_operation_on_one_rank():
-    on_ranks(another_type, 2)
-
-
-def ended(rank, world, _, place):
+@as_ranks(2)
+def test_a_destroyed_group(rank, world, place):
     from warplink.errors import ClosedError
 
     dist = start(rank, world, place)
@@ -145,12 +135,8 @@ def ended(rank, world, _, place):
         torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, name)
 
 
-def test_a_destroyed_group():
-    on_ranks(ended, 2)
-
-
-def lost(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(3, dies=(2,))
+def test_operations_after_a_lost_peer(dist, rank, place):
     name = dist.group.WORLD.group_name
     a, b = torch.ones(4, 8), torch.ones(8, 6)
     torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, name)
@@ -176,15 +162,10 @@ def lost(rank, world, _, place):
                 operation()
         assert watch.elapsed() < 5
         assert caught.value.kind == "peer_lost" and caught.value.peer == 2, caught.value
-    dist.destroy_process_group()
 
 
-def test_operations_after_a_lost_peer():
-    on_ranks(lost, 3, dies=(2,))
-
-
-def freed(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(2)
+def test_tensors_that_are_freed_while_a_peer_reads_them(dist, rank, world):
     name = dist.group.WORLD.group_name
     # Nobody holds what is sent, and new tensors take its place at once.
     works = []
@@ -205,11 +186,6 @@ def freed(rank, world, _, place):
         for peer in range(world):
             assert (whole[64 * peer : 64 * (peer + 1)] == turn + peer).all()
         assert torch.equal(whole, product)
-    dist.destroy_process_group()
-
-
-def test_tensors_that_are_freed_while_a_peer_reads_them():
-    on_ranks(freed, 2)
 
 
 def steps(rank, world, _, place, count):

@@ -9,8 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import meet  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import as_ranks, meet, on_ranks, start  # noqa: E402
 
 WORLD = 3
 
@@ -144,15 +143,10 @@ def test_messages_of_a_batch_have_an_entry_each(tmp_path):
     assert "Not all ranks joining" not in analyzed(tmp_path)
 
 
-def without(rank, world, _, place):
+@as_ranks(2)
+def test_nothing_is_recorded_unless_it_is_asked_for(dist):
     import warplink.torch
 
-    dist = start(rank, world, place)
     dist.all_reduce(torch.ones(3))
     assert dist.group.WORLD._host_works._recorder is None
     assert pickle.loads(warplink.torch.dump_flight_recorder())["entries"] == []
-    dist.destroy_process_group()
-
-
-def test_nothing_is_recorded_unless_it_is_asked_for():
-    on_ranks(without, 2)

@@ -8,10 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch._inductor.config  # noqa: E402
-from conftest import run_ranks  # noqa: E402
+from conftest import as_ranks, on_ranks  # noqa: E402
 from test_torch_fusion import COMPILING, start_compiling  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
-from test_transfers import join  # noqa: E402
 
 WORLDS = (2, 3)
 
@@ -59,119 +57,109 @@ def close(found, near, bound, h=None):
     assert ((off <= bound) | ~usual).all(), off.max()
 
 
-def on_arrays(rank, world, meeting):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        collectives, stream = comm.collectives(), comm.create_stream()
-        for number, (tokens, width) in enumerate([(4, 37), (1, 1), (6, 300)]):
-            for dtype in (torch.bfloat16, torch.float16, torch.float32):
-                inputs = [rows(peer + 10 * number, tokens, width, dtype, number == 2) for peer in range(world)]
-                residual = rows(7, tokens, width, dtype)
-                weight, bias = rows(8, 1, width, dtype)[0], rows(9, 1, width, dtype)[0]
-                for norm in ("rms", "layer"):
-                    h, n, total = (torch.empty_like(residual) for _ in range(3))
-                    collectives.fused(
-                        stream,
-                        inputs[rank],
-                        norm=norm,
-                        eps=1e-5,
-                        weight=weight,
-                        bias=bias,
-                        weight_bias=True,
-                        residual=residual,
-                        sum=total,
-                        residual_out=h,
-                        output=n,
-                    )
-                    stream.synchronize()
-                    exact = reference(inputs, residual, weight, bias, norm, 1e-5, 1)
-                    assert torch.equal(total.nan_to_num(7), exact[0].nan_to_num(7))
-                    assert torch.equal(h.nan_to_num(7), exact[1].nan_to_num(7))
-                    close(n, exact[2], exact[2].abs() * 2**-7 + 1e-3, exact[1])
-                    same_on_all(comm, total, h, n)
-                collectives.fused(stream, inputs[rank], sum=total, wire="fp8")
+@pytest.mark.parametrize("world", WORLDS)
+@as_ranks()
+def test_fused_collectives_of_arrays(comm, rank, world):
+    collectives, stream = comm.collectives(), comm.create_stream()
+    for number, (tokens, width) in enumerate([(4, 37), (1, 1), (6, 300)]):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            inputs = [rows(peer + 10 * number, tokens, width, dtype, number == 2) for peer in range(world)]
+            residual = rows(7, tokens, width, dtype)
+            weight, bias = rows(8, 1, width, dtype)[0], rows(9, 1, width, dtype)[0]
+            for norm in ("rms", "layer"):
+                h, n, total = (torch.empty_like(residual) for _ in range(3))
+                collectives.fused(
+                    stream,
+                    inputs[rank],
+                    norm=norm,
+                    eps=1e-5,
+                    weight=weight,
+                    bias=bias,
+                    weight_bias=True,
+                    residual=residual,
+                    sum=total,
+                    residual_out=h,
+                    output=n,
+                )
                 stream.synchronize()
-                each = torch.stack([peer.double() for peer in inputs])
-                usual = each.isfinite().all(0)
-                finite = each.where(each.isfinite(), torch.zeros_like(each)).abs()
-                bound = 0.14 * finite.sum(0) + 6e-6 * finite.amax(-1, keepdim=True).sum(0) + 1e-6
-                assert total[~usual].isnan().all()
-                near = (total.double() - each.sum(0)).abs() <= bound
-                assert (near | ~usual | (finite.sum(0) > 1e4)).all()
-                same_on_all(comm, total)
-        with pytest.raises(ValueError, match="expected static"):
-            collectives.fused(stream, residual, quantization="other", output=n)
-        with pytest.raises(ValueError, match="expected exact or fp8"):
-            collectives.fused(stream, residual, sum=residual, wire="fp4")
-        with pytest.raises(ValueError, match="nothing to store"):
-            collectives.fused(stream, residual)
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_fused_collectives_of_arrays(world):
-    run_ranks(on_arrays, world)
-
-
-def quantized(rank, world, meeting):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        collectives, stream = comm.collectives(), comm.create_stream()
-        tokens, width, blocks = 2 * world, 300, 3
-        inputs = [rows(peer, tokens, width, torch.bfloat16) for peer in range(world)]
-        residual, weight = rows(7, tokens, width, torch.bfloat16), rows(8, 1, width, torch.bfloat16)[0]
-        own = slice(2 * rank, 2 * rank + 2)
-        for kind, quantization in itertools.product(
-            ("all_reduce", "all_reduce_sharded", "reduce_scatter", "all_gather"),
-            ("static", "per_token", "per_block", "per_block_power_of_two"),
-        ):
-            if kind == "all_gather":
-                exact = reference([torch.cat([inputs[p][2 * p : 2 * p + 2] for p in range(world)])], residual, weight, None, "rms", 1e-6, 0)
-            else:
-                exact = reference(inputs, residual, weight, None, "rms", 1e-6, 0)
-            here = own if kind == "reduce_scatter" else slice(0, tokens)
-            mine = slice(0, tokens) if kind == "all_reduce" else own
-            count = here.stop - here.start
-            q = torch.empty(count, width, dtype=torch.uint8)
-            scale = torch.full((count, blocks) if "block" in quantization else (count,), 0.03)
-            scale = scale[:1] if quantization == "static" else scale
-            h = torch.empty_like(residual[mine])
-            collectives.fused(
-                stream,
-                inputs[rank][own] if kind == "all_gather" else inputs[rank],
-                kind=kind,
-                norm="rms",
-                weight=weight,
-                residual=residual[mine],
-                residual_out=h,
-                quantization=quantization,
-                quantized=q,
-                scale=scale,
-            )
+                exact = reference(inputs, residual, weight, bias, norm, 1e-5, 1)
+                assert torch.equal(total.nan_to_num(7), exact[0].nan_to_num(7))
+                assert torch.equal(h.nan_to_num(7), exact[1].nan_to_num(7))
+                close(n, exact[2], exact[2].abs() * 2**-7 + 1e-3, exact[1])
+                same_on_all(comm, total, h, n)
+            collectives.fused(stream, inputs[rank], sum=total, wire="fp8")
             stream.synchronize()
-            assert torch.equal(h, exact[1][mine])
-            near = exact[2][here]
-            if "block" in quantization:
-                divisor = scale.repeat_interleave(128, -1)[:, :width]
-                padded = torch.nn.functional.pad(near.abs(), (0, 84)).view(count, blocks, 128)
-                least = padded.amax(-1) / 448
-            else:
-                divisor, least = scale.view(-1, 1), near.abs().amax(-1) / 448
-            if quantization == "static":
-                assert scale == 0.03
-            elif quantization == "per_block_power_of_two":
-                assert torch.equal(scale.log2().frac(), torch.zeros_like(scale))
-                assert ((scale >= least * 0.999) & (scale <= least * 2.001)).all()
-            else:
-                torch.testing.assert_close(scale, least.float(), rtol=1e-4, atol=0)
-            meant = (near / divisor).clamp(-448, 448)
-            close(q.view(FP8).float(), meant, meant.abs() / 15 + 2e-3)
-            if kind != "reduce_scatter":
-                same_on_all(comm, q, scale)
+            each = torch.stack([peer.double() for peer in inputs])
+            usual = each.isfinite().all(0)
+            finite = each.where(each.isfinite(), torch.zeros_like(each)).abs()
+            bound = 0.14 * finite.sum(0) + 6e-6 * finite.amax(-1, keepdim=True).sum(0) + 1e-6
+            assert total[~usual].isnan().all()
+            near = (total.double() - each.sum(0)).abs() <= bound
+            assert (near | ~usual | (finite.sum(0) > 1e4)).all()
+            same_on_all(comm, total)
+    with pytest.raises(ValueError, match="expected static"):
+        collectives.fused(stream, residual, quantization="other", output=n)
+    with pytest.raises(ValueError, match="expected exact or fp8"):
+        collectives.fused(stream, residual, sum=residual, wire="fp4")
+    with pytest.raises(ValueError, match="nothing to store"):
+        collectives.fused(stream, residual)
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_quantized_collectives_of_arrays(world):
-    run_ranks(quantized, world)
+@as_ranks()
+def test_quantized_collectives_of_arrays(comm, rank, world):
+    collectives, stream = comm.collectives(), comm.create_stream()
+    tokens, width, blocks = 2 * world, 300, 3
+    inputs = [rows(peer, tokens, width, torch.bfloat16) for peer in range(world)]
+    residual, weight = rows(7, tokens, width, torch.bfloat16), rows(8, 1, width, torch.bfloat16)[0]
+    own = slice(2 * rank, 2 * rank + 2)
+    for kind, quantization in itertools.product(
+        ("all_reduce", "all_reduce_sharded", "reduce_scatter", "all_gather"),
+        ("static", "per_token", "per_block", "per_block_power_of_two"),
+    ):
+        if kind == "all_gather":
+            exact = reference([torch.cat([inputs[p][2 * p : 2 * p + 2] for p in range(world)])], residual, weight, None, "rms", 1e-6, 0)
+        else:
+            exact = reference(inputs, residual, weight, None, "rms", 1e-6, 0)
+        here = own if kind == "reduce_scatter" else slice(0, tokens)
+        mine = slice(0, tokens) if kind == "all_reduce" else own
+        count = here.stop - here.start
+        q = torch.empty(count, width, dtype=torch.uint8)
+        scale = torch.full((count, blocks) if "block" in quantization else (count,), 0.03)
+        scale = scale[:1] if quantization == "static" else scale
+        h = torch.empty_like(residual[mine])
+        collectives.fused(
+            stream,
+            inputs[rank][own] if kind == "all_gather" else inputs[rank],
+            kind=kind,
+            norm="rms",
+            weight=weight,
+            residual=residual[mine],
+            residual_out=h,
+            quantization=quantization,
+            quantized=q,
+            scale=scale,
+        )
+        stream.synchronize()
+        assert torch.equal(h, exact[1][mine])
+        near = exact[2][here]
+        if "block" in quantization:
+            divisor = scale.repeat_interleave(128, -1)[:, :width]
+            padded = torch.nn.functional.pad(near.abs(), (0, 84)).view(count, blocks, 128)
+            least = padded.amax(-1) / 448
+        else:
+            divisor, least = scale.view(-1, 1), near.abs().amax(-1) / 448
+        if quantization == "static":
+            assert scale == 0.03
+        elif quantization == "per_block_power_of_two":
+            assert torch.equal(scale.log2().frac(), torch.zeros_like(scale))
+            assert ((scale >= least * 0.999) & (scale <= least * 2.001)).all()
+        else:
+            torch.testing.assert_close(scale, least.float(), rtol=1e-4, atol=0)
+        meant = (near / divisor).clamp(-448, 448)
+        close(q.view(FP8).float(), meant, meant.abs() / 15 + 2e-3)
+        if kind != "reduce_scatter":
+            same_on_all(comm, q, scale)
 
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -288,8 +276,9 @@ def travels_as_fp8(rank, name, inputs, total):
     assert all(torch.equal(one, found) for one in everybody)
 
 
-def by_operations(rank, world, _, place):
-    dist = start(rank, world, place)
+@pytest.mark.parametrize("world", WORLDS)
+@as_ranks()
+def test_operations_have_flashinfers_meaning(dist, rank, world):
     import warplink.torch
 
     name = dist.group.WORLD.group_name
@@ -367,16 +356,10 @@ def by_operations(rank, world, _, place):
     empty = whole[:0].float()
     (n,) = torch.ops.warplink.fused_all_reduce(empty, empty, weight.float(), None, None, ["output"], name, norm="rms")
     assert n.shape == empty.shape
-    dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_operations_have_flashinfers_meaning(world):
-    on_ranks(by_operations, world)
-
-
-def for_vllm(rank, world, _, place):
-    dist = start_compiling(rank, world, place)
+@as_ranks(2, limit=COMPILING, starts=start_compiling)
+def test_vllms_function_is_served(rank, world, dist):
     import warplink.torch
 
     warplink.torch.register_for_vllm(dist.group.WORLD.group_name)
@@ -403,11 +386,6 @@ def for_vllm(rank, world, _, place):
             n, found = call(inputs[rank].clone(), residual.clone())
             assert torch.equal(found, h)
             close(n, near, near.abs() * 2**-7 + 1e-3)
-    dist.destroy_process_group()
-
-
-def test_vllms_function_is_served():
-    on_ranks(for_vllm, 2, limit=COMPILING)
 
 
 def with_the_pass(function):
@@ -426,8 +404,8 @@ def with_the_pass(function):
     return torch.compile(function, fullgraph=True, backend=backend)
 
 
-def compiled(rank, world, _, place):
-    dist = start_compiling(rank, world, place)
+@as_ranks(2, limit=COMPILING, starts=start_compiling)
+def test_the_pass_fuses_norms(rank, dist):
     import torch.distributed._functional_collectives as funcol
 
     import warplink.torch
@@ -524,25 +502,15 @@ def compiled(rank, world, _, place):
                 assert str(found).endswith("fused") or ": fused, from" in str(found) or reason in str(found), found
     finally:
         warplink.torch.disable_fusion()
-    dist.destroy_process_group()
 
 
-def test_the_pass_fuses_norms():
-    on_ranks(compiled, 2, limit=COMPILING)
-
-
-def one_rank(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(1)
+def test_a_group_of_one_rank_computes(dist):
     name = dist.group.WORLD.group_name
     x, w = rows(1, 3, 16, torch.float32), rows(2, 1, 16, torch.float32)[0]
     n, h = torch.ops.warplink.fused_all_reduce(x, x, w, None, None, ["output", "residual_out"], name, norm="rms")
     torch.testing.assert_close(h, 2 * x)
     torch.testing.assert_close(n, torch.nn.functional.rms_norm(2 * x, (16,), w, 1e-6))
-    dist.destroy_process_group()
-
-
-def test_a_group_of_one_rank_computes():
-    on_ranks(one_rank, 1)
 
 
 def documented(rank, world, _, place, text):

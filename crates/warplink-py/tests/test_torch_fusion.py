@@ -7,8 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import compile_every_graph  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import as_ranks, compile_every_graph, start  # noqa: E402
 
 WORLD = 2
 
@@ -21,8 +20,8 @@ def start_compiling(rank, world, place):
     return start(rank, world, place)
 
 
-def compiled(rank, world, _, place):
-    dist = start_compiling(rank, world, place)
+@as_ranks(WORLD, limit=COMPILING, starts=start_compiling)
+def test_collectives_beside_matmuls_are_replaced(rank, world, dist):
     import torch.distributed._functional_collectives as funcol
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 
@@ -142,11 +141,6 @@ def compiled(rank, world, _, place):
     torch._dynamo.reset()
     torch.compile(one)(flat, b)
     assert len(warplink.torch.fusion_report()) == 1
-    dist.destroy_process_group()
-
-
-def test_collectives_beside_matmuls_are_replaced():
-    on_ranks(compiled, WORLD, limit=COMPILING)
 
 
 def fuse_only(function, **options):
@@ -172,8 +166,8 @@ def fuse_only(function, **options):
     )
 
 
-def forms(rank, world, _, place):
-    dist = start_compiling(rank, world, place)
+@as_ranks(WORLD, limit=COMPILING, starts=start_compiling)
+def test_what_is_replaced_in_many_forms(rank, world, dist):
     import torch.distributed._functional_collectives as funcol
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 
@@ -303,15 +297,10 @@ def forms(rank, world, _, place):
         torch.testing.assert_close(got, function(a, b), rtol=1e-4, atol=1e-3)
         found = warplink.torch.fusion_report()
         assert [one.replaced for one in found] == expected, (function, symbols, found)
-    dist.destroy_process_group()
 
 
-def test_what_is_replaced_in_many_forms():
-    on_ranks(forms, WORLD, limit=COMPILING)
-
-
-def fp8_model(rank, world, _, place):
-    dist = start_compiling(rank, world, place)
+@as_ranks(WORLD, limit=COMPILING, starts=start_compiling)
+def test_scaled_matmuls_are_replaced(rank, dist):
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 
     import warplink.torch
@@ -337,11 +326,10 @@ def fp8_model(rank, world, _, place):
     finally:
         warplink.torch.disable_fusion()
     assert [found.replaced for found in warplink.torch.fusion_report()] == [True, True]
-    dist.destroy_process_group()
 
 
-def tried(rank, world, _, place):
-    dist = start_compiling(rank, world, place)
+@as_ranks(WORLD, limit=COMPILING, starts=start_compiling)
+def test_what_members_found_slower_is_left(world, dist):
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 
     import warplink.torch
@@ -374,19 +362,10 @@ def tried(rank, world, _, place):
                 assert found.replaced or "members tried both" in str(found)
     finally:
         warplink.torch.disable_fusion()
-    dist.destroy_process_group()
 
 
-def test_what_members_found_slower_is_left():
-    on_ranks(tried, WORLD, limit=COMPILING)
-
-
-def test_scaled_matmuls_are_replaced():
-    on_ranks(fp8_model, WORLD, limit=COMPILING)
-
-
-def fp8_forms(rank, world, _, place):
-    dist = start_compiling(rank, world, place)
+@as_ranks(WORLD, limit=COMPILING, starts=start_compiling)
+def test_scaled_matmuls_are_replaced_in_many_forms(rank, world, dist):
     import torch.distributed._functional_collectives as funcol
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 
@@ -460,15 +439,10 @@ def fp8_forms(rank, world, _, place):
         torch.testing.assert_close(got, scattered(a, b), rtol=2e-2, atol=1e-1)
         (found,) = warplink.torch.fusion_report()
         assert found.replaced == (reason is None) and (reason is None or reason in str(found)), found
-    dist.destroy_process_group()
 
 
-def test_scaled_matmuls_are_replaced_in_many_forms():
-    on_ranks(fp8_forms, WORLD, limit=COMPILING)
-
-
-def graphs_of_scaled_matmuls(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(WORLD)
+def test_scales_that_the_operations_do_not_take_are_left(dist, world, place):
     import warplink.torch
     from warplink.torch.fusion.graph_pass import FusionPass
     from warplink.torch.fusion.nodes import FOLDED_SCALE
@@ -542,11 +516,6 @@ def graphs_of_scaled_matmuls(rank, world, _, place):
     FusionPass()(graph)
     (found,) = warplink.torch.fusion_report()
     assert not found.replaced and "KeyError" in str(found), found
-    dist.destroy_process_group()
-
-
-def test_scales_that_the_operations_do_not_take_are_left():
-    on_ranks(graphs_of_scaled_matmuls, WORLD)
 
 
 def test_the_mark_of_folded_scales_is_that_of_inductor():
@@ -557,8 +526,8 @@ def test_the_mark_of_folded_scales_is_that_of_inductor():
     assert getattr(utils, "FOLDED_SCALED_MM_OUTPUT_SCALE", FOLDED_SCALE) == FOLDED_SCALE
 
 
-def tensor_parallel(rank, world, _, place):
-    dist = start_compiling(rank, world, place)
+@as_ranks(WORLD, limit=COMPILING, starts=start_compiling)
+def test_a_compiled_tensor_parallel_model_trains_as_before(rank, world, dist):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.parallel import (
@@ -611,15 +580,10 @@ def tensor_parallel(rank, world, _, place):
     assert sorted(kinds) == ["all-gather + matmul"] * 2 + ["matmul + reduce-scatter"] * 2, (
         warplink.torch.fusion_report()
     )
-    dist.destroy_process_group()
 
 
-def test_a_compiled_tensor_parallel_model_trains_as_before():
-    on_ranks(tensor_parallel, WORLD, limit=COMPILING)
-
-
-def called_inside(rank, world, _, place):
-    dist = start_compiling(rank, world, place)
+@as_ranks(WORLD, limit=COMPILING, starts=start_compiling)
+def test_fused_operations_that_a_compiled_function_calls(rank, dist):
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
     torch.manual_seed(rank)
     b = torch.randn(16, 6)
@@ -635,11 +599,6 @@ def called_inside(rank, world, _, place):
         for sizes in ((8, 16), (12, 16)) if dynamic else ((8, 16), (8, 16)):
             a = torch.randn(*sizes)
             torch.testing.assert_close(compiled(a, b), both(a, b), rtol=1e-4, atol=1e-4)
-    dist.destroy_process_group()
-
-
-def test_fused_operations_that_a_compiled_function_calls():
-    on_ranks(called_inside, WORLD, limit=COMPILING)
 
 
 def test_the_pass_is_switched_on_by_the_environment():

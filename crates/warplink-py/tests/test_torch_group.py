@@ -1,7 +1,6 @@
 """The process group on CPU tensors, over the host device."""
 
 import os
-import tempfile
 import threading
 from datetime import timedelta
 
@@ -9,33 +8,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import Stopwatch, meet, run_ranks  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet, on_ranks, start  # noqa: E402
 
 
-def start(rank, world, place, backend="warplink", **options):
-    import torch.distributed as dist
-
-    import warplink.torch  # noqa: F401
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{place}",
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=options.pop("timeout", 60)),
-        **options,
-    )
-    return dist
-
-
-def on_ranks(body, world, *arguments, **options):
-    with tempfile.TemporaryDirectory() as folder:
-        return run_ranks(body, world, os.path.join(folder, "store"), *arguments, **options)
-
-
-def collectives(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(3)
+def test_collectives(dist, rank, world):
     everyone = range(world)
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
         # Below and above what goes in one shot, and lengths that do not divide by the world.
@@ -124,16 +101,11 @@ def collectives(rank, world, _, place):
     objects = [None] * world
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": peer} for peer in everyone]
-    dist.destroy_process_group()
 
 
-def test_collectives():
-    on_ranks(collectives, 3)
-
-
-def scaled(rank, world, _, place):
+@as_ranks(3)
+def test_scaled_sums(dist, rank, world):
     """Sums of what is multiplied beforehand, by a number or a tensor."""
-    dist = start(rank, world, place)
     everyone = range(world)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         for factor in (0.1, torch.tensor(0.1), -3.0):
@@ -158,15 +130,10 @@ def scaled(rank, world, _, place):
     # Ranks that scale by other factors are found.
     with pytest.raises(RuntimeError, match=r"premul_sum\(0\.[25]"):
         dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(0.5 if rank else 0.25))
-    dist.destroy_process_group()
 
 
-def test_scaled_sums():
-    on_ranks(scaled, 3)
-
-
-def messages(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(3)
+def test_sends_and_receives(dist, rank, world):
     if rank == 0:
         # Tags in another order than they are received in, and a large message.
         works = [dist.isend(torch.full((4,), float(tag)), 1, tag=tag) for tag in (1, 2, 3)]
@@ -202,14 +169,10 @@ def messages(rank, world, _, place):
         work.wait()
     assert (got == left).all()
     dist.barrier()
-    dist.destroy_process_group()
 
 
-def test_sends_and_receives():
-    on_ranks(messages, 3)
-
-
-def groups(rank, world, _, place):
+@as_ranks(4)
+def test_groups(rank, world, place):
     dist = start(rank, world, place)
     # A strict subset meets, then the world goes on.
     pair = dist.new_group([3, 1])
@@ -250,11 +213,8 @@ def groups(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_groups():
-    on_ranks(groups, 4)
-
-
-def beside_gloo(rank, world, _, place):
+@as_ranks(2)
+def test_beside_gloo(rank, world, place):
     dist = start(rank, world, place, "cpu:gloo,cuda:warplink")
     import warplink.torch
 
@@ -275,11 +235,8 @@ def beside_gloo(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_beside_gloo():
-    on_ranks(beside_gloo, 2)
-
-
-def mismatched(rank, world, _, place):
+@as_ranks(3)
+def test_ranks_that_call_something_else_are_told(rank, world, place):
     from warplink.errors import MismatchError
 
     dist = start(rank, world, place)
@@ -306,14 +263,10 @@ def mismatched(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_ranks_that_call_something_else_are_told():
-    on_ranks(mismatched, 3)
-
-
-def late(rank, world, _, place):
+@as_ranks(3, timeout=2)
+def test_a_rank_that_does_not_take_part_is_a_timeout(dist, rank, place):
     from warplink.errors import TimeoutError
 
-    dist = start(rank, world, place, timeout=2)
     if rank < 2:
         expected = "Rank 2 failed to pass" if rank == 0 else "Rank 1 successfully reached"
         with pytest.raises(TimeoutError, match=expected):
@@ -323,15 +276,10 @@ def late(rank, world, _, place):
         assert caught.value.kind == "timeout" and caught.value.operation == "barrier"
     # Rank 2 leaves neither before the others had their errors nor after them.
     meet(place, "timed out", rank, range(3))
-    dist.destroy_process_group()
 
 
-def test_a_rank_that_does_not_take_part_is_a_timeout():
-    on_ranks(late, 3)
-
-
-def lost(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(3, dies=(2,))
+def test_a_lost_rank_raises_in_the_others(dist, rank, place):
     rest = dist.new_group([0, 1])
     dist.all_reduce(torch.ones(3))
     meet(place, "reduced", rank, range(3))
@@ -349,14 +297,10 @@ def lost(rank, world, _, place):
     total = torch.ones(1)
     dist.all_reduce(total, group=rest)
     assert total == 2
-    dist.destroy_process_group()
 
 
-def test_a_lost_rank_raises_in_the_others():
-    on_ranks(lost, 3, dies=(2,))
-
-
-def misused(rank, world, _, place):
+@as_ranks(2)
+def test_wrong_use_says_what_and_where(rank, world, place):
     dist = start(rank, world, place)
     group = dist.group.WORLD
     with pytest.raises(ValueError, match="tensors of one device"):
@@ -390,11 +334,8 @@ def warplink_options(given):
     return Options.read(given)
 
 
-def test_wrong_use_says_what_and_where():
-    on_ranks(misused, 2)
-
-
-def buffers(rank, world, _, place):
+@as_ranks(3)
+def test_buffers_that_peers_reach(rank, world, place):
     import warplink.torch
 
     dist = start(rank, world, place, pg_options=warplink.torch.Options(buffer_size=4096))
@@ -429,14 +370,10 @@ def buffers(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_buffers_that_peers_reach():
-    on_ranks(buffers, 3)
-
-
-def barriers_of_parts(rank, world, _, place):
+@as_ranks(3)
+def test_a_barrier_of_some_members_asks_no_others(dist, rank, world):
     import warplink.torch
 
-    dist = start(rank, world, place)
     group = warplink.torch.get_warplink_group()
     own = group.get_p2p_buffer(rank, (1,), torch.int32)
     own.zero_()
@@ -453,11 +390,6 @@ def barriers_of_parts(rank, world, _, place):
             group.intra_node_barrier(ranks=wrong)
     group.intra_node_barrier()
     del own
-    dist.destroy_process_group()
-
-
-def test_a_barrier_of_some_members_asks_no_others():
-    on_ranks(barriers_of_parts, 3)
 
 
 def memory(rank, world, _, place):
@@ -483,7 +415,8 @@ def test_steps_of_random_sizes_take_constant_memory():
         assert late < early + (24 << 20), (early, late)
 
 
-def one_after_another(rank, world, _, place):
+@as_ranks(3)
+def test_a_store_serves_one_group_after_another(rank, world, place):
     import torch.distributed as dist
 
     import warplink.torch
@@ -502,12 +435,8 @@ def one_after_another(rank, world, _, place):
         dist.destroy_process_group()
 
 
-def test_a_store_serves_one_group_after_another():
-    on_ranks(one_after_another, 3)
-
-
-def threads_and_groups(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(2)
+def test_several_threads_with_a_group_each(dist, rank, world):
     groups = [dist.new_group(list(range(world))) for _ in range(4)]
     wrong = []
 
@@ -533,14 +462,10 @@ def threads_and_groups(rank, world, _, place):
     for thread in threads:
         thread.join()
     assert not wrong, wrong
-    dist.destroy_process_group()
 
 
-def test_several_threads_with_a_group_each():
-    on_ranks(threads_and_groups, 2)
-
-
-def across_machines(rank, world, _, place):
+@as_ranks(4)
+def test_a_group_that_spans_machines(rank, world, place):
     import warplink.torch
     from warplink.errors import UnsupportedError
     from warplink.torch import joining
@@ -583,7 +508,3 @@ def across_machines(rank, world, _, place):
     assert (received == (rank - 1) % world).all()
     dist.barrier()
     dist.destroy_process_group()
-
-
-def test_a_group_that_spans_machines():
-    on_ranks(across_machines, 4)

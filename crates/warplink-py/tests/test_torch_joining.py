@@ -9,15 +9,15 @@ torch = pytest.importorskip("torch")
 
 from torch.distributed import distributed_c10d as c10d  # noqa: E402
 
-from conftest import Stopwatch, meet  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet, on_ranks, start  # noqa: E402
 from test_torch_direct import begin, go_on  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
 from test_torch_shortcuts import Library, Passing, now  # noqa: E402
 
 GPU = torch.device("cuda", 0)
 
 
-def without_room(rank, world, _, place):
+@as_ranks(3)
+def test_a_rank_without_room_for_the_workspace_leaves_all_with_the_backend(rank, world, place):
     """Rank 1 cannot make files as large as the workspace of the collectives."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
@@ -25,10 +25,6 @@ def without_room(rank, world, _, place):
     dist = begin(rank, world, place)
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     go_on(rank, world, dist)
-
-
-def test_a_rank_without_room_for_the_workspace_leaves_all_with_the_backend():
-    on_ranks(without_room, 3)
 
 
 class Failing:
@@ -43,11 +39,11 @@ class Failing:
         raise self._error
 
 
-def after_joining(rank, world, _, place):
+@as_ranks(2)
+def test_a_rank_that_fails_when_others_have_joined_leaves_all_without(dist, rank):
     from warplink.errors import LibraryMissingError, PeerLostError
     from warplink.torch import direct
 
-    dist = start(rank, world, place)
     whole = dist.group.WORLD._communicator
     communicator = Failing(whole, LibraryMissingError("a library is missing")) if rank == 1 else whole
     assert direct.join(communicator) is None
@@ -56,11 +52,6 @@ def after_joining(rank, world, _, place):
     with pytest.raises(PeerLostError):
         direct.join(Failing(whole, PeerLostError("rank 0 is lost")))
     dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_a_rank_that_fails_when_others_have_joined_leaves_all_without():
-    on_ranks(after_joining, 2)
 
 
 def as_on_gpus(rank, world, place, monkeypatch, make_workspace):
@@ -93,7 +84,8 @@ def on_the_host(group):
     return space
 
 
-def no_workspace(rank, world, _, place):
+@as_ranks(2)
+def test_a_rank_that_cannot_make_a_workspace_leaves_all_without_and_none_tries_again(rank, world, place):
     from warplink.errors import OutOfMemoryError
 
     def make(group):
@@ -111,11 +103,8 @@ def no_workspace(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_a_rank_that_cannot_make_a_workspace_leaves_all_without_and_none_tries_again():
-    on_ranks(no_workspace, 2)
-
-
-def no_streams(rank, world, _, place):
+@as_ranks(2)
+def test_a_rank_that_fails_behind_the_workspace_leaves_all_without(rank, world, place):
     from warplink.errors import DriverError
     from warplink.torch import group as module, workspaces
 
@@ -138,11 +127,8 @@ def no_streams(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_a_rank_that_fails_behind_the_workspace_leaves_all_without():
-    on_ranks(no_streams, 2)
-
-
-def all_join(rank, world, _, place):
+@as_ranks(2)
+def test_calls_take_short_ways_once_it_is_known_which_go_direct(rank, world, place):
     from warplink.torch import group as module
 
     class Made:
@@ -171,11 +157,8 @@ def all_join(rank, world, _, place):
         assert "alltoall_base" not in ways and "allreduce" not in ways
 
 
-def test_calls_take_short_ways_once_it_is_known_which_go_direct():
-    on_ranks(all_join, 2)
-
-
-def in_a_barrier(rank, world, _, place):
+@as_ranks(2)
+def test_members_join_in_a_barrier_once_each_has_a_gpu(rank, world, place):
     from warplink.torch import group as module
 
     class Made:
@@ -217,11 +200,8 @@ def in_a_barrier(rank, world, _, place):
         dist.destroy_process_group()
 
 
-def test_members_join_in_a_barrier_once_each_has_a_gpu():
-    on_ranks(in_a_barrier, 2)
-
-
-def lost_meanwhile(rank, world, _, place):
+@as_ranks(2)
+def test_a_member_that_is_lost_meanwhile_is_told(rank, world, place):
     from warplink.errors import PeerLostError
     from warplink.torch import agreement
 
@@ -242,15 +222,11 @@ def lost_meanwhile(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_a_member_that_is_lost_meanwhile_is_told():
-    on_ranks(lost_meanwhile, 2)
-
-
-def told(rank, world, _, place):
+@as_ranks(2)
+def test_members_tell_one_another_by_the_store(dist, rank, world):
     from warplink.errors import TimeoutError
     from warplink.torch import joining
 
-    dist = start(rank, world, place)
     store = dist.group.WORLD.get_group_store()
     assert joining.all_gather(store, rank, world, "all", f"rank {rank}", 60) == ["rank 0", "rank 1"]
     if rank == 0:
@@ -258,11 +234,6 @@ def told(rank, world, _, place):
             joining.all_gather(store, rank, world, "one", "here", 0.1)
         assert (caught.value.rank, caught.value.peer) == (0, 1)
     dist.barrier()
-    dist.destroy_process_group()
-
-
-def test_members_tell_one_another_by_the_store():
-    on_ranks(told, 2)
 
 
 def without_peers_memory(rank, world, _, place, number):

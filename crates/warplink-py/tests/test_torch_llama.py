@@ -4,8 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import compile_every_graph  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import as_ranks, compile_every_graph, on_ranks, start  # noqa: E402
 
 
 def losses(rank, world, _, place, backend, way, device="cpu", fused=False, **sizes):
@@ -31,15 +30,12 @@ def losses(rank, world, _, place, backend, way, device="cpu", fused=False, **siz
     return found
 
 
-def compare(rank, world, meeting, place):
+@as_ranks(2)
+def test_a_model_trains_as_with_gloo_in_every_way(rank, world, meeting, place):
     for way in ("ddp", "fsdp2", "tp", "pipeline", "experts"):
         expected = losses(rank, world, meeting, place + way, "gloo", way)
         assert len(expected) == 20 and expected[-1] < 0.8 * expected[0], (way, expected)
         assert losses(rank, world, meeting, place + way, "cpu:warplink", way) == pytest.approx(expected, rel=1e-4), way
-
-
-def test_a_model_trains_as_with_gloo_in_every_way():
-    on_ranks(compare, 2)
 
 
 def compare_fused(rank, world, meeting, place):

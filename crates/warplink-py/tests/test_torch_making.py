@@ -7,11 +7,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import Stopwatch, meet  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet, on_ranks, start  # noqa: E402
 
 
-def alone(rank, world, _, place):
+@as_ranks(1)
+def test_a_group_is_not_waited_for_any_longer_than_its_timeout(place):
     import torch.distributed as dist
 
     import warplink.torch  # noqa: F401
@@ -25,14 +25,10 @@ def alone(rank, world, _, place):
     assert (caught.value.rank, caught.value.peer, caught.value.kind) == (0, 1, "timeout")
 
 
-def test_a_group_is_not_waited_for_any_longer_than_its_timeout():
-    on_ranks(alone, 1)
-
-
-def monitored(rank, world, _, place):
+@as_ranks(3)
+def test_monitored_barriers(dist, rank, world, place):
     from warplink.errors import TimeoutError
 
-    dist = start(rank, world, place)
     group = dist.group.WORLD
     before = group._store.num_keys()
     for _ in range(10):
@@ -46,14 +42,10 @@ def monitored(rank, world, _, place):
         assert (error.rank, error.peer) == (rank, 1 if rank == 0 else 0)
         assert error.kind == "timeout" and error.operation == "monitored_barrier"
     meet(place, "timed out", rank, range(world))
-    dist.destroy_process_group()
 
 
-def test_monitored_barriers():
-    on_ranks(monitored, 3)
-
-
-def exited(rank, world, _, place):
+@as_ranks(2, dies=(1,))
+def test_a_rank_that_exits_is_lost_to_the_others(rank, world, place):
     dist = start(rank, world, place)
     dist.barrier()
     if rank == 1:
@@ -64,17 +56,14 @@ def exited(rank, world, _, place):
     assert watch.elapsed() < 5 and caught.value.peer == 1
 
 
-def test_a_rank_that_exits_is_lost_to_the_others():
-    on_ranks(exited, 2, dies=(1,))
-
-
 class NcclOptions:
     """Stands in for NCCL's options."""
 
     is_high_priority_stream = False
 
 
-def split_on_gpus(rank, world, _, place):
+@as_ranks(2)
+def test_groups_of_nccl_are_split_from_their_parent(rank, world, place):
     """NCCL's groups, with Gloo in its place."""
     from torch.distributed import distributed_c10d as c10d
 
@@ -121,10 +110,6 @@ def split_on_gpus(rank, world, _, place):
     sys.stdout.flush()
 
 
-def test_groups_of_nccl_are_split_from_their_parent():
-    on_ranks(split_on_gpus, 2)
-
-
 def bound(rank, world, _, place):
     dist = start(rank, world, place, device_id=torch.device("cpu:0"))
     part = dist.new_group([0])
@@ -151,7 +136,8 @@ def test_a_caller_that_does_not_tell_the_backends_is_logged(caplog):
     assert "does not say which backend was asked for on each device" in caplog.text
 
 
-def made_quietly(rank, world, _, place):
+@as_ranks(2)
+def test_the_callers_of_this_release_tell_the_backends(rank, world, place):
     import logging
 
     warned = []
@@ -163,10 +149,6 @@ def made_quietly(rank, world, _, place):
     dist.new_group(list(range(world)), backend="warplink")
     dist.destroy_process_group()
     assert not warned, warned
-
-
-def test_the_callers_of_this_release_tell_the_backends():
-    on_ranks(made_quietly, 2)
 
 
 def test_no_property_of_the_host_backend_asks_itself():

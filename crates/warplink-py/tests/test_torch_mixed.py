@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import on_ranks, start  # noqa: E402
 
 WORLD = 2
 

@@ -7,8 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import Stopwatch  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import Stopwatch, as_ranks, start  # noqa: E402
 
 import warplink  # noqa: E402
 from warplink.torch.workspace import MAX_PLANS  # noqa: E402
@@ -42,18 +41,16 @@ def begin(rank, world, place, **options):
     return dist, a, torch.randn(8, 4, generator=generator), dist.group.WORLD.group_name
 
 
-def by_get(rank, world, _, place):
+@as_ranks(WORLD)
+def test_receives_that_get(rank, world, place):
     os.environ["WARPLINK_PROTOCOL"] = "get"
     dist, a, b, name = begin(rank, world, place, timeout=20)
     fused(dist, a, b, name)
     dist.destroy_process_group()
 
 
-def test_receives_that_get():
-    on_ranks(by_get, WORLD)
-
-
-def made_in_inference(rank, world, _, place):
+@as_ranks(WORLD)
+def test_plans_made_in_inference_mode_serve_all_modes(rank, world, place):
     dist, a, b, name = begin(rank, world, place)
     with torch.inference_mode():
         fused(dist, a.clone(), b.clone(), name)
@@ -65,11 +62,8 @@ def made_in_inference(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_plans_made_in_inference_mode_serve_all_modes():
-    on_ranks(made_in_inference, WORLD)
-
-
-def with_gradients(rank, world, _, place):
+@as_ranks(WORLD)
+def test_plans_hold_no_gradients(rank, world, place):
     dist, a, b, name = begin(rank, world, place)
     for _ in range(2):
         fused(dist, (a.requires_grad_() * 2), b.requires_grad_(), name)
@@ -80,11 +74,8 @@ def with_gradients(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_plans_hold_no_gradients():
-    on_ranks(with_gradients, WORLD)
-
-
-def backwards(rank, world, _, place):
+@as_ranks(WORLD)
+def test_fused_operations_have_no_gradients_whatever_runs_them(rank, world, place):
     dist, a, b, name = begin(rank, world, place)
     ops, alone = torch.ops.warplink, [dist.new_group([peer]) for peer in range(world)][rank].group_name
     for dtype, group in ((torch.float32, name), (torch.float64, name), (torch.float32, alone)):
@@ -106,11 +97,8 @@ def backwards(rank, world, _, place):
     dist.destroy_process_group()
 
 
-def test_fused_operations_have_no_gradients_whatever_runs_them():
-    on_ranks(backwards, WORLD)
-
-
-def aborted(rank, world, _, place):
+@as_ranks(WORLD)
+def test_an_abort_ends_what_others_wait_for(rank, world, place):
     dist = start(rank, world, place, "cpu:gloo,cuda:warplink", timeout=40)
     group = dist.group.WORLD
     group.intra_node_barrier("cpu")
@@ -127,12 +115,8 @@ def aborted(rank, world, _, place):
     assert begun.elapsed() < 10, begun.elapsed()
 
 
-def test_an_abort_ends_what_others_wait_for():
-    on_ranks(aborted, WORLD)
-
-
-def streams(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(WORLD)
+def test_plans_that_were_recorded_stay(dist):
     space = dist.group.WORLD.workspace()
     with space.turn() as stream:
         assert stream is space.stream
@@ -145,8 +129,3 @@ def streams(rank, world, _, place):
         space.plan(number, object)
     assert space.plan("recorded", object) is made
     assert len(space.plans) == MAX_PLANS + 1
-    dist.destroy_process_group()
-
-
-def test_plans_that_were_recorded_stay():
-    on_ranks(streams, WORLD)

@@ -8,7 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from test_torch_direct_collectives import calls_on_host  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import as_ranks, on_ranks, start  # noqa: E402
 
 SHAPES = [((4, 8), 0), ((3, 5, 8), 0), ((3, 5, 8), 1), ((1, 5, 8), 1), ((2, 3, 5, 8), 2), ((3, 5, 8), 2), ((7, 8), 1)]
 
@@ -71,8 +71,8 @@ def test_fused_operations_equal_the_unfused(dtype):
     on_ranks(fused, 2, dtype)
 
 
-def tried(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(2)
+def test_members_decide_alike_what_is_faster_and_do_it(dist, rank, world):
     from warplink.torch.trials import Decision
 
     ops, group = torch.ops.warplink, dist.group.WORLD
@@ -101,15 +101,10 @@ def tried(rank, world, _, place):
                 decisions = [None] * world
                 dist.all_gather_object(decisions, list(map(str, space.decisions.items())))
                 assert decisions == [decisions[0]] * world
-    dist.destroy_process_group()
 
 
-def test_members_decide_alike_what_is_faster_and_do_it():
-    on_ranks(tried, 2)
-
-
-def without_overlap(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(2)
+def test_a_plan_without_overlap_is_tried_where_the_plain_pair_is_faster(dist, rank, world):
     from warplink.torch import trials
     from warplink.torch.trials import Decision
 
@@ -134,14 +129,10 @@ def without_overlap(rank, world, _, place):
     assert not gathers(2, (False, True)).has_collectives
     assert gathers(3, (False, False), (True, False)).has_collectives
     assert gathers(4, (False, False), (False, False)) is None
-    dist.destroy_process_group()
 
 
-def test_a_plan_without_overlap_is_tried_where_the_plain_pair_is_faster():
-    on_ranks(without_overlap, 2)
-
-
-def again(rank, world, _, place):
+@as_ranks(2)
+def test_calls_like_earlier_ones_take_the_short_path(rank, world, place):
     """Calls like earlier ones, whose longer path is taken away."""
     dist = start(rank, world, place)
     from warplink.errors import ClosedError
@@ -223,13 +214,10 @@ def again(rank, world, _, place):
         plain()
 
 
-def test_calls_like_earlier_ones_take_the_short_path():
-    on_ranks(again, 2)
-
-
-def by_collectives(rank, world, _, place):
+@pytest.mark.parametrize("world", [2, 3])
+@as_ranks()
+def test_plans_with_collectives_run_where_tensors_are(dist, rank, world):
     """Plans of a collective and a product, whose tensors stay where they are, and which are recorded where they recur."""
-    dist = start(rank, world, place)
     ops, group = torch.ops.warplink, dist.group.WORLD
     space, name = group.workspace("cpu"), group.group_name
     executor, known = space.executor, []
@@ -257,12 +245,6 @@ def by_collectives(rank, world, _, place):
     assert len(plans) == 2
     for plan in plans:
         assert plan.has_collectives and plan.plan.lowering == "collective" and not plan.own
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_plans_with_collectives_run_where_tensors_are(world):
-    on_ranks(by_collectives, world)
 
 
 def sizes(rank, world, _, place):
@@ -287,8 +269,8 @@ def test_plans_of_many_sizes_take_limited_memory():
         assert last <= full + 40, (full, last)
 
 
-def buffers(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(2)
+def test_buffers_hold_all_element_types(dist, rank):
     group = dist.distributed_c10d._get_default_group()
     types = (torch.float8_e4m3fn, torch.uint16, torch.uint32, torch.uint64, torch.float32)
     for offset, dtype in enumerate(types):
@@ -299,16 +281,11 @@ def buffers(rank, world, _, place):
         theirs = group.get_p2p_buffer(1 - rank, (2, 8), dtype, offset)
         assert (theirs.view(torch.uint8) == 2 - rank).all()
         dist.barrier()
-    dist.destroy_process_group()
 
 
-def test_buffers_hold_all_element_types():
-    on_ranks(buffers, 2)
-
-
-def side_by_side(rank, world, _, place):
+@as_ranks(2)
+def test_tensors_side_by_side_in_the_buffer(dist, rank, world):
     """Operations of a group that comes from ``symm_mem`` on several tensors of its buffer."""
-    dist = start(rank, world, place)
     group = dist.group.WORLD
     first = group.get_p2p_buffer(rank, (1024,), torch.float32)
     second = group.get_p2p_buffer(rank, (512,), torch.bfloat16, 2 * 1024)
@@ -325,8 +302,3 @@ def side_by_side(rank, world, _, place):
         group.intra_node_barrier()
         for peer in range(world):
             assert (whole[peer] == peer + turn).all()
-    dist.destroy_process_group()
-
-
-def test_tensors_side_by_side_in_the_buffer():
-    on_ranks(side_by_side, 2)

@@ -6,11 +6,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import as_ranks, start  # noqa: E402
 
 
-def profiled(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(2)
+def test_a_profile_has_every_call(dist, rank, world, place):
     peer = 1 - rank
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         dist.all_reduce(torch.ones(3, 4))
@@ -46,11 +46,6 @@ def profiled(rank, world, _, place):
         "Process Group Name": str(dist.group.WORLD.group_name),
     }
     assert {name: said.get(name) for name in expected} == expected
-    dist.destroy_process_group()
-
-
-def test_a_profile_has_every_call():
-    on_ranks(profiled, 2)
 
 
 def counted(rank, world, place, backend):
@@ -86,11 +81,8 @@ def counted(rank, world, place, backend):
     return {str(operator): count for operator, count in mode.get_comm_counts().items()}
 
 
-def counted_as_with_gloo(rank, world, _, place):
+@as_ranks(2)
+def test_debug_modes_see_every_call(rank, world, place):
     expected = counted(rank, world, place, "gloo")
     assert expected["c10d.allreduce_"] >= 2 and len(expected) >= 9
     assert counted(rank, world, place, "warplink") == expected
-
-
-def test_debug_modes_see_every_call():
-    on_ranks(counted_as_with_gloo, 2)

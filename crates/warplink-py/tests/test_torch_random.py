@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import on_ranks, start  # noqa: E402
 
 #: By element type: how far results may be off, relative to the largest.
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}

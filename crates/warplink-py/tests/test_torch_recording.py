@@ -6,7 +6,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from test_torch_differing import gather, scatter  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import as_ranks  # noqa: E402
 
 WORLD = 2
 
@@ -34,10 +34,10 @@ class Recording:
         torch.autograd.profiler._is_profiler_enabled = records
 
 
-def first_calls(rank, world, _, place):
+@as_ranks(WORLD, timeout=20)
+def test_first_calls_in_a_graph_raise(dist, rank):
     from warplink.errors import InvalidArgumentError
 
-    dist = start(rank, world, place, timeout=20)
     group = dist.group.WORLD
     name = group.group_name
     with pytest.MonkeyPatch.context() as patch:
@@ -67,15 +67,10 @@ def first_calls(rank, world, _, place):
             recording.now = False
     space = group.workspace()
     assert len(space.plans) == len(space._recorded) == 4
-    dist.destroy_process_group()
 
 
-def test_first_calls_in_a_graph_raise():
-    on_ranks(first_calls, WORLD)
-
-
-def unfused(rank, world, _, place):
-    dist = start(rank, world, place, timeout=20)
+@as_ranks(WORLD, timeout=20)
+def test_what_runs_as_a_collective_and_a_matmul_may_be_recorded_at_once(dist):
     name = dist.group.WORLD.group_name
     with pytest.MonkeyPatch.context() as patch:
         recording = Recording(patch)
@@ -84,8 +79,3 @@ def unfused(rank, world, _, place):
             _, (product,) = gather(name, 4, dtype)
             assert (product == 8).all()
         assert not dist.group.WORLD._workspaces
-    dist.destroy_process_group()
-
-
-def test_what_runs_as_a_collective_and_a_matmul_may_be_recorded_at_once():
-    on_ranks(unfused, WORLD)

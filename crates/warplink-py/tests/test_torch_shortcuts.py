@@ -7,9 +7,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import run_ranks  # noqa: E402
+from conftest import as_ranks, start  # noqa: E402
 from test_torch_direct_collectives import calls_on_host, numbers  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
 
 
 class OnGpu:
@@ -57,7 +56,8 @@ def now(options, op=None):
     return options
 
 
-def short_and_long(rank, world, _, place):
+@as_ranks(2)
+def test_calls_of_cuda_tensors_alone_take_the_short_way(rank, world, place):
     from torch.distributed import distributed_c10d as c10d
 
     from warplink.errors import ClosedError
@@ -103,10 +103,6 @@ def short_and_long(rank, world, _, place):
             call()
 
 
-def test_calls_of_cuda_tensors_alone_take_the_short_way():
-    on_ranks(short_and_long, 2)
-
-
 def test_short_ways_hold_no_group():
     from warplink.torch import shortcuts
 
@@ -130,7 +126,9 @@ def test_short_ways_hold_no_group():
         kept([torch.ones(1)])
 
 
-def short_ways(rank, world, meeting):
+@pytest.mark.parametrize("world", [1, 2, 3])
+@as_ranks()
+def test_calls_that_need_no_work_take_the_short_way(rank, world, meeting):
     from torch.distributed import distributed_c10d as c10d
 
     import warplink
@@ -213,11 +211,6 @@ def short_ways(rank, world, meeting):
             group._allgather_base(Passing(torch.zeros(1)), alike, now(c10d.AllgatherOptions()))
         shortcuts.close(group)
         assert not vars(group)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_calls_that_need_no_work_take_the_short_way(world):
-    run_ranks(short_ways, world)
 
 
 @pytest.mark.parametrize("messages", [False, True])

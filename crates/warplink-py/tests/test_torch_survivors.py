@@ -8,8 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import Stopwatch, meet  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import Stopwatch, meet, on_ranks, start  # noqa: E402
 
 #: Members of a group, and which of them is killed.
 WORLD = 3

@@ -6,13 +6,13 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from test_torch_fusion import fuse_only, start_compiling  # noqa: E402
-from test_torch_group import on_ranks  # noqa: E402
+from conftest import as_ranks  # noqa: E402
 
 WORLD = 2
 
 
-def trimmed(rank, world, _, place):
-    dist = start_compiling(rank, world, place)
+@as_ranks(WORLD, limit=300.0, starts=start_compiling)
+def test_gathers_of_padded_parts_are_fused_and_the_results_are_cut(rank, world, dist):
     import torch.distributed._functional_collectives as funcol
 
     import warplink.torch
@@ -126,8 +126,3 @@ def trimmed(rank, world, _, place):
             assert found.replaced, found
     finally:
         warplink.torch.disable_fusion()
-    dist.destroy_process_group()
-
-
-def test_gathers_of_padded_parts_are_fused_and_the_results_are_cut():
-    on_ranks(trimmed, WORLD, limit=300.0)

@@ -9,13 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import meet  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import as_ranks, meet  # noqa: E402
 
 
-def callbacks(rank, world, _, place):
+@as_ranks(2, timeout=20)
+def test_callbacks_of_futures_make_calls(dist, world):
     """Callbacks that wait for another call, as hooks of DDP do."""
-    dist = start(rank, world, place, timeout=20)
 
     def again(future):
         work = dist.all_reduce(future.value()[0], async_op=True)
@@ -33,18 +32,13 @@ def callbacks(rank, world, _, place):
         future = work.get_future()
         work.wait()
         assert future.done()
-    dist.destroy_process_group()
 
 
-def test_callbacks_of_futures_make_calls():
-    on_ranks(callbacks, 2)
-
-
-def hooked(rank, world, _, place):
+@as_ranks(2, timeout=20)
+def test_powersgd(dist):
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
-    dist = start(rank, world, place, timeout=20)
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(64, 64))
     state = powerSGD_hook.PowerSGDState(None, 1, start_powerSGD_iter=2)
@@ -54,17 +48,12 @@ def hooked(rank, world, _, place):
     own = model.module.weight.grad.clone()
     dist.broadcast(own, 0)
     assert torch.equal(own, model.module.weight.grad)
-    dist.destroy_process_group()
 
 
-def test_powersgd():
-    on_ranks(hooked, 2)
-
-
-def inference(rank, world, _, place):
+@as_ranks(2)
+def test_inference_mode(dist, rank, world):
     import torch.distributed._functional_collectives as functional
 
-    dist = start(rank, world, place)
     peer = 1 - rank
     with torch.inference_mode():
         whole = torch.empty(2 * world, 3)[:, :2]
@@ -82,16 +71,11 @@ def inference(rank, world, _, place):
     total = torch.ones(2)
     dist.all_reduce(total)
     assert (total == world).all() and not total.is_inference()
-    dist.destroy_process_group()
 
 
-def test_inference_mode():
-    on_ranks(inference, 2)
-
-
-def mistaken(rank, world, _, place):
+@as_ranks(2, timeout=20)
+def test_mistakes_end_nothing(dist, rank, world):
     """An error of one rank raises there, and ends nothing."""
-    dist = start(rank, world, place, timeout=20)
     group = dist.group.WORLD
     overlapping = torch.zeros(1).expand(4)
     for wrong, kind, says in (
@@ -113,18 +97,13 @@ def mistaken(rank, world, _, place):
         total = small.clone()
         dist.all_reduce(total, op)
         assert (total.float() == expected).all()
-    dist.destroy_process_group()
 
 
-def test_mistakes_end_nothing():
-    on_ranks(mistaken, 2)
-
-
-def raised(rank, world, _, place):
+@as_ranks(2)
+def test_errors_do_not_grow(dist, rank):
     """An error that many calls raise is one of its own in each."""
     from warplink.errors import MismatchError
 
-    dist = start(rank, world, place)
     lengths = []
     for _ in range(20):
         with pytest.raises(MismatchError) as caught:
@@ -134,17 +113,12 @@ def raised(rank, world, _, place):
     assert lengths[-1] <= lengths[1], lengths
     kept = dist.group.WORLD._host._failure
     assert kept.__traceback__ is None
-    dist.destroy_process_group()
 
 
-def test_errors_do_not_grow():
-    on_ranks(raised, 2)
-
-
-def waited(rank, world, _, place):
+@as_ranks(2)
+def test_a_wait_with_a_limit(dist, rank, place):
     from warplink.errors import TimeoutError
 
-    dist = start(rank, world, place)
     if rank == 0:
         work = dist.all_reduce(torch.ones(2), async_op=True)
         with pytest.raises(TimeoutError, match="rank 0: all_reduce: timed out after 0.2 s") as caught:
@@ -155,16 +129,11 @@ def waited(rank, world, _, place):
     else:
         meet(place, "waited", rank, range(2))
         dist.all_reduce(torch.ones(2))
-    dist.destroy_process_group()
 
 
-def test_a_wait_with_a_limit():
-    on_ranks(waited, 2)
-
-
-def coalesced(rank, world, _, place):
+@as_ranks(2)
+def test_coalescing_is_a_threads(dist, rank):
     """Another thread's calls are not of those that one coalesces."""
-    dist = start(rank, world, place)
     group, cpu = dist.group.WORLD, torch.device("cpu")
     group._start_coalescing(cpu)
     call = group.send if rank == 0 else group.recv
@@ -174,18 +143,13 @@ def coalesced(rank, world, _, place):
     other.join()
     assert group._end_coalescing(cpu)._works == [own]
     own.wait()
-    dist.destroy_process_group()
 
 
-def test_coalescing_is_a_threads():
-    on_ranks(coalesced, 2)
-
-
-def any_source(rank, world, _, place):
+@as_ranks(3, timeout=2)
+def test_a_receive_that_times_out_ends_alone(dist, rank, world, place):
     """A rank that sends nothing does not end what the others send."""
     from warplink.errors import TimeoutError
 
-    dist = start(rank, world, place, timeout=2)
     got = torch.zeros(1)
     if rank == 1:
         dist.send(torch.ones(1), 0)
@@ -203,17 +167,12 @@ def any_source(rank, world, _, place):
             assert got == 10 + peer
     else:
         dist.send(torch.tensor([10.0 + rank]), 0)
-    dist.destroy_process_group()
 
 
-def test_a_receive_that_times_out_ends_alone():
-    on_ranks(any_source, 3)
-
-
-def another_type(rank, world, _, place):
+@as_ranks(2)
+def test_a_message_of_another_type(dist, rank):
     from warplink.errors import MismatchError
 
-    dist = start(rank, world, place)
     if rank == 0:
         works = [dist.isend(torch.ones(1), 1, tag=tag) for tag in (1, 2, 3)]
         for work in works:
@@ -226,18 +185,13 @@ def another_type(rank, world, _, place):
             with pytest.raises(MismatchError, match="4 bytes of float32; expected 4 of int32") as caught:
                 dist.recv(torch.zeros(1, dtype=torch.int32), 0, tag=tag)
             assert caught.value.peer == 0
-    dist.destroy_process_group()
 
 
-def test_a_message_of_another_type():
-    on_ranks(another_type, 2)
-
-
-def killed(rank, world, _, place):
+@as_ranks(2, dies=(1,))
+def test_a_sender_that_dies_in_a_message(dist, rank):
     """A rank that dies between the header of a message and the message."""
     import warplink.torch.messages
 
-    dist = start(rank, world, place)
     dist.barrier()
     if rank == 1:
         send, sent = warplink.torch.messages._Line.send, []
@@ -257,8 +211,3 @@ def killed(rank, world, _, place):
             time.sleep(0.01)
         with pytest.raises(ConnectionError):
             work.wait(timedelta(seconds=0.1))
-    dist.destroy_process_group()
-
-
-def test_a_sender_that_dies_in_a_message():
-    on_ranks(killed, 2, dies=(1,))

@@ -4,8 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import Stopwatch, meet  # noqa: E402
-from test_torch_group import on_ranks, start  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet, on_ranks, start  # noqa: E402
 
 WORLD = 2
 
@@ -75,8 +74,8 @@ def test_scales_and_biases_of_another_device():
             check_scaling(a, b, *given)
 
 
-def on_all(rank, world, _, place):
-    dist = start(rank, world, place, timeout=20)
+@as_ranks(WORLD, timeout=20)
+def test_wrong_arguments_on_all_ranks(dist):
     for call in calls(dist.group.WORLD.group_name):
         for made in (False, True):
             for changed, says in WRONG:
@@ -84,15 +83,10 @@ def on_all(rank, world, _, place):
                     call(**changed)
             # A plan is made with the first one.
             call()
-    dist.destroy_process_group()
 
 
-def test_wrong_arguments_on_all_ranks():
-    on_ranks(on_all, WORLD)
-
-
-def on_one(rank, world, _, place):
-    dist = start(rank, world, place, timeout=20)
+@as_ranks(WORLD, timeout=20)
+def test_wrong_arguments_on_one_rank(dist, rank):
     for call in calls(dist.group.WORLD.group_name):
         call()
         for changed, says in WRONG:
@@ -101,11 +95,6 @@ def on_one(rank, world, _, place):
                 with pytest.raises((ValueError, RuntimeError), match=says):
                     call(**changed)
             call()
-    dist.destroy_process_group()
-
-
-def test_wrong_arguments_on_one_rank():
-    on_ranks(on_one, WORLD)
 
 
 def refused_in_the_middle(rank, world, _, place, number):

@@ -16,12 +16,7 @@ from warplink.errors import (
     UnsupportedError,
 )
 
-from conftest import run_ranks
-
-
-def join(rank, world, meeting, **options):
-    """Joins on the device that WARPLINK_TEST_DEVICE names, the host device if none."""
-    return warplink.Job.join(rank, world, meeting, timeout=30.0, **options)
+from conftest import as_ranks, join, run_ranks
 
 
 def ring(rank, world, meeting, protocol, path):
@@ -55,87 +50,72 @@ def test_a_ring_of_transfers(protocol, path):
         assert gathered == [b"\0", b"\1", b"\2"]
 
 
-def paths(rank, world, meeting):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        region = comm.alloc(64)
-        with pytest.raises(ParseError, match="unknown path 'sm'; expected copy-engine"):
-            warplink.Send(region, 1 - rank, path="sm")
-        own = ["copy-engine", "multiprocessors"][rank]
-        request = warplink.Receive(region, 0, path=own) if rank else warplink.Send(region, 1, path=own)
-        with pytest.raises(MismatchError, match="this rank uses the path"):
-            comm.exchange([request])
-        comm.barrier()
+@as_ranks(2)
+def test_ranks_choose_the_same_path(comm, rank):
+    region = comm.alloc(64)
+    with pytest.raises(ParseError, match="unknown path 'sm'; expected copy-engine"):
+        warplink.Send(region, 1 - rank, path="sm")
+    own = ["copy-engine", "multiprocessors"][rank]
+    request = warplink.Receive(region, 0, path=own) if rank else warplink.Send(region, 1, path=own)
+    with pytest.raises(MismatchError, match="this rank uses the path"):
+        comm.exchange([request])
+    comm.barrier()
 
 
-def test_ranks_choose_the_same_path():
-    run_ranks(paths, 2)
-
-
-def arrays(rank, world, meeting):
+@as_ranks(2, device="host")
+def test_numpy_arrays_go_in_and_out_in_place(comm, rank):
     # NumPy arrays are the processor's memory.
-    with join(rank, world, meeting, device="host") as job:
-        comm = job.world()
-        region = comm.alloc(4 * 6)
-        view = region.view([2, 3], "f32")
-        array = numpy.asarray(view)
-        assert array.shape == (2, 3) and array.dtype == numpy.float32
-        array[:] = rank
-        # In place: what NumPy writes is what a peer receives.
-        received = comm.alloc(4 * 6)
-        stream = comm.create_stream()
-        peer = 1 - rank
-        comm.once([warplink.Send(region, peer), warplink.Receive(received, peer)], stream)
-        stream.synchronize()
-        assert (numpy.asarray(received.view([6], "f32")) == peer).all()
-        # DLPack, both ways, without copies.
-        assert numpy.from_dlpack(view).__array_interface__["data"][0] == region.address
-        own = numpy.arange(6, dtype=numpy.float32)
-        stream.copy(received, own)
-        stream.synchronize()
-        assert (numpy.asarray(received.view([6], "f32")) == own).all()
-        # Registered views of a region are the region's memory.
-        assert comm.register(array).address == region.address
-        with pytest.raises(UnsupportedError):
-            comm.register(own)
-        with pytest.raises(InvalidArgumentError, match="contiguous"):
-            stream.copy(received, numpy.zeros((6, 2), numpy.float32)[:, 0])
-        with pytest.raises(InvalidArgumentError):
-            region.view([7], "f32")
-        with pytest.raises(InvalidArgumentError):
-            region.slice(8, 25)
-        with pytest.raises(TypeError):
-            stream.copy(received, "text")
-        part = region.slice(8, 16)
-        assert (part.nbytes, part.address) == (8, region.address + 8)
-        part.upload(bytes(8))
-        assert region.download()[8:16] == bytes(8)
-        comm.barrier()
+    region = comm.alloc(4 * 6)
+    view = region.view([2, 3], "f32")
+    array = numpy.asarray(view)
+    assert array.shape == (2, 3) and array.dtype == numpy.float32
+    array[:] = rank
+    # In place: what NumPy writes is what a peer receives.
+    received = comm.alloc(4 * 6)
+    stream = comm.create_stream()
+    peer = 1 - rank
+    comm.once([warplink.Send(region, peer), warplink.Receive(received, peer)], stream)
+    stream.synchronize()
+    assert (numpy.asarray(received.view([6], "f32")) == peer).all()
+    # DLPack, both ways, without copies.
+    assert numpy.from_dlpack(view).__array_interface__["data"][0] == region.address
+    own = numpy.arange(6, dtype=numpy.float32)
+    stream.copy(received, own)
+    stream.synchronize()
+    assert (numpy.asarray(received.view([6], "f32")) == own).all()
+    # Registered views of a region are the region's memory.
+    assert comm.register(array).address == region.address
+    with pytest.raises(UnsupportedError):
+        comm.register(own)
+    with pytest.raises(InvalidArgumentError, match="contiguous"):
+        stream.copy(received, numpy.zeros((6, 2), numpy.float32)[:, 0])
+    with pytest.raises(InvalidArgumentError):
+        region.view([7], "f32")
+    with pytest.raises(InvalidArgumentError):
+        region.slice(8, 25)
+    with pytest.raises(TypeError):
+        stream.copy(received, "text")
+    part = region.slice(8, 16)
+    assert (part.nbytes, part.address) == (8, region.address + 8)
+    part.upload(bytes(8))
+    assert region.download()[8:16] == bytes(8)
+    comm.barrier()
 
 
-def test_numpy_arrays_go_in_and_out_in_place():
-    run_ranks(arrays, 2)
-
-
-def mismatched(rank, world, meeting):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        region = comm.alloc(64 + rank)
-        request = warplink.Send(region, 1) if rank == 0 else warplink.Receive(region, 0)
-        with pytest.raises(MismatchError) as caught:
-            comm.exchange([request])
-        assert caught.value.kind == "mismatch" and caught.value.peer == 1 - rank
-        assert caught.value.rank == rank
-        other = comm.alloc(8)
-        if rank == 0:
-            with pytest.raises(TimeoutError) as caught:
-                comm.exchange([warplink.Receive(other, 1, tag=3)], timeout=0.2)
-            assert caught.value.kind == "timeout" and isinstance(caught.value, OSError)
-        comm.barrier()
-
-
-def test_errors_carry_kind_peer_and_rank():
-    run_ranks(mismatched, 2)
+@as_ranks(2)
+def test_errors_carry_kind_peer_and_rank(comm, rank):
+    region = comm.alloc(64 + rank)
+    request = warplink.Send(region, 1) if rank == 0 else warplink.Receive(region, 0)
+    with pytest.raises(MismatchError) as caught:
+        comm.exchange([request])
+    assert caught.value.kind == "mismatch" and caught.value.peer == 1 - rank
+    assert caught.value.rank == rank
+    other = comm.alloc(8)
+    if rank == 0:
+        with pytest.raises(TimeoutError) as caught:
+            comm.exchange([warplink.Receive(other, 1, tag=3)], timeout=0.2)
+        assert caught.value.kind == "timeout" and isinstance(caught.value, OSError)
+    comm.barrier()
 
 
 def lost(rank, world, meeting):
@@ -161,66 +141,62 @@ def test_a_lost_rank_raises_in_the_others_and_the_rest_go_on():
     assert run_ranks(lost, 3)[:2] == ["Communicator(closed)"] * 2
 
 
-def groups(rank, world, meeting):
+@as_ranks(4, device="host")
+def test_subgroups_and_collectives(comm, rank, world):
     # NumPy arrays are the processor's memory.
-    with join(rank, world, meeting, device="host") as job:
-        comm = job.world()
-        half = comm.split(rank % 2)
-        assert half.job_ranks == [r for r in range(world) if r % 2 == rank % 2]
-        if rank in (0, 3):
-            pair = comm.subgroup([3, 0])
-            assert pair.rank == (0 if rank == 3 else 1)
-            assert pair.all_gather_bytes(bytes([rank])) == [b"\3", b"\0"]
-        comm.barrier()
-        stream, group = half.create_stream(), half.job_ranks
-        own = numpy.full(4, rank, numpy.float32)
-        for path in (None, "direct", "engine"):
-            collectives = half.collectives(path=path, workspace_bytes=1 << 20)
-            assert (collectives.path, collectives.size) == (path or "direct", 2)
-            results = {}
+    half = comm.split(rank % 2)
+    assert half.job_ranks == [r for r in range(world) if r % 2 == rank % 2]
+    if rank in (0, 3):
+        pair = comm.subgroup([3, 0])
+        assert pair.rank == (0 if rank == 3 else 1)
+        assert pair.all_gather_bytes(bytes([rank])) == [b"\3", b"\0"]
+    comm.barrier()
+    stream, group = half.create_stream(), half.job_ranks
+    own = numpy.full(4, rank, numpy.float32)
+    for path in (None, "direct", "engine"):
+        collectives = half.collectives(path=path, workspace_bytes=1 << 20)
+        assert (collectives.path, collectives.size) == (path or "direct", 2)
+        results = {}
 
-            def result(name, length, kind=numpy.float32):
-                return results.setdefault(name, numpy.full(length, 77, kind))
+        def result(name, length, kind=numpy.float32):
+            return results.setdefault(name, numpy.full(length, 77, kind))
 
-            collectives.all_reduce(stream, result("sum", 4), own)
-            collectives.all_reduce(stream, result("average", 4), own, "average")
-            collectives.all_gather(stream, result("all_gather", 8), own)
-            mixed = numpy.array([rank, rank + 10], numpy.int64)
-            collectives.reduce_scatter(stream, result("reduce_scatter", 1, numpy.int64), mixed, "max")
-            collectives.all_to_all(stream, result("all_to_all", 2, numpy.int64), mixed)
-            collectives.broadcast(stream, result("broadcast", 4), own, 1)
-            collectives.reduce(stream, result("reduce", 4), own, 1, "min")
-            collectives.gather(stream, result("gather", 8), own, 1)
-            collectives.scatter(stream, result("scatter", 1, numpy.int64), mixed, 1)
-            collectives.barrier(stream)
-            with pytest.raises(ValueError, match="unknown operator 'mean'"):
-                collectives.all_reduce(stream, own.copy(), own, "mean")
-            with pytest.raises(ValueError, match="all_gather.*expected 2 times 16"):
-                collectives.all_gather(stream, own.copy(), own)
-            stream.synchronize(20)
-            root, last = half.rank == 1, group[1]
-            rows = [float(r) for r in group for _ in range(4)]
-            expected = {
-                "sum": [sum(group)] * 4,
-                "average": [sum(group) / 2] * 4,
-                "all_gather": rows,
-                "reduce_scatter": [last + 10 * half.rank],
-                "all_to_all": [r + 10 * half.rank for r in group],
-                "broadcast": [last] * 4,
-                "reduce": [group[0] if root else 77] * 4,
-                "gather": rows if root else [77] * 8,
-                "scatter": [last + 10 * half.rank],
-            }
-            assert {name: values.tolist() for name, values in results.items()} == expected
-        with pytest.raises(ValueError, match="unknown path 'fast'"):
-            half.collectives(path="fast")
+        collectives.all_reduce(stream, result("sum", 4), own)
+        collectives.all_reduce(stream, result("average", 4), own, "average")
+        collectives.all_gather(stream, result("all_gather", 8), own)
+        mixed = numpy.array([rank, rank + 10], numpy.int64)
+        collectives.reduce_scatter(stream, result("reduce_scatter", 1, numpy.int64), mixed, "max")
+        collectives.all_to_all(stream, result("all_to_all", 2, numpy.int64), mixed)
+        collectives.broadcast(stream, result("broadcast", 4), own, 1)
+        collectives.reduce(stream, result("reduce", 4), own, 1, "min")
+        collectives.gather(stream, result("gather", 8), own, 1)
+        collectives.scatter(stream, result("scatter", 1, numpy.int64), mixed, 1)
+        collectives.barrier(stream)
+        with pytest.raises(ValueError, match="unknown operator 'mean'"):
+            collectives.all_reduce(stream, own.copy(), own, "mean")
+        with pytest.raises(ValueError, match="all_gather.*expected 2 times 16"):
+            collectives.all_gather(stream, own.copy(), own)
+        stream.synchronize(20)
+        root, last = half.rank == 1, group[1]
+        rows = [float(r) for r in group for _ in range(4)]
+        expected = {
+            "sum": [sum(group)] * 4,
+            "average": [sum(group) / 2] * 4,
+            "all_gather": rows,
+            "reduce_scatter": [last + 10 * half.rank],
+            "all_to_all": [r + 10 * half.rank for r in group],
+            "broadcast": [last] * 4,
+            "reduce": [group[0] if root else 77] * 4,
+            "gather": rows if root else [77] * 8,
+            "scatter": [last + 10 * half.rank],
+        }
+        assert {name: values.tolist() for name, values in results.items()} == expected
+    with pytest.raises(ValueError, match="unknown path 'fast'"):
+        half.collectives(path="fast")
 
 
-def test_subgroups_and_collectives():
-    run_ranks(groups, 4)
-
-
-def closed(rank, world, meeting):
+@as_ranks(2)
+def test_what_is_closed_says_so(rank, world, meeting):
     job = join(rank, world, meeting)
     comm = job.world()
     job.close()
@@ -233,10 +209,6 @@ def closed(rank, world, meeting):
         warplink.Job.join(0, 1, "nowhere")
     with pytest.raises(ValueError, match="unknown device 'tpu'"):
         warplink.Job.join(0, 1, str(warplink.UniqueId.create()), device="tpu")
-
-
-def test_what_is_closed_says_so():
-    run_ranks(closed, 2)
 
 
 def steps(rank, world, meeting):

@@ -114,6 +114,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 2) warplink_transfer(c
             if (transfer.late >> i & 1u) store(transfer.operations[i].word, 0);
     }
     if (transfer.arrivals[0] | transfer.arrivals[1]) {
+        // Once for both words: each `add` is relaxed, and whoever sees it must see the copy.
         detail::fence();
         for (u32 i = 0; i < 2; i++)
             if (transfer.arrivals[i]) add(transfer.arrivals[i]);

@@ -3,7 +3,7 @@
 //! `named!` declares such an enum. It is the only place of a value's documentation, its name and, if other languages use
 //! numbers, its number: lists in errors, the C header and the command's help are derived from [`Named`].
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 
 /// An enum declared by `named!`.
 pub trait Named: Copy + PartialEq + fmt::Debug + Send + Sync + 'static {
@@ -57,6 +57,17 @@ pub fn parse<T: Named>(text: &str, values: &[T]) -> Result<T, UnknownName> {
 /// The names of values as an error lists them: `a, b or c`.
 pub fn alternatives<T: Named>(values: &[T]) -> String {
     listed(values.iter().map(|value| value.name()))
+}
+
+/// Items, separated by commas.
+pub(crate) fn comma<T: fmt::Display>(items: impl IntoIterator<Item = T>) -> String {
+    let mut text = String::new();
+    for (number, item) in items.into_iter().enumerate() {
+        let lead = if number == 0 { "" } else { ", " };
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{lead}{item}");
+    }
+    text
 }
 
 /// Words as an error lists alternatives: `a, b or c`.

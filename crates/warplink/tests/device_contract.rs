@@ -15,12 +15,23 @@ mod memory;
 
 use common::{assert_names_peer, await_word, open_device, write_word};
 use std::any::Any;
+use std::sync::Arc;
 use std::time::Duration;
-use warplink::device::{AllocationKind, DeviceSlice, MemoryOp, Opening, Priority};
+use warplink::device::{
+    AllocationKind, Compute, Device, DeviceSlice, MemoryOp, Opening, Priority, Stream,
+};
 use warplink::{Deadline, DeviceKind, ErrorKind};
 
 fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(20))
+}
+
+/// A device, a stream of it, and what computes there.
+fn computing() -> (Arc<dyn Device>, Stream, Arc<dyn Compute>) {
+    let device = open_device();
+    let stream = device.create_stream(Priority::Normal).unwrap();
+    let compute = device.compute().unwrap();
+    (device, stream, compute)
 }
 
 #[test]

@@ -280,7 +280,7 @@ impl Call<'_> {
         // SAFETY: as above, of an error that belongs to this call.
         unsafe { (self.api().destroy_error)(&raw mut old) };
         let message = "XLA gives no stream for the call";
-        Err(Error::new(ErrorKind::Unsupported, message))
+        Err(Error::unsupported(message))
     }
 
     /// Number of the device among those of the process; 0 if XLA does not say.

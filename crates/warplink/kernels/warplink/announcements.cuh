@@ -74,6 +74,7 @@ __device__ __forceinline__ bool compare(Lane &lane, const Packet<8> &came, const
         if (await_packet(lane, at + 16 * i, one, flag)) *(volatile u64 *)(note + 8 * i) = (u64)one.unit.word[1] << 32 | one.unit.word[0];
     }
     *(volatile u64 *)(note + verdict_own + 8 * packet) = (u64)own.word[1] << 32 | own.word[0];
+    // The host reads the words only where this byte says that they are there.
     __threadfence_system();
     *(volatile unsigned char *)(note + 8 * verdict_words + packet) = differs;
     *(volatile u64 *)lane.abort = 1;
@@ -125,7 +126,8 @@ namespace detail {
 // Allocations of a rank in a table. Must match the host.
 constexpr u32 published_entries = 1024;
 
-// Bits of the offset in an announcement of a tensor. Must match the host.
+// Bits of the offset in an announcement of a tensor; the number of the allocation has the rest of a word. Must match the
+// host.
 constexpr u32 offset_bits = 48;
 
 }  // namespace detail
@@ -208,6 +210,7 @@ template <u32 INTEGERS, u32 TENSORS, u32 WORLD> struct AnnouncedTensors {
         // A rank announces only allocations that all others have in their tables.
         if (told != 0 && base == 0) {
             *(volatile unsigned char *)(verdict + detail::verdict_bytes * place + 8 * detail::verdict_words + packet) = detail::unknown_memory;
+            // A host that sees the abort finds the verdict.
             __threadfence_system();
             *(volatile u64 *)lane.abort = 1;
             lane.ended = true;

@@ -463,6 +463,7 @@ struct Channel {
     __device__ __forceinline__ bool push(u32 kind, At peers, At own, u64 bytes, u64 &position) const {
         position = detail::load_relaxed(head);
         for (u32 polls = 1;; polls++) {
+            // Acquire: pairs with `max_release`; the slot is overwritten only after the proxy has read it.
             if (position < detail::load_acquire(head + detail::seen_offset) + slots) {
                 const u64 before = atomicCAS((u64 *)head, position, position + 1);
                 if (before == position) break;
@@ -471,6 +472,7 @@ struct Channel {
             }
             // The read count is in host memory. One thread at a time polls it: many would delay the proxy's updates.
             if (detail::claim(head + detail::looking_offset)) {
+                // Acquire: the proxy advances the count after it has read the slots.
                 const u64 seen = detail::load_acquire(tail);
                 detail::max_release(head + detail::seen_offset, seen);
                 detail::release(head + detail::looking_offset);
@@ -483,6 +485,8 @@ struct Channel {
         const u64 lap = (position & slots) == 0 ? 1ull << 63 : 0;
         const u64 first = lap | (u64)kind << 59 | (u64)connection << 49 | (u64)own.region << 45 | own.offset << 9 | (bytes & 511u);
         const u64 second = lap | (u64)peers.region << 59 | peers.offset << 23 | bytes >> 9;
+        // The data that the trigger is about is visible before it; and the stop word below is read after it, as the
+        // comment there requires.
         detail::fence_all();
         asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(ring + 16 * (position & (slots - 1))), "l"(first), "l"(second) : "memory");
         // The proxy sets the stop word before it reads the claim count for the last time: a thread whose claim came

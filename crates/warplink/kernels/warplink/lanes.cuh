@@ -112,6 +112,7 @@ struct Lane {
             __syncwarp();
             detail::cluster_arrive();
         }
+        // The preceding launch on the workspace advances the epochs.
         detail::await_preceding();
     }
 
@@ -180,6 +181,7 @@ struct Lane {
         __syncthreads();
         gather();
         const u64 epoch = launches + 1;
+        // Needs no release: the end of the kernel orders it before the next one.
         if (threadIdx.x == 0) *(volatile u64 *)(epochs + 8 * blockIdx.x) = epoch;
         // One block is enough for those without one, so that the others end earlier.
         if (blockIdx.x != 0) return;

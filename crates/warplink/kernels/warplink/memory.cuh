@@ -8,9 +8,9 @@
 namespace warplink {
 namespace detail {
 
-// Counts from this value on mean that waits were aborted. Must match the host.
+// Counts from this value on mean that waits were aborted, far above any count of signals. Must match the host.
 constexpr u64 ended_epoch = 1ull << 61;
-// Polls between two checks of the abort word.
+// Polls between two checks of the abort word, so that the awaited word is polled at almost its full rate.
 constexpr u32 polls_per_look = 256;
 
 // The first call of a kernel that may start before earlier work of its stream is complete: after it that work is
@@ -22,12 +22,15 @@ __device__ __forceinline__ void await_preceding() {
 #endif
 }
 
+// For words that publish something: what their writer did before is visible afterwards. Of the system's scope, since
+// the writer may be the host or another GPU.
 __device__ __forceinline__ u64 load_acquire(u64 word) {
     u64 value;
     asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
     return value;
 }
 
+// For words that stand for themselves, such as counts and addresses.
 __device__ __forceinline__ u64 load_relaxed(u64 word) {
     u64 value;
     asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
@@ -45,26 +48,31 @@ __device__ __forceinline__ void add_release(u64 word) {
     asm volatile("red.release.sys.global.add.u64 [%0], 1;" ::"l"(word) : "memory");
 }
 
+// Raises a word that threads of this GPU alone read, hence the smaller scope.
 __device__ __forceinline__ void max_release(u64 word, u64 value) {
     asm volatile("red.release.gpu.global.max.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
 
-// Whether the word was 0; it is 1 afterwards: until its `release`, no other thread of this GPU can claim it.
+// Whether the word was 0; it is 1 afterwards: until its `release`, no other thread of this GPU can claim it. Relaxed, so
+// that failed attempts order nothing: a caller that relies on the previous owner's stores adds a fence.
 __device__ __forceinline__ bool claim(u64 word) {
     u64 before;
     asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], 0, 1;" : "=l"(before) : "l"(word) : "memory");
     return before == 0;
 }
 
+// An owner that fences after its claim sees the stores of the one before.
 __device__ __forceinline__ void release(u64 word) {
     asm volatile("st.release.gpu.global.u64 [%0], 0;" ::"l"(word) : "memory");
 }
 
-// Like `fence`; also orders earlier stores of this thread before its later loads.
+// Like `fence`; also orders earlier stores of this thread before its later loads, which acquire and release do not.
 __device__ __forceinline__ void fence_all() { asm volatile("fence.sc.sys;" ::: "memory"); }
 
+// Orders earlier accesses before later stores, and earlier loads before later accesses, for the whole system.
 __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+// Relaxed: numbers tickets, which only have to be unique.
 __device__ __forceinline__ u64 increment(u64 word) {
     u64 before;
     asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(word) : "memory");

@@ -12,6 +12,7 @@ namespace detail {
 // Blocks until the word, a count, is at least `value`.
 __device__ __forceinline__ Status reach(u64 word, u64 value, u64 abort) {
     for (u32 polls = 1;; polls++) {
+        // Acquire: the accesses that the signals cover are visible once they are counted.
         const u64 seen = load_acquire(word);
         if (seen >= ended_epoch) return Status::aborted;
         if ((long long)(seen - value) >= 0) return Status::ok;
@@ -21,9 +22,11 @@ __device__ __forceinline__ Status reach(u64 word, u64 value, u64 abort) {
 
 // Consumes one count of `awaited` if `word` is ahead of it; `found` is whether it was. False if waits were aborted.
 __device__ __forceinline__ bool take(u64 word, u64 awaited, bool &found) {
+    // Relaxed: a stale count only makes the exchange below fail.
     u64 taken = load_relaxed(awaited);
     found = false;
     while (true) {
+        // Acquire, as in `reach`.
         const u64 seen = load_acquire(word);
         if (seen >= ended_epoch || taken >= ended_epoch) return false;
         if ((long long)(seen - taken) <= 0) return true;
@@ -33,7 +36,7 @@ __device__ __forceinline__ bool take(u64 word, u64 awaited, bool &found) {
     }
 }
 
-// Bytes of a signal; the part shared by all signals comes first. Must match the host.
+// Bytes of a signal, a cache line like a slot's; the part shared by all signals comes first. Must match the host.
 constexpr u64 signal_bytes = 64;
 constexpr u64 awaited_offset = 8;
 // Use of a rank's own signals when it is the only one to increment its peers' words of the same numbers: the count of
@@ -53,6 +56,7 @@ struct Signals {
     __device__ __forceinline__ Status wait(Group group, u32 number) const {
         bool failed = false;
         if (group.rank() == 0) {
+            // A ticket for each wait, so that of several concurrent ones each consumes another signal.
             const u64 ticket = detail::increment(word(number) + detail::awaited_offset) + 1;
             failed = detail::reach(word(number), ticket, base) != Status::ok;
         }
@@ -90,6 +94,7 @@ struct RemoteSignals {
     // atomic operation on the peer's memory.
     template <typename Group>
     __device__ __forceinline__ void add(Group group, u32 number) const {
+        // The release of one thread covers the accesses of all behind the barrier.
         group.sync();
         if (group.rank() == 0) detail::add_release(base + detail::signal_bytes * (1 + number));
     }

@@ -42,9 +42,11 @@ __device__ __forceinline__ Index checked(Lane &lane, i64 value, i64 most, u64 pl
             words[1] = (u64)value;
             words[2] = (u64)most;
             words[3] = blockIdx.x;
+            // The host takes the record as complete once it has a place.
             __threadfence_system();
             words[0] = place;
         }
+        // A host that sees the abort finds the record.
         __threadfence_system();
         *(volatile u64 *)lane.abort = 1;
     }

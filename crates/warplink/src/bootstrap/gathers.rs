@@ -3,6 +3,7 @@
 use super::members::{MemberState, MemberStates, first_lost, gone};
 use super::message::{Answer, Bytes, GatherId, MAX_BODY, Purpose, Refusal, RefusalKind, Reply};
 use super::outgoing::{Outgoing, body};
+use crate::named::comma;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
@@ -180,8 +181,7 @@ impl Gathers {
             .filter(|(_, share)| share.is_none())
             .map(|(&member, _)| member)
             .collect();
-        let names: Vec<_> = missing.iter().map(u32::to_string).collect();
-        let awaited = format!("rank {} to call {}", names.join(", "), gather.purpose);
+        let awaited = format!("rank {} to call {}", comma(&missing), gather.purpose);
         let refusal = Refusal::new(RefusalKind::Cancelled, awaited);
         Some(match missing[..] {
             [first, ..] => refusal.with_peer(first),

@@ -50,6 +50,7 @@ impl Client {
                     state.serving = next;
                     state.pulse = link.connection.pulse.clone();
                     state.link = Some(link.connection.outbox.clone());
+                    // Only this: requests are retried once the store has all journals and is ready (`open`).
                     for request in state.journal.restoring() {
                         // If this fails, the reader notices that the connection is closed.
                         if let Ok(body) = message::encode(&request) {
@@ -82,10 +83,12 @@ impl Client {
         standby: &[Option<SocketAddr>],
     ) -> Result<StoreLink> {
         let address = address_of(standby, next)?;
+        // Before the connection, which this rank's own server would keep waiting otherwise.
         if next == self.identity.rank {
             self.server.take_over(session, standby.to_vec());
         }
         let limit = self.identity.heartbeat_limit;
+        // The new server knows only what it has seen itself; together the reports say for whom not to wait.
         let (lost, left) = self.health.gone();
         let entry = StoreEntry::Resume {
             session,

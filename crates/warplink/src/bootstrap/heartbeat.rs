@@ -46,6 +46,7 @@ impl Heartbeat {
 }
 
 fn run(stopping: &(Mutex<bool>, Condvar), client: &Client, server: &Server, limit: Duration) {
+    // Several heartbeats within the limit, since one of them may be delayed without the rank being stopped.
     let interval = (limit / 8).min(MAX_INTERVAL);
     let mut last = Instant::now();
     let mut awake_since = last;
@@ -65,6 +66,7 @@ fn run(stopping: &(Mutex<bool>, Condvar), client: &Client, server: &Server, limi
             awake_since = Instant::now();
         }
         last = Instant::now();
+        // Both roles: the rank that serves the store beats to its members, and checks theirs.
         client.beat(limit, awake_since);
         server.beat(limit, awake_since);
     }

@@ -48,6 +48,7 @@ impl Journal {
             (Request::Wait { keys, on_ready, .. }, Reply::Values(_))
                 if *on_ready == OnReady::Take =>
             {
+                // Taking deletes, and nobody may take the same value again from a restored store.
                 for key in keys {
                     self.put(key, version, None);
                 }
@@ -114,6 +115,7 @@ impl Journal {
         // One per request: each may be nearly as long as a message may be.
         let gathers = self.gathers.iter().cloned();
         parts.extend(gathers.map(|gather| restore(Vec::new(), vec![gather])));
+        // The store serves nobody before all members have sent this.
         parts.push(Request::Restored);
         parts
     }

@@ -17,6 +17,7 @@ use super::store::{Store, Wait, wire_ranks};
 use crate::deadline::Deadline;
 use crate::debug::debug_fields;
 use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::named::comma;
 use crate::sync::lock;
 use std::collections::HashMap;
 use std::net::{TcpListener, TcpStream};
@@ -352,8 +353,7 @@ impl Bootstrap {
         if self.server.serves() {
             let remaining = self.server.wait_until_empty(deadline);
             if let [first, ..] = remaining[..] {
-                let names: Vec<_> = remaining.iter().map(Rank::to_string).collect();
-                let error = deadline.expired(&format!("rank {} to leave", names.join(", ")));
+                let error = deadline.expired(&format!("rank {} to leave", comma(&remaining)));
                 result = result.and(Err(error.with_peer(first)));
             }
         }

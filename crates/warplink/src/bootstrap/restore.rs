@@ -60,6 +60,7 @@ impl Restoring {
         } in entries
         {
             self.version = self.version.max(version);
+            // Versions are the lost store's, so their order is that of the changes, whoever reports them.
             let known = self.entries.get(&key).map(|known| known.0);
             if known.is_none_or(|known| known < version) {
                 self.entries.insert(key, (version, value, rank));
@@ -71,6 +72,7 @@ impl Restoring {
     /// The merged content.
     pub(crate) fn into_content(self) -> Content {
         let values = self.entries.into_iter();
+        // Tombstones have served: no older entry of their keys can follow.
         let values = values.filter_map(|(key, (_, value, owner))| Some((key, value?.0, owner)));
         Content {
             values: values.collect(),

@@ -11,6 +11,7 @@ use super::outgoing::{Outgoing, body};
 use super::restore::{Content, Restoring};
 use super::values::StoreValues;
 use super::waiters::{Waiter, Waiters};
+use crate::named::comma;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -207,10 +208,9 @@ impl StoreTable {
 
     /// Announces to all that a rank no longer waits for missing ones.
     pub(crate) fn stop_waiting(&mut self) {
-        let names: Vec<_> = self.missing().iter().map(u32::to_string).collect();
         let message = format!(
             "rank {} did not join before another rank's deadline",
-            names.join(", ")
+            comma(self.missing().iter())
         );
         let mut refusal = Refusal::new(RefusalKind::Cancelled, message);
         refusal.peer = self.missing().first().copied();

@@ -18,20 +18,13 @@ const MIB: usize = 1 << 20;
 
 fn machine(model: &HardwareModel, world: usize) -> Machine {
     Machine {
-        world,
         kernels: model.link.transfer_kernels(),
         packet_bytes: 512 * KIB,
         plain_bytes: 4096 * KIB,
         lined_bytes: 0,
-        cluster_blocks: 1,
-        most_blocks: 132,
-        most_lanes: 128,
-        forced_lanes: None,
-        forced_threads: None,
-        forced: None,
-        cube: None,
         rates: [model.lanes().stored, model.lanes().loaded],
         estimates: Estimates::new(model).unwrap(),
+        ..crate::collective::algorithm::tests::machine(world)
     }
 }
 

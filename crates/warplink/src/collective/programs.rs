@@ -4,7 +4,7 @@ use super::join::Paths;
 use super::{Call, CollectiveKind, Collectives};
 use crate::device::{Collective, CollectiveRequest, DeviceSlice, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::program::execute::DirectCollectives;
 use std::sync::Arc;
 
@@ -47,7 +47,7 @@ impl Collectives {
         } = request
         else {
             let text = "sends and receives are not a collective";
-            return Err(Error::new(ErrorKind::Internal, text).with_operation(request.name()));
+            return Err(Error::internal(text).with_operation(request.name()));
         };
         request.check(self.0.machine.world)?;
         let kind = collective.kind();

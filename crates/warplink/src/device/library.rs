@@ -1,7 +1,7 @@
 //! Locates vendor libraries at run time, and reports where they were searched for.
 
 use crate::error::{Error, ErrorKind, Result};
-use std::ffi::{CStr, OsString, c_char};
+use std::ffi::{CStr, OsString, c_char, c_int};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -204,6 +204,26 @@ pub(crate) unsafe fn message(text: *const c_char) -> String {
     unsafe { CStr::from_ptr(text) }
         .to_string_lossy()
         .into_owned()
+}
+
+/// Fails unless a call has returned 0: with `kind`, and the library's description of the code.
+///
+/// # Safety
+/// `text` must give null or a string that ends with a zero and is never freed.
+pub(crate) unsafe fn check(
+    code: c_int,
+    kind: ErrorKind,
+    operation: &'static str,
+    text: unsafe extern "C" fn(c_int) -> *const c_char,
+) -> Result<()> {
+    if code == 0 {
+        return Ok(());
+    }
+    // SAFETY: the caller vouches for the function.
+    let text = unsafe { message(text(code)) };
+    Err(Error::new(kind, text)
+        .with_operation(operation)
+        .with_code(code.into()))
 }
 
 /// For each library, where it was found or searched for.

@@ -84,10 +84,6 @@ pub fn all_gather_matmul(
     options: &Options,
     buffers: &AllGatherMatmulBuffers,
 ) -> Result<Choice> {
-    // Trials would take longer than a single run can save.
-    let options = Options {
-        trials: false,
-        ..options.clone()
-    };
-    problem.plan(executor, &options, buffers)?.once(stream)
+    let plan = problem.plan(executor, &options.for_one_run(), buffers)?;
+    plan.once(stream)
 }

@@ -82,6 +82,14 @@ impl Default for Options {
 }
 
 impl Options {
+    /// As these, for a plan that is run once: trials would take longer than that can save.
+    fn for_one_run(&self) -> Self {
+        Self {
+            trials: false,
+            ..self.clone()
+        }
+    }
+
     /// Defaults with only `lowering` allowed.
     pub fn only(lowering: Lowering) -> Self {
         Self {

@@ -78,10 +78,6 @@ pub fn matmul_reduce_scatter(
     options: &Options,
     buffers: &MatmulReduceScatterBuffers,
 ) -> Result<Choice> {
-    // Trials would take longer than a single run can save.
-    let options = Options {
-        trials: false,
-        ..options.clone()
-    };
-    problem.plan(executor, &options, buffers)?.once(stream)
+    let plan = problem.plan(executor, &options.for_one_run(), buffers)?;
+    plan.once(stream)
 }

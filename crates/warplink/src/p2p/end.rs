@@ -139,6 +139,7 @@ impl TransferEnd {
                 (post, Steps::wait(self.role(), post, !follows), follows)
             }));
         }
+        // Relaxed, as for the store: a wait that runs beside a post covers it or not, on either stream.
         let same_stream = self.posted_on.load(Ordering::Relaxed) == stream.raw();
         let posts = self.progress.posts();
         Ok(posts.map(|post| (post, Steps::wait(self.role(), post, same_stream), false)))

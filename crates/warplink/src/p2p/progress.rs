@@ -52,6 +52,7 @@ impl TransferProgress {
         if u64::from_le_bytes(met) >= posts.saturating_mul(*each) {
             return None;
         }
+        // Relaxed: only an age in an error.
         let posted = Duration::from_nanos(self.posted_at.load(Ordering::Relaxed));
         Some(Waiting {
             direction: self.direction,

@@ -138,6 +138,7 @@ impl PostCounter {
 
     /// The posts that a wait covers: all so far. `None` if there was none.
     pub(super) fn so_far(&self) -> Option<PostNumber> {
+        // Relaxed: a caller's own posts precede this in program order; others' are covered or not.
         let posts = self.0.load(Ordering::Relaxed);
         (posts > 0).then_some(PostNumber::Eager(posts))
     }

@@ -81,6 +81,18 @@ pub struct TransferRequest {
 }
 
 impl TransferRequest {
+    const fn new(direction: Direction, buffer: Buffer, peer: Rank, tag: u64) -> Self {
+        Self {
+            direction,
+            buffer,
+            peer,
+            tag,
+            protocol: None,
+            path: None,
+            most_blocks: None,
+        }
+    }
+
     pub(super) fn match_key(&self) -> MatchKey {
         MatchKey {
             peer: self.peer,
@@ -92,28 +104,17 @@ impl TransferRequest {
     /// Sends `region` to `peer`. `tag` distinguishes transfers between the same two ranks; those with the same tag
     /// and direction are matched in the order in which they are exchanged.
     pub fn send(region: &Region, peer: Rank, tag: u64) -> Self {
-        Self {
-            direction: Direction::Send,
-            buffer: Buffer::Region(region.clone()),
-            peer,
-            tag,
-            protocol: None,
-            path: None,
-            most_blocks: None,
-        }
+        Self::new(Direction::Send, Buffer::Region(region.clone()), peer, tag)
     }
 
     /// Receives into `region` from `peer`; see [`send`](Self::send).
     pub fn receive(region: &Region, peer: Rank, tag: u64) -> Self {
-        Self {
-            direction: Direction::Receive,
-            buffer: Buffer::Region(region.clone()),
+        Self::new(
+            Direction::Receive,
+            Buffer::Region(region.clone()),
             peer,
             tag,
-            protocol: None,
-            path: None,
-            most_blocks: None,
-        }
+        )
     }
 
     /// Sends `bytes` to `peer` that are not in memory of this rank: work enqueued within
@@ -121,13 +122,8 @@ impl TransferRequest {
     /// receiver sees no difference.
     pub fn store(bytes: usize, peer: Rank, tag: u64) -> Self {
         Self {
-            direction: Direction::Send,
-            buffer: Buffer::Stored(bytes),
-            peer,
-            tag,
             protocol: Some(Protocol::Put),
-            path: None,
-            most_blocks: None,
+            ..Self::new(Direction::Send, Buffer::Stored(bytes), peer, tag)
         }
     }
 

@@ -41,42 +41,31 @@ impl RankProgram {
             }
             OperationKind::Zero(target) => vec![range(target, false, true)],
             OperationKind::Copy { target, source } => {
-                vec![range(target, false, true), range(source, true, false)]
+                vec![range(source, true, false), range(target, false, true)]
             }
-            OperationKind::Collective {
-                collective,
-                target,
-                source,
-                ..
-            } => {
-                let kept = matches!(collective, Collective::Reduce(_, root) if *root != self.rank);
-                vec![range(target, false, !kept), range(source, true, false)]
+            OperationKind::Collective(it) => {
+                let kept =
+                    matches!(it.collective, Collective::Reduce(_, root) if root != self.rank);
+                vec![
+                    range(&it.source, true, false),
+                    range(&it.target, false, !kept),
+                ]
             }
-            OperationKind::Matmul {
-                a,
-                b,
-                c,
-                bias,
-                spec,
-                ..
-            } => {
-                let mut all = vec![
-                    area(a, true, false),
-                    area(b, true, false),
-                    area(c, spec.accumulate, true),
-                ];
-                all.extend(bias.iter().map(|bias| range(bias, true, false)));
-                all
+            OperationKind::Matmul(it) => {
+                let bias = it.bias.iter().map(|bias| range(bias, true, false));
+                let operands = [&it.a, &it.b].map(|operand| area(operand, true, false));
+                let result = area(&it.c, it.spec.accumulate, true);
+                bias.chain(operands).chain([result]).collect()
             }
-            OperationKind::PostMatmul { a, b, bias, .. } => {
-                let all = a.iter().chain([b]).chain(bias);
+            OperationKind::PostMatmul(it) => {
+                let all = it.a.iter().chain([&it.b]).chain(&it.bias);
                 all.map(|operand| range(operand, true, false)).collect()
             }
-            OperationKind::Elementwise {
-                target, sources, ..
-            } => {
-                let sources = sources.iter().map(|source| area(source, true, false));
-                sources.chain([area(target, false, true)]).collect()
+            OperationKind::Elementwise(it) => {
+                let others = it.sources.iter().filter(|source| **source != it.target);
+                let others = others.map(|source| area(source, true, false));
+                let updates = it.sources.contains(&it.target);
+                others.chain([area(&it.target, updates, true)]).collect()
             }
             OperationKind::Post(group) => {
                 let transfers = group.iter().map(|id| &self.transfers[*id]);

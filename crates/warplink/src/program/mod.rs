@@ -52,8 +52,9 @@ pub use expr::{Condition, Expr};
 pub use ir::{Backend, Direction, Program, Protocol};
 pub use parameters::{Parameters, Value};
 pub use rank_program::{
-    CallSite, Expected, ExpectedTerm, InputPart, Operation, OperationKind, Range, RankProgram,
-    Site, StreamKind, TensorId, TensorInstance, TransferId, TransferInstance,
+    CallSite, CollectiveOperation, ElementwiseOperation, Expected, ExpectedTerm, InputPart,
+    MatmulOperation, Operation, OperationKind, Range, RankProgram, Site, StoredMatmul, StreamKind,
+    TensorId, TensorInstance, TransferId, TransferInstance,
 };
 pub use unroll::unroll;
 pub use verify::{Report, verify};

@@ -3,6 +3,7 @@
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
+use crate::named::comma;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -244,11 +245,8 @@ impl<N: Into<String>, V: Into<Value>, const COUNT: usize> From<[(N, V); COUNT]> 
 impl fmt::Display for Parameters {
     /// `m=4096, n=1024,512, T=bf16`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (position, (name, value)) in self.iter().enumerate() {
-            let lead = if position == 0 { "" } else { ", " };
-            write!(f, "{lead}{name}={value}")?;
-        }
-        Ok(())
+        let all = self.iter().map(|(name, value)| format!("{name}={value}"));
+        f.write_str(&comma(all))
     }
 }
 

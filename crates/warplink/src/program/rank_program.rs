@@ -150,9 +150,9 @@ impl RankProgram {
         self.operations.iter().any(|operation| {
             matches!(
                 operation.kind,
-                OperationKind::Matmul { .. }
-                    | OperationKind::PostMatmul { .. }
-                    | OperationKind::Elementwise { .. }
+                OperationKind::Matmul(_)
+                    | OperationKind::PostMatmul(_)
+                    | OperationKind::Elementwise(_)
             )
         })
     }
@@ -172,7 +172,7 @@ impl RankProgram {
                 return false;
             }
             match &operation.kind {
-                OperationKind::Matmul { .. } | OperationKind::PostMatmul { .. } => return false,
+                OperationKind::Matmul(_) | OperationKind::PostMatmul(_) => return false,
                 OperationKind::Post(group) => {
                     let mut receives = group
                         .iter()
@@ -227,11 +227,9 @@ impl RankProgram {
 
     /// Whether the engine that spans all ranks carries any transfer or collective of this rank.
     pub fn uses_engine_of_all(&self) -> bool {
-        let of_all = |operation: &Operation| {
-            matches!(
-                operation.kind,
-                OperationKind::Collective { members: None, .. }
-            )
+        let of_all = |operation: &Operation| match &operation.kind {
+            OperationKind::Collective(it) => it.members.is_none(),
+            _ => false,
         };
         self.transfers.iter().any(TransferInstance::is_engine) || self.operations.iter().any(of_all)
     }
@@ -246,7 +244,7 @@ impl RankProgram {
     /// order on all ranks.
     pub fn parts(&self) -> BTreeSet<Arc<[Rank]>> {
         let members = |operation: &Operation| match &operation.kind {
-            OperationKind::Collective { members, .. } => members.clone(),
+            OperationKind::Collective(it) => it.members.clone(),
             _ => None,
         };
         self.operations.iter().filter_map(members).collect()
@@ -268,7 +266,7 @@ impl RankProgram {
     /// Whether the collective engine performs an operation.
     pub fn is_engine_work(&self, kind: &OperationKind) -> bool {
         let engine = |id: &TransferId| self.transfers[*id].is_engine();
-        matches!(kind, OperationKind::Collective { .. }) || kind.posted().iter().any(engine)
+        matches!(kind, OperationKind::Collective(_)) || kind.posted().iter().any(engine)
     }
 }
 
@@ -363,72 +361,95 @@ pub enum OperationKind {
         /// Source.
         source: Range,
     },
-    /// A matmul: `c = a · b (+ bias) (+ c)`.
-    Matmul {
-        /// Sizes, type, transposes, strided rows, whether there is a bias, and whether the result is added to `c`.
-        spec: MatmulSpec,
-        /// Left operand.
-        a: Area,
-        /// Right operand.
-        b: Area,
-        /// Result.
-        c: Area,
-        /// A vector that is added to each row.
-        bias: Option<Range>,
-    },
-    /// Combines the sources elementwise, in order, and stores the result in the target.
-    Elementwise {
-        /// Operation.
-        op: ElementwiseOp,
-        /// Element type of the target.
-        dtype: DType,
-        /// Element type of the sources; differs from the target's only in a cast.
-        source_dtype: DType,
-        /// Destination; may be one of the sources. If any area is not contiguous, all have axes, with equal extents.
-        target: Area,
-        /// Operands, in order.
-        sources: Vec<Area>,
-    },
+    /// A matmul.
+    Matmul(MatmulOperation),
+    /// An elementwise operation.
+    Elementwise(ElementwiseOperation),
     /// The host exchanges handles with the peers of the exchange's transfers and blocks until each peer has shared
     /// the matching transfers. Nothing is enqueued.
     Share(ExchangeId),
     /// A group of transfers: first all signals that wait for nothing, so that no peer is blocked by a copy in the
     /// group; then the parts that move bytes, in any order or concurrently.
     Post(Vec<TransferId>),
-    /// A group of put sends whose bytes are products with one right operand, each stored straight into its receiver's
-    /// memory. The source ranges of the sends are not accessed.
-    PostMatmul {
-        /// Spec of each product.
-        spec: MatmulSpec,
-        /// The sends.
-        group: Vec<TransferId>,
-        /// Left operand of each product.
-        a: Vec<Range>,
-        /// Right operand of all products.
-        b: Range,
-        /// Vector added to each row of each product.
-        bias: Option<Range>,
-    },
+    /// Products that are sent.
+    PostMatmul(StoredMatmul),
     /// The stream waits until all posts so far of the transfers are complete.
     Wait(Vec<TransferId>),
-    /// A collective, run by an engine.
-    Collective {
-        /// Kind of collective.
-        collective: Collective<Rank>,
-        /// Participating ranks, in the order of their parts; `None` for all ranks.
-        members: Option<Arc<[Rank]>>,
-        /// Element type of source and target.
-        dtype: DType,
-        /// Destination; for a reduce, only on the root.
-        target: Range,
-        /// Source; for a broadcast, only on the root.
-        source: Range,
-    },
+    /// A collective.
+    Collective(CollectiveOperation),
     /// A kernel section, which all ranks launch.
     Kernel(Arc<SectionInstance>),
     /// The operation's stream waits for the work enqueued so far on this other stream: record an event there, wait
     /// for it here.
     Synchronize(usize),
+}
+
+/// A matmul: `c = a · b (+ bias) (+ c)`.
+#[derive(Clone, Debug)]
+pub struct MatmulOperation {
+    /// Sizes, type, transposes, strided rows, whether there is a bias, and whether the result is added to `c`.
+    pub spec: MatmulSpec,
+    /// Left operand.
+    pub a: Area,
+    /// Right operand.
+    pub b: Area,
+    /// Result.
+    pub c: Area,
+    /// A vector that is added to each row.
+    pub bias: Option<Range>,
+}
+
+/// Combines the sources elementwise, in order, and stores the result in the target.
+#[derive(Clone, Debug)]
+pub struct ElementwiseOperation {
+    /// Operation.
+    pub op: ElementwiseOp,
+    /// Element type of the target.
+    pub dtype: DType,
+    /// Element type of the sources; differs from the target's only in a cast.
+    pub source_dtype: DType,
+    /// Destination; may be one of the sources. If any area is not contiguous, all have axes, with equal extents.
+    pub target: Area,
+    /// Operands, in order.
+    pub sources: Vec<Area>,
+}
+
+/// A group of put sends whose bytes are products with one right operand, each stored straight into its receiver's
+/// memory. The source ranges of the sends are not accessed.
+#[derive(Clone, Debug)]
+pub struct StoredMatmul {
+    /// Spec of each product.
+    pub spec: MatmulSpec,
+    /// The sends.
+    pub group: Vec<TransferId>,
+    /// Left operand of each product.
+    pub a: Vec<Range>,
+    /// Right operand of all products.
+    pub b: Range,
+    /// Vector added to each row of each product.
+    pub bias: Option<Range>,
+}
+
+/// A collective, run by an engine.
+#[derive(Clone, Debug)]
+pub struct CollectiveOperation {
+    /// Kind of collective.
+    pub collective: Collective<Rank>,
+    /// Participating ranks, in the order of their parts; `None` for all ranks.
+    pub members: Option<Arc<[Rank]>>,
+    /// Element type of source and target.
+    pub dtype: DType,
+    /// Destination; for a reduce, only on the root.
+    pub target: Range,
+    /// Source; for a broadcast, only on the root.
+    pub source: Range,
+}
+
+impl CollectiveOperation {
+    /// Number of participating ranks, of `world`.
+    pub fn count(&self, world: usize) -> usize {
+        self.members.as_ref().map_or(world, |members| members.len())
+    }
 }
 
 impl OperationKind {
@@ -439,14 +460,14 @@ impl OperationKind {
             Self::Deallocate(_) => "deallocate",
             Self::Zero(_) => "zero",
             Self::Copy { .. } => "copy",
-            Self::Matmul { spec, .. } if spec.transposed_b => "linear",
-            Self::Matmul { .. } => "matmul",
-            Self::Elementwise { op, .. } => op.name(),
+            Self::Matmul(it) if it.spec.transposed_b => "linear",
+            Self::Matmul(_) => "matmul",
+            Self::Elementwise(it) => it.op.name(),
             Self::Share(_) => "share",
             Self::Post(_) => "post",
-            Self::PostMatmul { .. } => "post matmul",
+            Self::PostMatmul(_) => "post matmul",
             Self::Wait(_) => "wait",
-            Self::Collective { collective, .. } => collective.name(),
+            Self::Collective(it) => it.collective.name(),
             Self::Kernel(_) => "kernel",
             Self::Synchronize(_) => "synchronize",
         }
@@ -463,7 +484,8 @@ impl OperationKind {
     /// Transfers that it posts.
     pub fn posted(&self) -> &[TransferId] {
         match self {
-            Self::Post(group) | Self::PostMatmul { group, .. } => group,
+            Self::Post(group) => group,
+            Self::PostMatmul(it) => &it.group,
             _ => &[],
         }
     }

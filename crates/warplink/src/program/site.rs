@@ -1,5 +1,6 @@
 //! Location of a statement: position in the text, loop indices and call stack.
 
+use crate::named::comma;
 use std::fmt;
 use std::sync::Arc;
 
@@ -82,12 +83,10 @@ impl fmt::Display for Site {
     /// `line 12 (i = 0, j = 3)`, `line 12, column 9`, `line 3 of 'ring', called in line 12`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.position())?;
-        for (position, (index, value)) in self.indices.iter().enumerate() {
-            let lead = if position == 0 { " (" } else { ", " };
-            write!(f, "{lead}{index} = {value}")?;
-        }
         if !self.indices.is_empty() {
-            f.write_str(")")?;
+            let indices = self.indices.iter();
+            let indices = indices.map(|(index, value)| format!("{index} = {value}"));
+            write!(f, " ({})", comma(indices))?;
         }
         match self.call.as_deref() {
             Some(CallSite { program, site }) => write!(f, " of '{program}', called in {site}"),

@@ -3,6 +3,7 @@
 use super::class::TopologyClass;
 use crate::device::PciAddress;
 use crate::error::Rank;
+use crate::named::comma;
 use serde::Serialize;
 use std::fmt;
 
@@ -98,12 +99,9 @@ impl fmt::Display for Obstacle {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::DifferentMachines { machines } => {
-                write!(f, "the ranks run on {} machines: ", machines.len())?;
-                for (index, (host, ranks)) in machines.iter().enumerate() {
-                    let lead = if index == 0 { "" } else { ", " };
-                    write!(f, "{lead}{} on {host}", list(ranks))?;
-                }
-                Ok(())
+                let all = machines.iter();
+                let all = comma(all.map(|(host, ranks)| format!("{} on {host}", list(ranks))));
+                write!(f, "the ranks run on {} machines: {all}", machines.len())
             }
             Self::DifferentNamespaces { host, namespaces } => {
                 let ranks: Vec<String> = namespaces.iter().map(|ranks| list(ranks)).collect();

@@ -85,6 +85,22 @@ struct Groups {
 }
 
 impl Groups {
+    const fn new(
+        kernel: &'static str,
+        blocks: u32,
+        threads: u32,
+        size: Option<u32>,
+        slot: u64,
+    ) -> Self {
+        Self {
+            kernel,
+            blocks,
+            threads,
+            size,
+            slot,
+        }
+    }
+
     fn count(&self) -> u64 {
         let threads = self.blocks * self.threads;
         u64::from(self.size.map_or(1, |size| threads / size))
@@ -261,97 +277,51 @@ impl<'a> Stage<'a> {
 
 #[test]
 fn warps_of_two_blocks_put_and_get_on_one_channel() {
-    processes(world(2), |comm| {
-        let stage = Stage::new(comm);
-        for transport in TRANSPORTS {
-            let warps = Groups {
-                kernel: "pieces_by_warps",
-                blocks: 2,
-                threads: 224,
-                size: Some(32),
-                slot: 4096,
-            };
-            stage.check_pieces(transport, &warps);
-        }
-    });
+    pieces(&Groups::new("pieces_by_warps", 2, 224, Some(32), 4096));
 }
 
 #[test]
 fn threads_of_a_warp_put_and_get_on_one_channel() {
-    processes(world(2), |comm| {
-        let stage = Stage::new(comm);
-        for transport in TRANSPORTS {
-            let threads = Groups {
-                kernel: "pieces_by_threads",
-                blocks: 1,
-                threads: 11,
-                size: Some(1),
-                slot: 512,
-            };
-            stage.check_pieces(transport, &threads);
-        }
-    });
+    pieces(&Groups::new("pieces_by_threads", 1, 11, Some(1), 512));
 }
 
 /// Of a number of threads that is no multiple of a warp's.
 #[test]
 fn blocks_put_and_get_on_one_channel() {
+    pieces(&Groups::new("pieces_by_blocks", 5, 75, Some(75), 8192));
+}
+
+#[test]
+fn a_grid_puts_and_gets() {
+    pieces(&Groups::new("pieces_by_grid", 5, 75, None, 1 << 16));
+}
+
+/// Puts and gets pieces, on channels that serve such groups.
+fn pieces(groups: &Groups) {
     processes(world(2), |comm| {
         let stage = Stage::new(comm);
         for transport in TRANSPORTS {
-            let blocks = Groups {
-                kernel: "pieces_by_blocks",
-                blocks: 5,
-                threads: 75,
-                size: Some(75),
-                slot: 8192,
-            };
-            stage.check_pieces(transport, &blocks);
+            // A grid uses direct channels only.
+            if groups.size.is_some() || transport == Transport::Direct {
+                stage.check_pieces(transport, groups);
+            }
         }
     });
 }
 
 #[test]
-fn a_grid_puts_and_gets() {
-    processes(world(2), |comm| {
-        let stage = Stage::new(comm);
-        let grid = Groups {
-            kernel: "pieces_by_grid",
-            blocks: 5,
-            threads: 75,
-            size: None,
-            slot: 1 << 16,
-        };
-        stage.check_pieces(Transport::Direct, &grid);
-    });
-}
-
-#[test]
 fn warps_of_two_blocks_exchange_packets_on_one_channel() {
-    processes(world(2), |comm| {
-        let warps = Groups {
-            kernel: "packets_by_warps",
-            blocks: 2,
-            threads: 224,
-            size: Some(32),
-            slot: 2048,
-        };
-        Stage::new(comm).check_packets(&warps);
-    });
+    packets(&Groups::new("packets_by_warps", 2, 224, Some(32), 2048));
 }
 
 #[test]
 fn a_grid_exchanges_packets() {
-    processes(world(2), |comm| {
-        let grid = Groups {
-            kernel: "packets_by_grid",
-            blocks: 3,
-            threads: 96,
-            size: None,
-            slot: 1 << 15,
-        };
-        Stage::new(comm).check_packets(&grid);
-    });
+    packets(&Groups::new("packets_by_grid", 3, 96, None, 1 << 15));
+}
+
+/// Exchanges packets.
+fn packets(groups: &Groups) {
+    processes(world(2), |comm| Stage::new(comm).check_packets(groups));
 }
 
 /// Every warp on channels of its own, over all peers.

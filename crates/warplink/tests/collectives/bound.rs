@@ -1,8 +1,9 @@
 //! Calls that are bound to their memory.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, delayed, kind, lose,
-    share_gpus, threads, threads_that_end, threads_with, with_timeout, with_victim, world, worlds,
+    Ranks, Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, at_least, delayed,
+    kind, lose, share_gpus, threads, threads_that_end, threads_with, with_timeout, with_victim,
+    world, worlds,
 };
 use crate::expected::{Case, Made, Random};
 use std::sync::Arc;
@@ -475,10 +476,7 @@ fn memory_that_peers_cannot_map_is_bound_all_the_same() {
 /// A rank that waits for others to bind learns of it at once when these can do no more work, though none is lost.
 #[test]
 fn a_communicator_that_fails_ends_the_wait_for_those_that_bind() {
-    let ranks = world(3);
-    if ranks < 3 {
-        return;
-    }
+    let Some(ranks) = at_least(3) else { return };
     let all = TimedBarrier::new(ranks);
     threads_that_end(ranks, with_timeout(Duration::from_secs(60)), |comm| {
         let collectives = comm.collectives().unwrap();

@@ -8,6 +8,7 @@ use crate::common::{
 use crate::data::by;
 use crate::expected::{Case, Random};
 use crate::launches::{self, download, integers, upload};
+use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use warplink::collective::{Algorithm, Call, CollectiveKind};
@@ -22,6 +23,14 @@ const LET_GO: Duration = Duration::from_secs(20);
 
 pub(crate) fn direct(comm: &Communicator) -> Collectives {
     by(comm, Some(Algorithm::Direct), 1 << 20)
+}
+
+/// Runs ranks as threads, with collectives that go directly and a stream.
+fn directly(world: usize, body: impl Fn(&Communicator, &Collectives, &Stream) + Send + Sync) {
+    threads(world, |comm| {
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        body(comm, &direct(comm), &stream);
+    });
 }
 
 fn sum_of(count: usize) -> Call {
@@ -55,6 +64,13 @@ fn sum(
     collectives.direct_lanes().unwrap() - before
 }
 
+/// Fails on all ranks where memory has not been reached on some of them in time; `what` was waited for since `started`.
+pub(crate) fn check_soon(comm: &Communicator, started: Instant, what: impl Debug) {
+    let late = [u8::from(started.elapsed() > SOON)];
+    let late = comm.all_gather_bytes(&late).unwrap();
+    assert!(late.iter().all(|late| *late == [0]), "not direct: {what:?}");
+}
+
 /// Calls until a call goes directly in all lanes; every rank sees the same in each call.
 fn until_direct(
     comm: &Communicator,
@@ -70,12 +86,7 @@ fn until_direct(
         if lanes == choice.lanes as u64 {
             return;
         }
-        let late = [u8::from(started.elapsed() > SOON)];
-        let late = comm.all_gather_bytes(&late).unwrap();
-        assert!(
-            late.iter().all(|late| *late == [0]),
-            "{memory:?} is not reached"
-        );
+        check_soon(comm, started, memory);
     }
 }
 
@@ -100,9 +111,7 @@ fn until_let_go(comm: &Communicator, baseline: (usize, usize)) {
 #[test]
 fn every_collective_goes_directly_once_its_memory_is_known() {
     for ranks in worlds([2, 3, 8]) {
-        threads(ranks, |comm| {
-            let collectives = direct(comm);
-            let stream = comm.create_stream(Priority::Normal).unwrap();
+        directly(ranks, |comm, collectives, stream| {
             let mut random = Random::new(31 + ranks as u64);
             for kind in CollectiveKind::ALL {
                 if kind == CollectiveKind::Barrier {
@@ -122,13 +131,13 @@ fn every_collective_goes_directly_once_its_memory_is_known() {
                     case.seed &= !3;
                     let choice = collectives.choice(&case.call).unwrap();
                     assert_eq!(choice.algorithm, Algorithm::Direct);
-                    let made = case.make(comm, &collectives, &stream).unwrap();
+                    let made = case.make(comm, collectives, stream).unwrap();
                     let started = Instant::now();
                     loop {
-                        comm.synchronize(&stream).unwrap();
+                        comm.synchronize(stream).unwrap();
                         made.check(comm);
                         let before = collectives.direct_lanes().unwrap();
-                        made.run_again(comm, &collectives, &stream);
+                        made.run_again(comm, collectives, stream);
                         let lanes = collectives.direct_lanes().unwrap() - before;
                         // What is stored would replace what is still to be sent.
                         let never = in_place && kind == CollectiveKind::AllToAll;
@@ -139,9 +148,7 @@ fn every_collective_goes_directly_once_its_memory_is_known() {
                         if lanes == choice.lanes as u64 {
                             break;
                         }
-                        let late = [u8::from(started.elapsed() > SOON)];
-                        let late = comm.all_gather_bytes(&late).unwrap();
-                        assert!(late.iter().all(|late| *late == [0]), "{kind}, {case:?}");
+                        check_soon(comm, started, case);
                     }
                 }
             }
@@ -184,10 +191,7 @@ fn random_calls_are_right_while_memory_becomes_known() {
 /// Its own, virtual, the middle of an allocation, a region, and somebody else's that stays lent.
 #[test]
 fn memory_of_every_kind_is_reached() {
-    let ranks = world(3);
-    threads(ranks, |comm| {
-        let collectives = direct(comm);
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    directly(world(3), |comm, collectives, stream| {
         let device = comm.device();
         let plain = device.allocate(4096, AllocationKind::Plain).unwrap();
         let region = comm.alloc(4096).unwrap();
@@ -204,7 +208,7 @@ fn memory_of_every_kind_is_reached() {
             all.push(memory);
         }
         for memory in &all {
-            until_direct(comm, &collectives, memory, &stream);
+            until_direct(comm, collectives, memory, stream);
         }
     });
 }
@@ -212,10 +216,7 @@ fn memory_of_every_kind_is_reached() {
 /// A library lends the same memory for each call: it stays reached without being held, until it is freed.
 #[test]
 fn memory_that_is_lent_for_each_call_stays_reached() {
-    let ranks = world(3);
-    threads(ranks, |comm| {
-        let collectives = direct(comm);
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    directly(world(3), |comm, collectives, stream| {
         let device = comm.device();
         let baseline = comm.registrations_and_mappings();
         let library = device.allocate(64 << 10, AllocationKind::Plain).unwrap();
@@ -226,12 +227,12 @@ fn memory_that_is_lent_for_each_call_stays_reached() {
             // SAFETY: the library's memory is held until after the call, which alone accesses it.
             unsafe { device.borrow(address, 4096, held.clone()) }.unwrap()
         };
-        until_direct(comm, &collectives, &lend(0), &stream);
+        until_direct(comm, collectives, &lend(0), stream);
         for round in 0..6 {
             // Longer than between two looks at what is to be withdrawn.
             std::thread::sleep(Duration::from_millis(150));
             let lent = lend(8192 * round + 256);
-            assert_eq!(sum(comm, &collectives, &lent, round, &stream), lanes);
+            assert_eq!(sum(comm, collectives, &lent, round, stream), lanes);
         }
         let started = Instant::now();
         while Arc::strong_count(&held) > 1 {
@@ -249,10 +250,7 @@ fn memory_that_is_lent_for_each_call_stays_reached() {
 /// More memory than there are numbers, lent once each, gives way to what is lent later.
 #[test]
 fn lent_memory_that_is_not_used_makes_room() {
-    let ranks = world(2);
-    threads(ranks, |comm| {
-        let collectives = direct(comm);
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    directly(world(2), |comm, collectives, stream| {
         let device = comm.device();
         let library: Vec<DeviceSlice> = (0..1200)
             .map(|_| device.allocate(256, AllocationKind::Plain).unwrap())
@@ -260,28 +258,25 @@ fn lent_memory_that_is_not_used_makes_room() {
         for (round, memory) in library.iter().enumerate() {
             // SAFETY: the library's memory is held until after the call, which alone accesses it.
             let lent = unsafe { device.borrow(memory.address(), 256, Arc::new(())) }.unwrap();
-            sum(comm, &collectives, &lent, round, &stream);
+            sum(comm, collectives, &lent, round, stream);
         }
         let memory = device.allocate(4096, AllocationKind::Plain).unwrap();
-        until_direct(comm, &collectives, &memory, &stream);
+        until_direct(comm, collectives, &memory, stream);
     });
 }
 
 /// Memory of one rank that no peer can map, or that starts elsewhere than at a multiple of 16 bytes, goes by chunks.
 #[test]
 fn what_one_rank_does_not_share_goes_by_chunks() {
-    let ranks = world(3);
-    threads(ranks, |comm| {
-        let collectives = direct(comm);
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    directly(world(3), |comm, collectives, stream| {
         let device = comm.device();
         let whole = device.allocate(4096 + 16, AllocationKind::Plain).unwrap();
         let memory = whole.slice(0..4096).unwrap();
-        until_direct(comm, &collectives, &memory, &stream);
+        until_direct(comm, collectives, &memory, stream);
         let shifted = if comm.rank() == 1 { 4 } else { 0 };
         let shifted = whole.slice(shifted..shifted + 4096).unwrap();
         for round in 0..10 {
-            assert_eq!(sum(comm, &collectives, &shifted, round, &stream), 0);
+            assert_eq!(sum(comm, collectives, &shifted, round, stream), 0);
         }
         if kind() != DeviceKind::Host {
             return;
@@ -295,12 +290,12 @@ fn what_one_rank_does_not_share_goes_by_chunks() {
         let unshared = if comm.rank() == 1 { &lent } else { &memory };
         let started = Instant::now();
         for round in 0..50 {
-            assert_eq!(sum(comm, &collectives, unshared, round, &stream), 0);
+            assert_eq!(sum(comm, collectives, unshared, round, stream), 0);
             if round == 20 {
                 std::thread::sleep(Duration::from_millis(200).saturating_sub(started.elapsed()));
             }
         }
-        until_direct(comm, &collectives, &memory, &stream);
+        until_direct(comm, collectives, &memory, stream);
     });
 }
 
@@ -308,35 +303,27 @@ fn what_one_rank_does_not_share_goes_by_chunks() {
 #[test]
 fn a_graph_recorded_before_memory_is_known_goes_directly_later() {
     const COUNT: usize = 1000;
-    let ranks = world(3);
-    threads(ranks, |comm| {
-        let collectives = direct(comm);
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    directly(world(3), |comm, collectives, stream| {
         let memory = allocate(comm, 4 * COUNT);
         let lanes = collectives.choice(&sum_of(COUNT)).unwrap().lanes as u64;
         stream.begin_capture().unwrap();
         collectives
-            .all_reduce(&memory, &memory, DType::I32, ReduceOp::Sum, &stream)
+            .all_reduce(&memory, &memory, DType::I32, ReduceOp::Sum, stream)
             .unwrap();
         let graph = stream.end_capture().unwrap();
         let launch = |round: usize| {
             upload(comm, &memory, &integers(comm.rank(), round, COUNT));
             let before = collectives.direct_lanes().unwrap();
-            graph.launch(&stream).unwrap();
-            comm.synchronize(&stream).unwrap();
-            let expected = launches::sum(ranks, round, COUNT);
+            graph.launch(stream).unwrap();
+            comm.synchronize(stream).unwrap();
+            let expected = launches::sum(comm.world(), round, COUNT);
             assert_eq!(download(comm, &memory), expected, "round {round}");
             collectives.direct_lanes().unwrap() - before
         };
         let started = Instant::now();
         let mut round = 0;
         while launch(round) != lanes {
-            let late = [u8::from(started.elapsed() > SOON)];
-            let late = comm.all_gather_bytes(&late).unwrap();
-            assert!(
-                late.iter().all(|late| *late == [0]),
-                "the graph is not direct"
-            );
+            check_soon(comm, started, "the graph");
             round += 1;
         }
         // It stays so.
@@ -349,10 +336,7 @@ fn a_graph_recorded_before_memory_is_known_goes_directly_later() {
 /// Memory that is freed and allocated anew, at the same address or not, is another allocation.
 #[test]
 fn memory_that_is_freed_and_allocated_anew_is_reached_anew() {
-    let ranks = world(2);
-    threads(ranks, |comm| {
-        let collectives = direct(comm);
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    directly(world(2), |comm, collectives, stream| {
         let baseline = comm.registrations_and_mappings();
         let mut seen = Vec::new();
         let mut again = 0;
@@ -362,9 +346,9 @@ fn memory_that_is_freed_and_allocated_anew_is_reached_anew() {
             seen.push(memory.address());
             if round % 4 == 3 {
                 // Gone before it is known.
-                sum(comm, &collectives, &memory, round, &stream);
+                sum(comm, collectives, &memory, round, stream);
             } else {
-                until_direct(comm, &collectives, &memory, &stream);
+                until_direct(comm, collectives, &memory, stream);
             }
             drop(memory);
         }
@@ -379,16 +363,13 @@ fn memory_that_is_freed_and_allocated_anew_is_reached_anew() {
 /// More allocations than have numbers, one after another, find some again.
 #[test]
 fn numbers_of_freed_allocations_are_used_again() {
-    let ranks = world(2);
-    threads(ranks, |comm| {
-        let collectives = direct(comm);
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    directly(world(2), |comm, collectives, stream| {
         for round in 0..1500 {
             let memory = allocate(comm, 256);
-            sum(comm, &collectives, &memory, round, &stream);
+            sum(comm, collectives, &memory, round, stream);
         }
         let memory = allocate(comm, 4096);
-        until_direct(comm, &collectives, &memory, &stream);
+        until_direct(comm, collectives, &memory, stream);
     });
 }
 

@@ -2,7 +2,7 @@
 //! tell for whom it waits.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, assert_names_peer, assert_says, processes_of, resume,
+    Ranks, Stopwatch, TimedBarrier, assert_names_peer, assert_says, at_least, processes_of, resume,
     stop_self, threads, threads_that_end, wait_until_stopped, with_timeout, world,
 };
 use crate::data::library;
@@ -98,10 +98,7 @@ impl<'a> Caller<'a> {
 /// Runs ranks of which one makes another call than the others, once, and all the same ones before and after. All must
 /// soon get an error that says what was called, and go on in another communicator.
 fn differ(usual: Made, other: Made, says: [&str; 2]) {
-    let ranks = world(3);
-    if ranks < 3 {
-        return;
-    }
+    let Some(ranks) = at_least(3) else { return };
     let all = TimedBarrier::new(ranks);
     threads_that_end(ranks, with_timeout(Duration::from_secs(60)), |comm| {
         let caller = Caller::join(&comm);
@@ -185,10 +182,7 @@ fn another_root_is_told_where_the_library_does_not_find_it() {
 /// Runs ranks of which the first `calls` make a call more; each must get an error that names the first that did not, and
 /// `says` this. Then all go on.
 fn absent(callers: usize, says: &[&str]) {
-    let ranks = world(3);
-    if ranks < 3 {
-        return;
-    }
+    let Some(ranks) = at_least(3) else { return };
     let all = TimedBarrier::new(ranks);
     threads(ranks, |comm| {
         let Some(caller) = Caller::join(comm) else {
@@ -227,10 +221,7 @@ fn ranks_that_never_call_the_library_are_named_with_their_last_calls() {
 /// Ranks ask one another by the job's numbers.
 #[test]
 fn ranks_are_named_as_their_communicator_numbers_them() {
-    let ranks = world(3);
-    if ranks < 3 {
-        return;
-    }
+    let Some(ranks) = at_least(3) else { return };
     let all = TimedBarrier::new(ranks);
     threads(ranks, |everyone| {
         let comm = everyone.subgroup(&[1, 2, 0]).unwrap();

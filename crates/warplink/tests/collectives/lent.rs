@@ -3,7 +3,7 @@
 use crate::common::{
     kind, number_from_env, processes, processes_of, resume, stop_self, wait_until_stopped, world,
 };
-use crate::direct::{SOON, direct};
+use crate::direct::{check_soon, direct};
 use crate::launches::{download, integers, sum, upload};
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -91,9 +91,7 @@ impl<'a> Lender<'a> {
     fn until_direct(&self, call: impl Fn() -> bool) {
         let started = Instant::now();
         while !call() {
-            let late = [u8::from(started.elapsed() > SOON)];
-            let late = self.comm.all_gather_bytes(&late).unwrap();
-            assert!(late.iter().all(|late| *late == [0]));
+            check_soon(self.comm, started, "the calls");
         }
     }
 }

@@ -2,7 +2,7 @@
 //! for a result that is none, and goes on with those that are left.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, kill_self,
+    Ranks, Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, at_least, kill_self,
     processes_of, resume, stop_self, threads_that_end, threads_with, unchanged, with_timeout,
     world,
 };
@@ -373,10 +373,7 @@ fn call_late(path: Option<CollectivePath>) {
 /// Joining has a deadline too. A rank that joins later finds the other gone, and both join again.
 #[test]
 fn a_rank_that_does_not_join_is_named() {
-    let ranks = world(2);
-    if ranks < 2 {
-        return;
-    }
+    let Some(ranks) = at_least(2) else { return };
     let all = TimedBarrier::new(ranks);
     threads_with(ranks, with_timeout(Duration::from_secs(5)), |comm| {
         let early = (comm.rank() == 0).then(|| comm.collectives());

@@ -1,7 +1,7 @@
 //! Every collective on memory of every kind.
 
 use crate::common::{share_gpus, threads_with, world, worlds};
-use crate::direct::{SOON, direct};
+use crate::direct::{check_soon, direct};
 use crate::expected::{Case, Made, Random};
 use crate::scaled::unhurried;
 use std::sync::Arc;
@@ -111,13 +111,7 @@ fn calls(comm: &Communicator, collectives: &Collectives, case: Case, memory: &Me
         if went == lanes || round == 2 && (stays || case.shift != 0) {
             return;
         }
-        let late = [u8::from(started.elapsed() > SOON)];
-        let late = comm.all_gather_bytes(&late).unwrap();
-        assert!(
-            late.iter().all(|late| *late == [0]),
-            "{}: {case:?} is not direct",
-            memory.name
-        );
+        check_soon(comm, started, (&memory.name, &case));
     }
 }
 

@@ -1,8 +1,8 @@
 //! All-to-all with a size for each pair of ranks that only device memory has.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, delayed, processes, threads,
-    threads_that_end, threads_with, unchanged, with_timeout, world, worlds,
+    Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, at_least, delayed,
+    processes, threads, threads_that_end, threads_with, unchanged, with_timeout, world, worlds,
 };
 use crate::data::{by, library};
 use crate::expected::Random;
@@ -281,10 +281,7 @@ fn a_count_above_the_limit_is_told_on_both_ranks() {
 
 #[test]
 fn another_limit_is_told_on_both_ranks() {
-    let ranks = world(2);
-    if ranks < 2 {
-        return;
-    }
+    let Some(ranks) = at_least(2) else { return };
     let all = TimedBarrier::new(ranks);
     threads_that_end(ranks, unchanged, |comm| {
         let collectives = comm.collectives().unwrap();

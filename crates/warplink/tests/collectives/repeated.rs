@@ -2,15 +2,13 @@
 
 use crate::common::{share_gpus, threads_with, world, worlds};
 use crate::data::by;
+use crate::direct::check_soon;
 use crate::expected::{Case, Random};
 use crate::scaled::unhurried;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use warplink::collective::{Algorithm, Call, CollectiveKind};
 use warplink::device::{Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType};
-
-/// How long it may take until all ranks reach memory.
-const SOON: Duration = Duration::from_secs(20);
 
 const FLOATS: [DType; 6] = [
     DType::F64,
@@ -81,12 +79,7 @@ fn until_direct(
             let before = results.len() - 1;
             return (results, before);
         }
-        let late = [u8::from(started.elapsed() > SOON)];
-        let late = comm.all_gather_bytes(&late).unwrap();
-        assert!(
-            late.iter().all(|late| *late == [0]),
-            "{case:?} is not direct"
-        );
+        check_soon(comm, started, case);
     }
 }
 

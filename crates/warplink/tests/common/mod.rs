@@ -22,7 +22,7 @@ pub use children::{Ended, wait_all};
 pub use elements::{decode, encode};
 pub use network::{has_network, leave_out};
 pub use processes::{kill, processes_of, resume, stop_self, wait_until_stopped};
-pub use room::{device_of_thread, runs_case, share_gpus, waiting_streams, world, worlds};
+pub use room::{at_least, device_of_thread, runs_case, share_gpus, waiting_streams, world, worlds};
 use room::{gpus, ranks_per_gpu};
 pub use shorthands::{
     allocate, assert_error, assert_names_peer, assert_says, await_word, downloaded, from_first,

@@ -29,6 +29,11 @@ pub fn world(wanted: usize) -> usize {
     }
 }
 
+/// So many ranks, if the devices have room for all of them.
+pub fn at_least(ranks: usize) -> Option<usize> {
+    Some(world(ranks)).filter(|room| *room == ranks)
+}
+
 /// The [`world`] of each of `wanted`, but none twice in a row.
 pub fn worlds(wanted: impl IntoIterator<Item = usize>) -> Vec<usize> {
     let mut worlds: Vec<usize> = wanted.into_iter().map(world).collect();

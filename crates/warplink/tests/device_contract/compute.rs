@@ -1,17 +1,15 @@
 //! Matmuls and sums of a device, against double precision.
 
-use crate::common::{self, decode, encode, open_device};
-use crate::soon;
+use crate::common::{self, decode, encode};
+use crate::{computing, soon};
 use warplink::device::{
-    AllocationKind, DeviceSlice, Elementwise, ElementwiseOp, MatmulSpec, Priority, Stream,
+    AllocationKind, DeviceSlice, Elementwise, ElementwiseOp, MatmulSpec, Stream,
 };
 use warplink::{DType, ErrorKind};
 
 #[test]
 fn products_and_sums_agree_with_double_precision() {
-    let device = open_device();
-    let stream = device.create_stream(Priority::Normal).unwrap();
-    let compute = device.compute().unwrap();
+    let (device, stream, compute) = computing();
     let sum = |stream: &Stream, dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]| {
         let request = Elementwise::new(ElementwiseOp::Sum, dtype, target, sources);
         compute.elementwise(stream, &request)
@@ -81,9 +79,7 @@ fn products_and_sums_agree_with_double_precision() {
 /// around its result alone.
 #[test]
 fn blocks_with_leading_dimensions_are_multiplied() {
-    let device = open_device();
-    let stream = device.create_stream(Priority::Normal).unwrap();
-    let compute = device.compute().unwrap();
+    let (device, stream, compute) = computing();
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for (transposed_a, transposed_b) in
             [(false, false), (false, true), (true, false), (true, true)]
@@ -179,9 +175,7 @@ fn blocks_with_leading_dimensions_are_multiplied() {
 
 #[test]
 fn a_batch_of_products_is_its_products() {
-    let device = open_device();
-    let stream = device.create_stream(Priority::Normal).unwrap();
-    let compute = device.compute().unwrap();
+    let (device, stream, compute) = computing();
     let upload = |dtype: DType, seed: usize, count: usize| {
         let raw = common::values(seed, 3, count);
         let values: Vec<f64> = raw.iter().map(|b| f64::from(*b) / 128.0 - 1.0).collect();

@@ -1,10 +1,8 @@
 //! Element-wise operations of a device, against the same in `f64`.
 
-use crate::common::{decode, encode, open_device};
-use crate::soon;
-use warplink::device::{
-    AllocationKind, Device, DeviceSlice, Elementwise, ElementwiseOp, Operand, Priority,
-};
+use crate::common::{decode, encode};
+use crate::{computing, soon};
+use warplink::device::{AllocationKind, Device, DeviceSlice, Elementwise, ElementwiseOp, Operand};
 use warplink::{DType, ErrorKind};
 
 const COMBINING: [ElementwiseOp; 4] = [
@@ -45,9 +43,7 @@ fn download(device: &dyn Device, dtype: DType, slice: &DeviceSlice) -> Vec<f64> 
 
 #[test]
 fn elements_are_combined_in_every_type() {
-    let device = open_device();
-    let stream = device.create_stream(Priority::Normal).unwrap();
-    let compute = device.compute().unwrap();
+    let (device, stream, compute) = computing();
     let numbers = DType::ELEMENTWISE
         .into_iter()
         .filter(|dtype| *dtype != DType::U8);
@@ -87,9 +83,7 @@ fn elements_are_combined_in_every_type() {
 
 #[test]
 fn sums_of_halves_are_rounded_once_and_integers_wrap() {
-    let device = open_device();
-    let stream = device.create_stream(Priority::Normal).unwrap();
-    let compute = device.compute().unwrap();
+    let (device, stream, compute) = computing();
     let run = |op: ElementwiseOp, dtype: DType, values: &[f64]| {
         let sources: Vec<_> = values
             .iter()
@@ -115,9 +109,7 @@ fn sums_of_halves_are_rounded_once_and_integers_wrap() {
 
 #[test]
 fn every_type_is_cast_to_every_other() {
-    let device = open_device();
-    let stream = device.create_stream(Priority::Normal).unwrap();
-    let compute = device.compute().unwrap();
+    let (device, stream, compute) = computing();
     let values = [
         0.0, 1.0, -1.0, 2.75, -2.75, 100.5, 255.0, 300.0, -70.0, 2049.0, 65504.0, 1e6, 3e9, -3e9,
     ];
@@ -155,9 +147,7 @@ fn operands_may_have_strides() {
     const SHAPE: [usize; 3] = [5, 7, 6];
     let strides = [SHAPE[1] * SHAPE[2], SHAPE[2], 1];
     let count: usize = SHAPE.iter().product();
-    let device = open_device();
-    let stream = device.create_stream(Priority::Normal).unwrap();
-    let compute = device.compute().unwrap();
+    let (device, stream, compute) = computing();
     // Extents; first elements of target and sources; strides of target and sources.
     let (a, b, c) = (strides[0], strides[1], strides[2]);
     type Case<'a> = (&'a [usize], [usize; 3], [&'a [usize]; 3]);
@@ -237,9 +227,7 @@ fn operands_may_have_strides() {
 
 #[test]
 fn operands_that_do_not_fit_are_refused() {
-    let device = open_device();
-    let stream = device.create_stream(Priority::Normal).unwrap();
-    let compute = device.compute().unwrap();
+    let (device, stream, compute) = computing();
     let whole = upload(&*device, DType::F32, &[0.0; 64]);
     let part = |from: usize, to: usize| whole.slice(4 * from..4 * to).unwrap();
     let sum = |dtype: DType, target: &DeviceSlice, sources: &[DeviceSlice]| {

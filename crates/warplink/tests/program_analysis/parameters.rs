@@ -116,7 +116,7 @@ fn optional_tensors_are_bound_or_not() {
         let operations = rank.operations.iter();
         operations
             .filter_map(|operation| match &operation.kind {
-                OperationKind::Matmul { bias, .. } => Some(bias.is_some()),
+                OperationKind::Matmul(it) => Some(it.bias.is_some()),
                 _ => None,
             })
             .collect()

@@ -8,7 +8,7 @@ use super::interpreter::{
 };
 use super::meaning::Meaning;
 use super::sample::Sample;
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use warplink::program::evaluate::Evaluator;
 use warplink::program::{
@@ -21,6 +21,15 @@ const ORDERS: u64 = 4;
 
 /// How many random orders are tried where those that the diagnostic suggests show nothing.
 const TRIES: u64 = 400;
+
+/// Fails where some class of verdicts was not seen more than `least` times.
+pub(crate) fn check_classes(classes: &BTreeMap<String, usize>, least: usize, wanted: &[&str]) {
+    println!("{classes:#?}");
+    for class in wanted {
+        let count = classes.get(*class).copied().unwrap_or(0);
+        assert!(count > least, "only {count} of '{class}'");
+    }
+}
 
 /// A verdict that is right.
 #[derive(Clone, Debug)]
@@ -341,17 +350,16 @@ impl Case<'_> {
         let overlaps = |&(rank, index): &(usize, usize)| match &self.ranks[rank].operations[index]
             .kind
         {
-            OperationKind::Copy { target, source }
-            | OperationKind::Collective { target, source, .. } => overlap(target, source),
-            OperationKind::Matmul { a, b, c, .. } => {
-                shares(&self.ranks[rank], a, c) || shares(&self.ranks[rank], b, c)
+            OperationKind::Copy { target, source } => overlap(target, source),
+            OperationKind::Collective(it) => overlap(&it.target, &it.source),
+            OperationKind::Matmul(it) => {
+                let mut operands = [&it.a, &it.b].into_iter();
+                operands.any(|operand| shares(&self.ranks[rank], operand, &it.c))
             }
-            OperationKind::Elementwise {
-                target, sources, ..
-            } => {
+            OperationKind::Elementwise(it) => {
                 let program = &self.ranks[rank];
-                let mut others = sources.iter().filter(|source| *source != target);
-                others.any(|source| shares(program, source, target))
+                let mut others = it.sources.iter().filter(|source| **source != it.target);
+                others.any(|source| shares(program, source, &it.target))
             }
             // A transfer to oneself is a copy.
             OperationKind::Post(group) => group.iter().any(|&id| {
@@ -433,16 +441,10 @@ impl Case<'_> {
             let operations = program.operations.iter();
             operations
                 .filter_map(|operation| match &operation.kind {
-                    OperationKind::Collective {
-                        collective,
-                        members,
-                        dtype,
-                        target,
-                        source,
-                    } => {
-                        let sizes = (*dtype, target.bytes, source.bytes);
-                        let call = (*collective, lengths.then_some(sizes));
-                        Some((members.clone(), call))
+                    OperationKind::Collective(it) => {
+                        let sizes = (it.dtype, it.target.bytes, it.source.bytes);
+                        let call = (it.collective, lengths.then_some(sizes));
+                        Some((it.members.clone(), call))
                     }
                     _ => None,
                 })

@@ -24,7 +24,21 @@ pub(crate) struct Run<'a> {
     pub(crate) input: &'a (dyn Fn(usize, &str, usize) -> f64 + Sync),
 }
 
-impl Run<'_> {
+impl<'a> Run<'a> {
+    /// A run with one stream in the pool.
+    pub(crate) fn of(
+        text: &'a str,
+        parameters: impl Into<Parameters>,
+        input: &'a (dyn Fn(usize, &str, usize) -> f64 + Sync),
+    ) -> Self {
+        Self {
+            text,
+            parameters: parameters.into(),
+            streams: 1,
+            input,
+        }
+    }
+
     /// Runs it on `world` ranks under random delays, and has `check` look at each rank's outputs.
     pub(crate) fn check(&self, world: usize, check: impl Fn(usize, &Outputs) + Sync) {
         self.check_unless_refused(world, None, check);

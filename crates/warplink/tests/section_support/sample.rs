@@ -5,6 +5,7 @@
 
 use super::{functions, mutation, writer};
 use crate::program_support::interpreter::Random;
+use crate::program_support::sample::write_lines;
 use std::fmt::Write as _;
 use warplink::device::ReduceOp;
 use warplink::program::{Parameters, Program};
@@ -81,12 +82,7 @@ pub(crate) fn sample(seed: u64, pieces: Pieces, most_changes: usize) -> Result<S
     }
     for lines in &written.kernels {
         text += "    kernel lane in 0..lanes threads 32 {\n";
-        let mut depth: usize = 2;
-        for line in lines {
-            depth = depth.saturating_sub(usize::from(line.starts_with('}')));
-            let _ = writeln!(text, "{:1$}{line}", "", depth * 4);
-            depth += usize::from(line.ends_with('{'));
-        }
+        write_lines(&mut text, 2, lines);
         text += "    }\n";
     }
     text += "}\n";

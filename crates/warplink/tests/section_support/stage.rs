@@ -506,15 +506,8 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
         LaneStepKind::Agree { values, source, .. } => {
             Act::Move(announcement(values, Vec::new(), vec![operand(source)]))
         }
-        LaneStepKind::Move {
-            operator,
-            dtype,
-            rows,
-            elements,
-            targets,
-            sources,
-        } => {
-            let packets = targets.iter().chain(sources).map(|part| {
+        LaneStepKind::Move(it) => {
+            let packets = it.targets.iter().chain(&it.sources).map(|part| {
                 let tensor = &sections[part.rank].tensors[part.tensor];
                 match tensor.memory {
                     SectionMemory::Tensor(_) => 1,
@@ -522,10 +515,10 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
                 }
             });
             Act::Move(Movement {
-                operator: *operator,
-                dtype: *dtype,
-                elements: *elements,
-                function: rows.as_ref().map(|it| Rows {
+                operator: it.operator,
+                dtype: it.dtype,
+                elements: it.elements,
+                function: it.rows.as_ref().map(|it| Rows {
                     function: functions::of(&it.function.name),
                     arguments: it.arguments.iter().map(combined).collect(),
                     results: (0..)
@@ -533,12 +526,12 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
                         .flat_map(|(result, count)| vec![result; *count])
                         .collect(),
                 }),
-                unit: match rows {
-                    Some(_) => (*elements).max(1),
+                unit: match it.rows {
+                    Some(_) => it.elements.max(1),
                     None => packets.fold(1, least_common_multiple),
                 },
-                targets: targets.iter().map(operand).collect(),
-                sources: sources.iter().map(operand).collect(),
+                targets: it.targets.iter().map(operand).collect(),
+                sources: it.sources.iter().map(operand).collect(),
                 words: Vec::new(),
             })
         }

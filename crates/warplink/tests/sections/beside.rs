@@ -180,39 +180,16 @@ fn what_is_ordered_or_waits_for_nobody_is_accepted() {
 /// The engine runs its operations one after another, so what comes before one comes before the next.
 #[test]
 fn the_order_of_the_engine_counts() {
-    let body = format!(
-        "allocate A: f32[n]
-        fork pool(0), pool(1) {{
-            set_stream pool(0)
-            {KERNEL}
-            A = all_reduce(X, sum)
-            set_stream pool(1)
-            Z = all_reduce(X, max)
-        }}"
-    );
-    accepted(&body, 3);
-    let other = format!(
-        "allocate A: f32[n]
-        fork pool(0), pool(1) {{
-            set_stream pool(1)
-            Z = all_reduce(X, max)
-            set_stream pool(0)
-            A = all_reduce(X, sum)
-            {KERNEL}
-        }}"
-    );
-    accepted(&other, 3);
+    let forked =
+        |streams: &str| format!("allocate A: f32[n]\n fork pool(0), pool(1) {{\n {streams}\n }}");
+    let sum = "A = all_reduce(X, sum)";
+    let max = "set_stream pool(1)\n Z = all_reduce(X, max)";
+    let before = forked(&format!("set_stream pool(0)\n {KERNEL}\n {sum}\n {max}"));
+    accepted(&before, 3);
+    let after = forked(&format!("{max}\n set_stream pool(0)\n {sum}\n {KERNEL}"));
+    accepted(&after, 3);
     // The kernel comes before the engine's second operation, and is in no order with its first.
-    let late = format!(
-        "allocate A: f32[n]
-        fork pool(0), pool(1) {{
-            set_stream pool(1)
-            Z = all_reduce(X, max)
-            set_stream pool(0)
-            {KERNEL}
-            A = all_reduce(X, sum)
-        }}"
-    );
+    let late = forked(&format!("{max}\n set_stream pool(0)\n {KERNEL}\n {sum}"));
     refused(&late, 3, DiagnosticKind::Deadlock, NO_ORDER);
 }
 

@@ -141,25 +141,15 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
         OperationKind::Copy { target, source } => {
             format!("{} = copy({})", part(target), part(source))
         }
-        OperationKind::Matmul {
-            spec,
-            a,
-            b,
-            c,
-            bias,
-        } => {
-            let sign = if spec.accumulate { "+=" } else { "=" };
-            let product = product(spec, [area(a), area(b)], bias.as_ref().map(part));
-            format!("{} {sign} {product}  {}", area(c), sizes(spec))
+        OperationKind::Matmul(it) => {
+            let sign = if it.spec.accumulate { "+=" } else { "=" };
+            let bias = it.bias.as_ref().map(part);
+            let product = product(&it.spec, [area(&it.a), area(&it.b)], bias);
+            format!("{} {sign} {product}  {}", area(&it.c), sizes(&it.spec))
         }
-        OperationKind::Elementwise {
-            op,
-            target,
-            sources,
-            ..
-        } => {
-            let sources: Vec<String> = sources.iter().map(area).collect();
-            format!("{} = {op}({})", area(target), sources.join(", "))
+        OperationKind::Elementwise(it) => {
+            let sources: Vec<String> = it.sources.iter().map(area).collect();
+            format!("{} = {}({})", area(&it.target), it.op, sources.join(", "))
         }
         OperationKind::Share(exchange) => {
             let ids = rank_program.exchanges.get(*exchange);
@@ -168,44 +158,30 @@ pub(super) fn describe(rank_program: &RankProgram, kind: &OperationKind) -> Stri
                 group(rank_program, ids.map_or(&[], Vec::as_slice))
             )
         }
-        OperationKind::PostMatmul {
-            spec,
-            group: ids,
-            a,
-            b,
-            bias,
-        } => {
-            let each: Vec<String> = ids
-                .iter()
-                .zip(a)
-                .map(|(id, a)| {
-                    let send = group(rank_program, &[*id]);
-                    let bias = bias.as_ref().map(part);
-                    format!("{send} = {}", product(spec, [part(a), part(b)], bias))
-                })
-                .collect();
-            format!("post {}  {}", each.join(", "), sizes(spec))
+        OperationKind::PostMatmul(it) => {
+            let each = it.group.iter().zip(&it.a).map(|(id, a)| {
+                let send = group(rank_program, &[*id]);
+                let bias = it.bias.as_ref().map(part);
+                let product = product(&it.spec, [part(a), part(&it.b)], bias);
+                format!("{send} = {product}")
+            });
+            let each: Vec<String> = each.collect();
+            format!("post {}  {}", each.join(", "), sizes(&it.spec))
         }
         OperationKind::Post(ids) | OperationKind::Wait(ids) => {
             format!("{} {}", kind.name(), group(rank_program, ids))
         }
-        OperationKind::Collective {
-            collective,
-            members,
-            target,
-            source,
-            ..
-        } => {
-            let arguments = collective.arguments();
-            let among = members.as_ref().map_or_else(String::new, |members| {
+        OperationKind::Collective(it) => {
+            let arguments = it.collective.arguments();
+            let among = it.members.as_ref().map_or_else(String::new, |members| {
                 let members: Vec<String> = members.iter().map(ToString::to_string).collect();
                 format!(" among [{}]", members.join(", "))
             });
             format!(
                 "{} = {}({}{arguments}){among}",
-                part(target),
+                part(&it.target),
                 kind.name(),
-                part(source)
+                part(&it.source)
             )
         }
         OperationKind::Kernel(section) => {

@@ -33,6 +33,7 @@ impl ServerShared {
     pub(super) fn depart(&self, rank: u32, reason: &str) {
         let mut state = lock(&self.state);
         state.members.remove(&rank);
+        // From now on, so that what arrived on other connections before does not count as evidence.
         let since = Instant::now();
         state.departed = Some(since);
         self.changed.notify_all();
@@ -44,6 +45,7 @@ impl ServerShared {
                 break;
             }
             let address = state.table.standby(rank);
+            // A probe may take until its timeout, and other connections must not wait for it.
             drop(state);
             let ended = address.is_none_or(has_ended);
             state = lock(&self.state);

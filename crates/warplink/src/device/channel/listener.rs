@@ -23,6 +23,7 @@ impl Listener {
     pub(super) fn listen(&self, limit: Duration, is_there: impl FnOnce() -> bool) {
         *guard(&self.thread) = Some(this_thread());
         self.listens.store(true, SeqCst);
+        // The ring is read with acquire only, so the store above could pass it without a fence.
         fence(SeqCst);
         if !is_there() {
             park_timeout(limit);
@@ -32,6 +33,7 @@ impl Listener {
 
     /// Wakes the sleeping reader, if any. Orders the caller's earlier writes before the check.
     pub(super) fn wake(&self) {
+        // The trigger was stored with release only, so the load below could pass it without a fence.
         fence(SeqCst);
         if self.listens.load(SeqCst)
             && let Some(thread) = &*guard(&self.thread)

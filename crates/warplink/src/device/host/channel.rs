@@ -69,6 +69,33 @@ impl PacketSize {
     }
 }
 
+/// Declares the calls for packets of each size: type of the flag, size, and the bytes of a packet and of its data.
+macro_rules! packets {
+    ($($put:ident, $read:ident, $flag:ty, $size:ident: $packet:literal, $data:literal;)*) => {$(
+        #[doc = concat!("Puts `bytes` as packets of ", $packet, " bytes with ", $data, " bytes of data each, and `flag`.")]
+        pub fn $put(
+            &self,
+            target: impl Into<At>,
+            source: impl Into<At>,
+            bytes: u64,
+            flag: $flag,
+        ) -> Result<()> {
+            self.put_packets(target.into(), source.into(), bytes, flag.into(), $size)
+        }
+
+        #[doc = concat!("Reads packets that the peer put here by `", stringify!($put), "` with the same flag.")]
+        pub fn $read(
+            &self,
+            target: impl Into<At>,
+            source: impl Into<At>,
+            bytes: u64,
+            flag: $flag,
+        ) -> Result<()> {
+            self.read_packets(target.into(), source.into(), bytes, flag.into(), $size)
+        }
+    )*};
+}
+
 impl<'a> BlockChannel<'a> {
     pub(super) fn new(memory: &'a ChannelMemory, context: &'a Context) -> Self {
         Self { memory, context }
@@ -205,70 +232,10 @@ impl<'a> BlockChannel<'a> {
         words::load(&self.parts().inbound)
     }
 
-    /// Puts `bytes` as packets of 8 bytes with 4 bytes of data each, and `flag`.
-    pub fn put_packets8(
-        &self,
-        target: impl Into<At>,
-        source: impl Into<At>,
-        bytes: u64,
-        flag: u32,
-    ) -> Result<()> {
-        self.put_packets(target.into(), source.into(), bytes, flag.into(), PACKETS8)
-    }
-
-    /// Reads packets that the peer put here by [`put_packets8`](Self::put_packets8) with the same flag.
-    pub fn read_packets8(
-        &self,
-        target: impl Into<At>,
-        source: impl Into<At>,
-        bytes: u64,
-        flag: u32,
-    ) -> Result<()> {
-        self.read_packets(target.into(), source.into(), bytes, flag.into(), PACKETS8)
-    }
-
-    /// Puts `bytes` as packets of 16 bytes with 8 bytes of data each, and `flag`.
-    pub fn put_packets16(
-        &self,
-        target: impl Into<At>,
-        source: impl Into<At>,
-        bytes: u64,
-        flag: u32,
-    ) -> Result<()> {
-        self.put_packets(target.into(), source.into(), bytes, flag.into(), PACKETS16)
-    }
-
-    /// Reads packets that the peer put here by [`put_packets16`](Self::put_packets16) with the same flag.
-    pub fn read_packets16(
-        &self,
-        target: impl Into<At>,
-        source: impl Into<At>,
-        bytes: u64,
-        flag: u32,
-    ) -> Result<()> {
-        self.read_packets(target.into(), source.into(), bytes, flag.into(), PACKETS16)
-    }
-
-    /// Puts `bytes` as packets of 128 bytes with 120 bytes of data each, and `flag`.
-    pub fn put_packets128(
-        &self,
-        target: impl Into<At>,
-        source: impl Into<At>,
-        bytes: u64,
-        flag: u64,
-    ) -> Result<()> {
-        self.put_packets(target.into(), source.into(), bytes, flag, PACKETS128)
-    }
-
-    /// Reads packets that the peer put here by [`put_packets128`](Self::put_packets128) with the same flag.
-    pub fn read_packets128(
-        &self,
-        target: impl Into<At>,
-        source: impl Into<At>,
-        bytes: u64,
-        flag: u64,
-    ) -> Result<()> {
-        self.read_packets(target.into(), source.into(), bytes, flag, PACKETS128)
+    packets! {
+        put_packets8, read_packets8, u32, PACKETS8: "8", "4";
+        put_packets16, read_packets16, u32, PACKETS16: "16", "8";
+        put_packets128, read_packets128, u64, PACKETS128: "128", "120";
     }
 
     fn parts(&self) -> &ChannelParts {

@@ -40,6 +40,7 @@ impl Mapping {
 
     /// Whether anyone but weak holders holds it.
     pub(super) fn is_held(self: &Arc<Self>) -> bool {
+        // Relaxed: advisory, as the strong count is; a weak holder counts itself after it holds the mapping.
         Arc::strong_count(self) > self.last_holders.load(Ordering::Relaxed)
     }
 
@@ -65,6 +66,7 @@ static SOME_WITHOUT_ATOMICS: AtomicBool = AtomicBool::new(false);
 static MAPPINGS: Mutex<BTreeMap<u64, Weak<Mapping>>> = Mutex::new(BTreeMap::new());
 
 pub(super) fn next_identity() -> u64 {
+    // Relaxed: identities only have to be unique.
     IDENTITIES.fetch_add(1, Ordering::Relaxed)
 }
 
@@ -261,6 +263,7 @@ pub(super) fn has_atomics(address: u64) -> bool {
         return true;
     }
     let inside = mappings_of(address, address + 1);
+    // Relaxed: the acquire above has made the flags visible.
     let mut denied = inside
         .iter()
         .map(|it| it.without_atomics.load(Ordering::Relaxed));

@@ -141,6 +141,7 @@ impl<'a> Arrivals<'a> {
                 return Ok(false);
             }
             for (word, data) in words.iter().zip(data.chunks_mut(8)) {
+                // Acquire, as for the smaller packets: a reader of the data also sees what the writer did before.
                 let found = word.load(Ordering::Acquire).to_ne_bytes();
                 data.copy_from_slice(&found[..data.len()]);
             }

@@ -112,32 +112,19 @@ impl<'a> Schedule<'a> {
             OperationKind::Zero(target) | OperationKind::Copy { target, .. } => {
                 self.copy_work(state, target.bytes as f64)
             }
-            OperationKind::Matmul { spec, .. } => self.add_matmul(state, spec),
-            OperationKind::Elementwise {
-                dtype,
-                source_dtype,
-                target,
-                sources,
-                ..
-            } => {
-                let sources = sources.iter().map(|source| source.bytes(*source_dtype));
-                let bytes = (target.bytes(*dtype) + sources.sum::<usize>()) as f64;
+            OperationKind::Matmul(it) => self.add_matmul(state, &it.spec),
+            OperationKind::Elementwise(it) => {
+                let sources = it.sources.iter();
+                let read: usize = sources.map(|source| source.bytes(it.source_dtype)).sum();
+                let bytes = (it.target.bytes(it.dtype) + read) as f64;
                 self.add_elementwise(state, bytes);
             }
             OperationKind::Post(group) => self.add_post(state, group),
-            OperationKind::PostMatmul { spec, group, .. } => {
-                self.add_stored(state, group, spec);
-            }
+            OperationKind::PostMatmul(it) => self.add_stored(state, &it.group, &it.spec),
             OperationKind::Wait(group) => self.add_wait(state, group),
-            OperationKind::Collective {
-                collective,
-                members,
-                target,
-                source,
-                ..
-            } => {
-                let bytes = larger_side(collective, target.bytes, source.bytes);
-                self.add_collective(state, members.as_ref(), collective.name(), bytes);
+            OperationKind::Collective(it) => {
+                let bytes = larger_side(&it.collective, it.target.bytes, it.source.bytes);
+                self.add_collective(state, it.members.as_ref(), it.collective.name(), bytes);
             }
             OperationKind::Kernel(section) => self.add_section(state, section),
             OperationKind::Synchronize(other) => self.add_synchronize(state, *other),
@@ -151,12 +138,12 @@ impl<'a> Schedule<'a> {
         let host = &self.model.host;
         match kind {
             OperationKind::Zero(_) | OperationKind::Copy { .. } => host.copy,
-            OperationKind::Matmul { .. } => host.matmul,
-            OperationKind::Elementwise { .. } | OperationKind::Kernel(_) => host.sum,
+            OperationKind::Matmul(_) => host.matmul,
+            OperationKind::Elementwise(_) | OperationKind::Kernel(_) => host.sum,
             OperationKind::Post(group) => post::host_seconds(program, group, host),
-            OperationKind::PostMatmul { .. } => host.transfer,
+            OperationKind::PostMatmul(_) => host.transfer,
             OperationKind::Wait(_) => host.word,
-            OperationKind::Collective { .. } => host.collective,
+            OperationKind::Collective(_) => host.collective,
             OperationKind::Synchronize(_) => 2.0 * host.event,
             OperationKind::Allocate(_) | OperationKind::Deallocate(_) | OperationKind::Share(_) => {
                 0.0

@@ -64,7 +64,7 @@ impl Steps {
         for LaneStep { kind, .. } in self.steps.iter().map(|(step, _)| step) {
             // An announcement is one packet, whatever its number of words.
             let elements = |part: &Part| match kind {
-                LaneStepKind::Move { .. } => part.elements as f64,
+                LaneStepKind::Move(_) => part.elements as f64,
                 _ => 1.0,
             };
             let (targets, sources) = (kind.targets().iter(), kind.sources().iter());

@@ -6,6 +6,7 @@ use super::schedule::Schedule;
 use super::simulate::Outcome;
 use super::step::{Class, EGRESS, INGRESS, MEMORY};
 use crate::error::Rank;
+use crate::named::comma;
 use serde::Serialize;
 use std::fmt;
 
@@ -83,19 +84,16 @@ impl fmt::Display for Cost {
             self.model,
             self.bound
         )?;
-        write!(f, "  critical path: ")?;
-        for (position, (bound, seconds)) in self.critical.parts().iter().enumerate() {
-            let lead = if position == 0 { "" } else { ", " };
-            write!(f, "{lead}{bound} {:.1} us", micros(*seconds))?;
-        }
-        writeln!(f)?;
+        let parts = self.critical.parts();
+        let parts = parts.iter();
+        let parts = parts.map(|(bound, seconds)| format!("{bound} {:.1} us", micros(*seconds)));
+        writeln!(f, "  critical path: {}", comma(parts))?;
         if let Some(busy) = self.busiest() {
             let whose = if self.symmetric {
                 "busy on each rank".to_owned()
             } else {
                 format!("busy on rank {}", busy.rank)
             };
-            write!(f, "  {whose}: ")?;
             let parts = [
                 ("matmul", busy.matmul),
                 ("link out", busy.egress),
@@ -103,16 +101,10 @@ impl fmt::Display for Cost {
                 ("memory", busy.memory),
                 ("host", busy.host),
             ];
-            for (position, (name, seconds)) in parts.into_iter().enumerate() {
-                let lead = if position == 0 { "" } else { ", " };
-                write!(
-                    f,
-                    "{lead}{name} {:.1} us ({:.0} %)",
-                    micros(seconds),
-                    share(seconds)
-                )?;
-            }
-            writeln!(f)?;
+            let parts = parts.map(|(name, seconds)| {
+                format!("{name} {:.1} us ({:.0} %)", micros(seconds), share(seconds))
+            });
+            writeln!(f, "  {whose}: {}", comma(parts))?;
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 use super::class;
 use super::link::Partners;
 use crate::dtype::DType;
-use crate::program::{OperationKind, RankProgram};
+use crate::program::{MatmulOperation, OperationKind, RankProgram, StoredMatmul};
 use std::mem::{Discriminant, discriminant};
 
 /// Whether every rank does what rank 0 does, with peers at equal distance: the same streams, operations and sizes,
@@ -54,32 +54,27 @@ fn signature(kind: &OperationKind) -> Option<Signature<'_>> {
         OperationKind::Copy { target, .. } | OperationKind::Zero(target) => {
             ("", None, vec![target.bytes])
         }
-        OperationKind::Matmul { spec, .. } => ("", Some(spec.dtype), vec![spec.m, spec.n, spec.k]),
-        OperationKind::PostMatmul { spec, group, .. } => {
+        OperationKind::Matmul(MatmulOperation { spec, .. }) => {
+            ("", Some(spec.dtype), vec![spec.m, spec.n, spec.k])
+        }
+        OperationKind::PostMatmul(StoredMatmul { spec, group, .. }) => {
             let sizes = [spec.m, spec.n, spec.k].into_iter();
             let sizes = sizes.chain(group.iter().copied());
             ("", Some(spec.dtype), sizes.collect())
         }
-        OperationKind::Elementwise {
-            target,
-            sources,
-            source_dtype,
-            ..
-        } => {
-            let axes = target.axes.iter();
+        OperationKind::Elementwise(it) => {
+            let axes = it.target.axes.iter();
             let axes = axes.flat_map(|axis| [axis.extent, axis.stride]);
-            let sizes = [sources.len(), target.span.bytes].into_iter().chain(axes);
-            ("", Some(*source_dtype), sizes.collect())
+            let sizes = [it.sources.len(), it.target.span.bytes];
+            let sizes = sizes.into_iter().chain(axes);
+            ("", Some(it.source_dtype), sizes.collect())
         }
         OperationKind::Post(group) | OperationKind::Wait(group) => ("", None, group.clone()),
-        OperationKind::Collective {
-            collective,
-            members: None,
-            target,
-            source,
-            ..
-        } => (collective.name(), None, vec![target.bytes, source.bytes]),
-        OperationKind::Collective { .. } => return None,
+        OperationKind::Collective(it) if it.members.is_some() => return None,
+        OperationKind::Collective(it) => {
+            let sizes = vec![it.target.bytes, it.source.bytes];
+            (it.collective.name(), None, sizes)
+        }
         OperationKind::Synchronize(stream) => ("", None, vec![*stream]),
     };
     Some((discriminant(kind), name, dtype, sizes))

@@ -21,7 +21,7 @@ impl Gathering {
     pub(super) fn new(ranks: &[RankProgram], memory: &Values, meeting: &Meeting) -> Self {
         let source =
             |(rank, operation): (Rank, usize)| match &ranks[rank].operations[operation].kind {
-                OperationKind::Collective { source, .. } => memory.read(rank, source).to_vec(),
+                OperationKind::Collective(it) => memory.read(rank, &it.source).to_vec(),
                 _ => Vec::new(),
             };
         Self {

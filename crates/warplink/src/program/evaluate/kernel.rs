@@ -122,7 +122,7 @@ impl Domain for LaunchMemory<'_, '_> {
         let sources = step.sources().iter();
         let sources: Vec<Vec<BoundedValue>> =
             sources.map(|source| self.read(actor, source)).collect();
-        let (operator, dtype, rows, elements, targets) = match step {
+        let it = match step {
             LaneStepKind::Announce { values, target, .. } => {
                 let words = values
                     .iter()
@@ -135,14 +135,7 @@ impl Domain for LaunchMemory<'_, '_> {
             LaneStepKind::Store { value, target } => {
                 return self.write(actor, target, &[BoundedValue::exact(*value as f64)]);
             }
-            LaneStepKind::Move {
-                operator,
-                dtype,
-                rows,
-                elements,
-                targets,
-                ..
-            } => (operator, *dtype, rows, *elements, targets),
+            LaneStepKind::Move(it) => it,
             LaneStepKind::Value {
                 number,
                 source,
@@ -158,9 +151,9 @@ impl Domain for LaunchMemory<'_, '_> {
                 return;
             }
         };
-        if let Some(rows) = rows {
-            let results = super::rows::apply(rows, &sources, elements);
-            for (target, values) in targets.iter().zip(&results) {
+        if let Some(rows) = &it.rows {
+            let results = super::rows::apply(rows, &sources, it.elements);
+            for (target, values) in it.targets.iter().zip(&results) {
                 let section = self.section(actor.launch as usize, target.rank);
                 let dtype = section.tensors[target.tensor].dtype;
                 let all = 0..target.elements;
@@ -171,8 +164,8 @@ impl Domain for LaunchMemory<'_, '_> {
             }
             return;
         }
-        let values = combine(*operator, dtype, &sources, elements);
-        for target in targets {
+        let values = combine(it.operator, it.dtype, &sources, it.elements);
+        for target in &it.targets {
             self.write(actor, target, &values);
         }
     }

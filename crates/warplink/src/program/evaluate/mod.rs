@@ -316,47 +316,28 @@ impl Evaluation<'_> {
             OperationKind::Copy { target, source } => {
                 self.memory.copy((rank, target), (rank, source));
             }
-            OperationKind::Matmul {
-                spec,
-                a,
-                b,
-                c,
-                bias,
-            } => self.matmul(rank, spec, (a, b, bias.as_ref()), (rank, c)),
-            OperationKind::Elementwise {
-                op,
-                dtype,
-                target,
-                sources,
-                ..
-            } => {
-                let sources = sources.iter().map(|area| self.memory.gather(rank, area));
+            OperationKind::Matmul(it) => {
+                let operands = (&it.a, &it.b, it.bias.as_ref());
+                self.matmul(rank, &it.spec, operands, (rank, &it.c));
+            }
+            OperationKind::Elementwise(it) => {
+                let sources = it.sources.iter();
+                let sources = sources.map(|area| self.memory.gather(rank, area));
                 let sources: Vec<Cow<'_, [BoundedValue]>> = sources.collect();
-                let values = elementwise::combined(*op, *dtype, &sources);
-                self.memory.scatter(rank, target, &values);
+                let values = elementwise::combined(it.op, it.dtype, &sources);
+                self.memory.scatter(rank, &it.target, &values);
             }
             OperationKind::Post(group) => self.post(rank, group),
-            OperationKind::PostMatmul {
-                spec,
-                group,
-                a,
-                b,
-                bias,
-            } => {
-                let b = Area::from(*b);
-                for (&id, a) in group.iter().zip(a) {
+            OperationKind::PostMatmul(it) => {
+                let b = Area::from(it.b);
+                for (&id, a) in it.group.iter().zip(&it.a) {
                     let (peer, partner) = self.partner(rank, id);
                     let target = self.evaluator.ranks[peer].transfers[partner].range;
-                    let operands = (&(*a).into(), &b, bias.as_ref());
-                    self.matmul(rank, spec, operands, (peer, &target.into()));
+                    let operands = (&(*a).into(), &b, it.bias.as_ref());
+                    self.matmul(rank, &it.spec, operands, (peer, &target.into()));
                 }
             }
-            OperationKind::Collective {
-                collective,
-                dtype,
-                target,
-                ..
-            } => {
+            OperationKind::Collective(it) => {
                 let (ranks, meetings) = (&self.evaluator.ranks, &self.evaluator.meetings);
                 let Some(number) = meetings.number(rank, operation) else {
                     return Ok(());
@@ -368,12 +349,12 @@ impl Evaluation<'_> {
                     .gatherings
                     .entry(number)
                     .or_insert_with(|| Gathering::new(ranks, memory, meeting));
-                let left = gathering.leave(collective, *dtype, meeting, rank);
+                let left = gathering.leave(&it.collective, it.dtype, meeting, rank);
                 if gathering.is_over() {
                     self.gatherings.remove(&number);
                 }
                 if let Some(values) = left {
-                    self.memory.write(rank, target, &values);
+                    self.memory.write(rank, &it.target, &values);
                 }
             }
             OperationKind::Kernel(_) => self.launch(rank)?,
@@ -516,30 +497,18 @@ fn steps_of(program: &RankProgram, kind: &OperationKind) -> u128 {
     let multiplications = |spec: &MatmulSpec| spec.m as u128 * spec.n as u128 * spec.k as u128;
     match kind {
         OperationKind::Zero(target) | OperationKind::Copy { target, .. } => count(target),
-        OperationKind::Elementwise {
-            dtype,
-            target,
-            sources,
-            ..
-        } => (target.bytes(*dtype) / dtype.size() * sources.len()) as u128,
-        OperationKind::Matmul { spec, .. } => multiplications(spec),
-        OperationKind::PostMatmul { spec, group, .. } => {
-            group.len() as u128 * multiplications(spec)
+        OperationKind::Elementwise(it) => {
+            let elements = it.target.bytes(it.dtype) / it.dtype.size();
+            (elements * it.sources.len()) as u128
         }
+        OperationKind::Matmul(it) => multiplications(&it.spec),
+        OperationKind::PostMatmul(it) => it.group.len() as u128 * multiplications(&it.spec),
         OperationKind::Post(group) => {
             let ranges = group.iter().map(|id| &program.transfers[*id].range);
             ranges.map(count).sum()
         }
-        OperationKind::Collective {
-            members,
-            target,
-            source,
-            ..
-        } => {
-            let members = members
-                .as_ref()
-                .map_or(program.world, |members| members.len());
-            members as u128 * (count(target) + count(source))
+        OperationKind::Collective(it) => {
+            it.count(program.world) as u128 * (count(&it.target) + count(&it.source))
         }
         OperationKind::Kernel(section) => {
             let sizes = section.user_tensors().map(|id| &program.tensors[id]);

@@ -2,7 +2,7 @@
 //! binding succeeded.
 
 use super::context::RankContext;
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::program::ir::Program;
 use crate::program::parameters::Parameters;
 use serde::{Deserialize, Serialize};
@@ -91,7 +91,7 @@ impl RankContext {
         for (rank, theirs) in all.iter().enumerate() {
             if let Some(difference) = theirs.difference(rank, &all[0]) {
                 let peer = if rank == self.rank() { 0 } else { rank };
-                return Err(Error::new(ErrorKind::Mismatch, difference)
+                return Err(Error::mismatch(difference)
                     .with_operation("bind")
                     .with_peer(peer)
                     .with_help("bring the same program, parameters and streams on every rank"));

@@ -10,7 +10,7 @@ use super::pool::Pool;
 use super::replaced::replaceable;
 use super::resolve::{Engines, Resolver};
 use crate::device::DeviceKind;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::exchange::Matching;
 use crate::memory::Region;
 use crate::p2p::{Direction, Protocol, Transfer, TransferRequest};
@@ -63,8 +63,9 @@ impl Prepared {
     pub fn without_reaching(mut self, names: &[String]) -> Result<Self> {
         if self.context.device.kind() != DeviceKind::Host && !names.is_empty() {
             let message = "kernels find out on the device what they reach";
-            return Err(Error::new(ErrorKind::Unsupported, message)
-                .with_help("say what is unreachable on the host device"));
+            return Err(
+                Error::unsupported(message).with_help("say what is unreachable on the host device")
+            );
         }
         Arc::make_mut(&mut self.program).withhold(names)?;
         Ok(self)

@@ -15,7 +15,7 @@ use crate::device::{
     AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, Priority,
     Stream,
 };
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
 use crate::program::rank_program::{RankProgram, TensorId};
 use crate::program::section::{SectionInstance, WorkspaceLayout, kernel_text, traced_kernel_text};
@@ -282,5 +282,5 @@ impl BoundKernels {
 }
 
 fn internal(what: &'static str) -> Error {
-    Error::new(ErrorKind::Internal, what).with_operation("bind a program with kernels")
+    Error::internal(what).with_operation("bind a program with kernels")
 }

@@ -9,7 +9,7 @@ use crate::device::{
     AllocationKind, Device, DeviceSlice, Event, KernelCopy, MatmulSpec, Priority, Stream, StreamOp,
 };
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::memory::{Region, RemoteRegion};
 use crate::program::cost::{DeviceDescription, Figures, HardwareModel, Origin, calibration};
 use sha2::{Digest, Sha256};
@@ -187,12 +187,7 @@ impl RankModel {
     }
 
     fn decode(bytes: &[u8]) -> Result<Self> {
-        let wrong = || {
-            Error::new(
-                ErrorKind::Protocol,
-                "a rank encodes its model in another way",
-            )
-        };
+        let wrong = || Error::protocol("a rank encodes its model in another way");
         let (origin, rest) = bytes.split_first().ok_or_else(wrong)?;
         let (model, device) = rest.split_first_chunk().ok_or_else(wrong)?;
         Ok(Self {
@@ -208,16 +203,12 @@ impl RankModel {
 }
 
 fn encode(figures: &Option<Figures>) -> Result<Vec<u8>> {
-    serde_json::to_vec(figures).map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))
+    serde_json::to_vec(figures).map_err(|error| Error::internal(error.to_string()))
 }
 
 fn decode(bytes: &[u8]) -> Result<Option<Figures>> {
-    let figures: Option<Figures> = serde_json::from_slice(bytes).map_err(|error| {
-        Error::new(
-            ErrorKind::Protocol,
-            format!("a rank's figures cannot be read: {error}"),
-        )
-    })?;
+    let figures: Option<Figures> = serde_json::from_slice(bytes)
+        .map_err(|error| Error::protocol(format!("a rank's figures cannot be read: {error}")))?;
     figures.iter().try_for_each(Figures::check)?;
     Ok(figures)
 }

@@ -3,7 +3,7 @@
 use super::pool::Pool;
 use super::replaced::untransferred;
 use crate::device::{DeviceSlice, Stream};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::memory::Region;
 use crate::program::ir::Role;
 use crate::program::rank_program::{Range, RankProgram, TensorId, TensorInstance};
@@ -204,9 +204,9 @@ impl PlanMemory {
     }
 
     pub(super) fn slice(&self, range: &Range) -> Result<DeviceSlice> {
-        let tensor = self.tensor_slice(range.tensor).ok_or_else(|| {
-            Error::new(ErrorKind::Internal, "a tensor without memory is accessed")
-        })?;
+        let tensor = self
+            .tensor_slice(range.tensor)
+            .ok_or_else(|| Error::internal("a tensor without memory is accessed"))?;
         tensor.slice(range.offset_bytes..range.end())
     }
 }

@@ -52,13 +52,7 @@ impl Announced {
         if differ.contains(&UNKNOWN_MEMORY) {
             return Some(Self::UnknownMemory);
         }
-        let words = |bytes: &[u8]| -> Vec<u32> {
-            let words = bytes.chunks_exact(4);
-            words
-                .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
-                .collect()
-        };
-        let (theirs, mut own) = (words(theirs), words(own));
+        let (mut own, theirs) = (announced_words(own), announced_words(theirs));
         // Only packets that differ are recorded of this rank's.
         let packets = own.chunks_exact_mut(2).zip(theirs.chunks_exact(2));
         for ((own, theirs), differs) in packets.zip(differ) {
@@ -68,6 +62,14 @@ impl Announced {
         }
         Some(Self::Other { own, theirs })
     }
+}
+
+/// Words of an announcement.
+pub(super) fn announced_words(bytes: &[u8]) -> Vec<u32> {
+    let words = bytes.chunks_exact(4);
+    words
+        .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
+        .collect()
 }
 
 /// Memory of all ranks that kernels access, as mapped here.

@@ -129,8 +129,9 @@ fn free<'a>(
     for operation in &program.operations {
         match &operation.kind {
             OperationKind::Kernel(section) => fixed.extend(section.user_tensors()),
-            OperationKind::PostMatmul { a, b, bias, .. } if a.len() > 1 => {
-                fixed.extend(a.iter().chain([b]).chain(bias).map(|range| range.tensor));
+            OperationKind::PostMatmul(it) if it.a.len() > 1 => {
+                let ranges = it.a.iter().chain([&it.b]).chain(&it.bias);
+                fixed.extend(ranges.map(|range| range.tensor));
             }
             _ => {}
         }

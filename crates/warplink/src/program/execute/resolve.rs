@@ -9,7 +9,7 @@ use crate::device::{
     Collective, CollectiveEngine, CollectiveRequest, Compute, Device, DeviceSlice, Elementwise,
     Event, MAX_ELEMENTWISE_SOURCES, MatmulSpec, Operand,
 };
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::p2p::{Direction, Transfer};
 use crate::program::area::{Area, simplified};
 use crate::program::rank_program::{
@@ -104,34 +104,28 @@ impl<'a> Resolver<'a> {
             }
             OperationKind::Post(group) => return self.post(group, stream),
             OperationKind::Wait(group) => return self.wait(group, stream),
-            OperationKind::Collective {
-                collective,
-                members,
-                dtype,
-                target,
-                source,
-            } => {
+            OperationKind::Collective(it) => {
                 let place = |rank: Rank| {
-                    let place = place_among(members.as_deref(), rank);
+                    let place = place_among(it.members.as_deref(), rank);
                     place.ok_or_else(|| internal("the root does not take part"))
                 };
-                let collective = match *collective {
+                let collective = match it.collective {
                     Collective::Broadcast(root) => Collective::Broadcast(place(root)?),
                     Collective::Reduce(op, root) => Collective::Reduce(op, place(root)?),
                     other => other,
                 };
                 let request = CollectiveRequest::Collective {
                     collective,
-                    dtype: *dtype,
-                    target: self.memory.slice(target)?,
-                    source: self.memory.slice(source)?,
+                    dtype: it.dtype,
+                    target: self.memory.slice(&it.target)?,
+                    source: self.memory.slice(&it.source)?,
                 };
                 let kind = match &self.engines.direct {
                     Some(direct) => {
                         direct.prepare(&request)?;
                         CommandKind::Direct(direct.clone(), request)
                     }
-                    None => CommandKind::Collective(self.engine(members)?, request),
+                    None => CommandKind::Collective(self.engine(&it.members)?, request),
                 };
                 return self.push_engine(stream, kind, &[]);
             }
@@ -140,17 +134,12 @@ impl<'a> Resolver<'a> {
                 target: self.memory.slice(target)?,
                 source: self.memory.slice(source)?,
             },
-            OperationKind::Elementwise {
-                op,
-                dtype,
-                source_dtype,
-                target,
-                sources,
-            } => {
-                let areas: Vec<Area> = std::iter::once(target).chain(sources).cloned().collect();
+            OperationKind::Elementwise(it) => {
+                let areas = std::iter::once(&it.target).chain(&it.sources);
+                let areas: Vec<Area> = areas.cloned().collect();
                 let (mut shape, mut strides) = simplified(&areas);
                 if shape.is_empty() {
-                    shape.push(target.span.bytes / dtype.size());
+                    shape.push(it.target.span.bytes / it.dtype.size());
                     strides.iter_mut().for_each(|strides| strides.push(1));
                 }
                 let operands = areas.iter().zip(strides).map(|(area, strides)| {
@@ -159,41 +148,30 @@ impl<'a> Resolver<'a> {
                 });
                 let mut operands = operands.collect::<Result<Vec<_>>>()?;
                 let request = Elementwise {
-                    op: *op,
-                    dtype: *dtype,
-                    source_dtype: *source_dtype,
+                    op: it.op,
+                    dtype: it.dtype,
+                    source_dtype: it.source_dtype,
                     shape,
                     target: operands.remove(0),
                     sources: operands,
                 };
                 return self.elementwise(stream, request);
             }
-            OperationKind::Matmul {
-                spec,
-                a,
-                b,
-                c,
-                bias,
-            } => {
-                let pairs = vec![(self.memory.slice(&a.span)?, self.memory.slice(&c.span)?)];
-                let matmuls = self.matmuls(*spec, pairs, &b.span, bias.as_ref())?;
+            OperationKind::Matmul(it) => {
+                let (a, c) = (&it.a.span, &it.c.span);
+                let pairs = vec![(self.memory.slice(a)?, self.memory.slice(c)?)];
+                let matmuls = self.matmuls(it.spec, pairs, &it.b.span, it.bias.as_ref())?;
                 let launch = matmuls.prepare(self.compute()?)?;
                 CommandKind::Matmul(matmuls, launch)
             }
-            OperationKind::PostMatmul {
-                spec,
-                group,
-                a,
-                b,
-                bias,
-            } => {
-                let transfers = self.transfers(group)?;
-                let pairs = a
-                    .iter()
-                    .zip(&transfers)
-                    .map(|(a, send)| Ok((self.memory.slice(a)?, send.target()?.clone())))
-                    .collect::<Result<Vec<_>>>()?;
-                let matmuls = self.matmuls(*spec, pairs, b, bias.as_ref())?;
+            OperationKind::PostMatmul(it) => {
+                let transfers = self.transfers(&it.group)?;
+                let pairs =
+                    it.a.iter()
+                        .zip(&transfers)
+                        .map(|(a, send)| Ok((self.memory.slice(a)?, send.target()?.clone())))
+                        .collect::<Result<Vec<_>>>()?;
+                let matmuls = self.matmuls(it.spec, pairs, &it.b, it.bias.as_ref())?;
                 let launch = matmuls.prepare(self.compute()?)?;
                 CommandKind::PostMatmul(transfers, matmuls, launch)
             }
@@ -358,5 +336,5 @@ impl<'a> Resolver<'a> {
 }
 
 fn internal(what: &'static str) -> Error {
-    Error::new(ErrorKind::Internal, what).with_operation("resolve a program")
+    Error::internal(what).with_operation("resolve a program")
 }

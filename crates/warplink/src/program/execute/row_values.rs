@@ -2,7 +2,7 @@
 
 use crate::device::ReduceOp;
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::program::section::{RowArgument, RowBinary, RowValue};
 
 /// Arguments of a row function: sources of these types, combined in order.
@@ -19,7 +19,7 @@ pub(super) fn row_arguments(
         };
         let mut these = next.by_ref().take(count);
         let first = these.next().map(|(dtype, bytes)| dtype.decode_f32(bytes));
-        let missing = || Error::new(ErrorKind::Internal, "a row has no source");
+        let missing = || Error::internal("a row has no source");
         let mut all = first.ok_or_else(missing)?;
         let factor = operator.factor().map(|factor| factor.value() as f32);
         let begin = |value: f32| factor.map_or(value, |factor| value * factor);

@@ -3,7 +3,7 @@
 use super::plan::{CapturedPlan, Plan};
 use super::{Executor, RankContext};
 use crate::device::{Event, Priority, Stream};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::p2p::StreamBarrier;
 use crate::program::times::Times;
 
@@ -113,14 +113,11 @@ impl<'a> Clock<'a> {
         let mut slowest = own.to_vec();
         for rank in self.context.all_gather(&bytes)? {
             if rank.len() != bytes.len() {
-                return Err(Error::new(
-                    ErrorKind::Mismatch,
-                    format!(
-                        "a rank timed {} runs; expected {}",
-                        rank.len() / size_of::<f64>(),
-                        own.len()
-                    ),
-                )
+                return Err(Error::mismatch(format!(
+                    "a rank timed {} runs; expected {}",
+                    rank.len() / size_of::<f64>(),
+                    own.len()
+                ))
                 .with_operation("time plans")
                 .with_help("call this with the same programs on every rank"));
             }

@@ -4,7 +4,7 @@ use super::context::RankContext;
 use super::kernel::TracedKernel;
 use super::trace_span::TraceSpan;
 use crate::device::{Device, Event, InUse, Stream};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::program::rank_program::{Operation, StreamKind};
 use serde::Serialize;
 use std::sync::Arc;
@@ -168,7 +168,7 @@ impl Tracer {
             });
         }
         let bytes = postcard::to_stdvec(&own).map_err(|error| {
-            Error::new(ErrorKind::Internal, error.to_string())
+            Error::internal(error.to_string())
                 .with_operation("gather a trace")
                 .with_rank(rank)
         })?;
@@ -179,7 +179,7 @@ impl Tracer {
         let mut spans = Vec::new();
         for (peer, bytes) in all.iter().enumerate() {
             let part: Vec<TraceSpan> = postcard::from_bytes(bytes).map_err(|error| {
-                Error::new(ErrorKind::Protocol, error.to_string())
+                Error::protocol(error.to_string())
                     .with_operation("read a trace")
                     .with_peer(peer)
             })?;

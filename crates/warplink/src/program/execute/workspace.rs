@@ -17,7 +17,7 @@ use crate::device::{
     Device, DeviceSlice, Fault, Launch, Readying, SerialArguments, SerialKernel, SerialKernels,
     Stream, Word,
 };
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::program::rank_program::TensorId;
 use crate::program::section::{
     ScratchInstance, SectionInstance, SectionMemory, UNPUBLISHED, WorkspaceLayout, kernel_text,
@@ -443,8 +443,7 @@ impl fmt::Debug for SharedKernel {
 }
 
 fn missing() -> Error {
-    Error::new(ErrorKind::Internal, "a launch without one of its tensors")
-        .with_operation("launch a kernel")
+    Error::internal("a launch without one of its tensors").with_operation("launch a kernel")
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ pub use problem::{AllGatherMatmul, MatmulReduceScatter, Problem};
 
 use super::ir::Program;
 use super::parameters::{Parameter, Parameters, Value};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, Result};
 use crate::named::named;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -170,7 +170,7 @@ macro_rules! lowerings {
                     return Ok(lowering.clone());
                 }
                 let lowering = Lowering::parse(self.name(), self.text()).map_err(|error| {
-                    Error::new(ErrorKind::Internal, format!("parse {}: {error}", self.name()))
+                    Error::internal(format!("parse {}: {error}", self.name()))
                 })?;
                 Ok(parsed.get_or_init(|| lowering).clone())
             }

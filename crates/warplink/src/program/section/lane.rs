@@ -22,20 +22,7 @@ pub struct LaneStep {
 #[derive(Clone, Debug)]
 pub enum LaneStepKind {
     /// Every target receives the elementwise combination of the sources, or the result of a row function.
-    Move {
-        /// Operator that combines several sources in order; `None` if `rows` combines them.
-        operator: Option<ReduceOp>,
-        /// Common element type; the first source's type if `rows` is given.
-        dtype: DType,
-        /// Row function, if it applies one.
-        rows: Option<Arc<RowStep>>,
-        /// Number of elements, possibly zero; the width for a row, since single values can be operands too.
-        elements: usize,
-        /// Destinations.
-        targets: Vec<Part>,
-        /// Sources.
-        sources: Vec<Part>,
-    },
+    Move(LaneMove),
     /// Reads an integer, which later steps depend on.
     Value {
         /// Number of earlier reads of the lane in the launch.
@@ -85,11 +72,38 @@ pub enum LaneStepKind {
     Wait(Rank),
 }
 
+/// A step that moves or computes elements.
+#[derive(Clone, Debug)]
+pub struct LaneMove {
+    /// Operator that combines several sources in order; `None` if `rows` combines them.
+    pub operator: Option<ReduceOp>,
+    /// Common element type; the first source's type if `rows` is given.
+    pub dtype: DType,
+    /// Row function, if it applies one.
+    pub rows: Option<Arc<RowStep>>,
+    /// Number of elements, possibly zero; the width for a row, since single values can be operands too.
+    pub elements: usize,
+    /// Destinations.
+    pub targets: Vec<Part>,
+    /// Sources.
+    pub sources: Vec<Part>,
+}
+
+impl LaneMove {
+    /// The only source of the targets, unless a row function computes them.
+    pub(crate) fn only_source(&self) -> Option<&Part> {
+        match (&self.rows, &self.sources[..]) {
+            (None, [source]) => Some(source),
+            _ => None,
+        }
+    }
+}
+
 impl LaneStepKind {
     /// Operands that it reads, in order.
     pub fn sources(&self) -> &[Part] {
         match self {
-            Self::Move { sources, .. } => sources,
+            Self::Move(it) => &it.sources,
             Self::Value { source, .. } | Self::Agree { source, .. } => slice::from_ref(source),
             Self::Store { .. } | Self::Announce { .. } | Self::Signal { .. } | Self::Wait(_) => &[],
         }
@@ -98,7 +112,7 @@ impl LaneStepKind {
     /// Operands that it writes, in order.
     pub fn targets(&self) -> &[Part] {
         match self {
-            Self::Move { targets, .. } => targets,
+            Self::Move(it) => &it.targets,
             Self::Store { target, .. } | Self::Announce { target, .. } => slice::from_ref(target),
             Self::Value { .. } | Self::Agree { .. } | Self::Signal { .. } | Self::Wait(_) => &[],
         }
@@ -106,14 +120,14 @@ impl LaneStepKind {
 
     /// Whether it moves no elements and therefore does nothing.
     pub const fn is_empty(&self) -> bool {
-        matches!(self, Self::Move { elements: 0, .. })
+        matches!(self, Self::Move(LaneMove { elements: 0, .. }))
     }
 
     /// Rank whose signal or announcement it waits for; it may also wait for packets.
     pub const fn awaits(&self) -> Option<Rank> {
         match self {
             Self::Wait(peer) | Self::Agree { peer, .. } => Some(*peer),
-            Self::Move { .. } | Self::Value { .. } | Self::Store { .. } => None,
+            Self::Move(_) | Self::Value { .. } | Self::Store { .. } => None,
             Self::Announce { .. } | Self::Signal { .. } => None,
         }
     }

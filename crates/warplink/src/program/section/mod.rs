@@ -44,11 +44,12 @@ pub use ir::{
     Packing, Place, Receiver, ReduceOperator, Scratch, Section, Source, Step, StepKind, Verb,
     WordRange, WordValue,
 };
-pub use lane::{LaneStep, LaneStepKind, Matching, Part};
+pub use lane::{LaneMove, LaneStep, LaneStepKind, Matching, Part};
 pub(crate) use layout::ROW_ELEMENTS_OF_LINES;
 pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
 pub(crate) use names::FreeNames;
 pub(crate) use period::period;
+pub(crate) use remainders::common_multiple;
 pub(crate) use resolve::VALUE_TYPES;
 pub use resolve::{ReadValues, ReadWord};
 pub(crate) use visit::{ExprUse, Visitor};

@@ -5,7 +5,7 @@
 
 use super::MAX_PERIOD;
 use super::ir::Section;
-use super::remainders::greatest_common_divisor;
+use super::remainders::common_multiple;
 use super::visit::{ExprUse, Visitor};
 use crate::program::construct::Over;
 use crate::program::expr::{Expr, Operator};
@@ -133,7 +133,7 @@ impl<'s> PeriodWalk<'s> {
             ));
             return;
         };
-        let multiple = self.period / greatest_common_divisor(self.period, divisor) * divisor;
+        let multiple = common_multiple(self.period, divisor);
         if multiple > MAX_PERIOD {
             self.misused(format!(
                 "the remainders of the epoch repeat after {multiple} launches only; expected at most \

@@ -19,7 +19,7 @@ pub(super) fn period(it: &Loop<StepKind>, value: &dyn Fn(&Expr) -> Option<i64>, 
     walk.body(&it.body);
     walk.found.sort_unstable();
     let multiple = |period: u64, other: &u64| {
-        let multiple = period / greatest_common_divisor(period, *other) * other;
+        let multiple = common_multiple(period, *other);
         if multiple <= most { multiple } else { period }
     };
     walk.found
@@ -28,12 +28,13 @@ pub(super) fn period(it: &Loop<StepKind>, value: &dyn Fn(&Expr) -> Option<i64>, 
         .fold(1, multiple)
 }
 
-pub(super) fn greatest_common_divisor(a: u64, b: u64) -> u64 {
-    if b == 0 {
-        a
-    } else {
-        greatest_common_divisor(b, a % b)
+/// Least common multiple of two positive numbers.
+pub(crate) fn common_multiple(a: u64, b: u64) -> u64 {
+    let (mut divisor, mut rest) = (a, b);
+    while rest > 0 {
+        (divisor, rest) = (rest, divisor % rest);
     }
+    (a / divisor).saturating_mul(b)
 }
 
 /// Dependence of an expression on the loop index.

@@ -3,7 +3,7 @@
 use super::operand::{Parsed, Parser};
 use super::print::Indented;
 use super::token::{Token, TokenKind};
-use crate::named::listed;
+use crate::named::{comma, listed};
 use crate::program::expr::Comparison;
 use crate::program::section::{
     Function, Literal, RowBinary, RowExpr, RowParameter, RowReduction, RowUnary,
@@ -283,26 +283,18 @@ impl Parser<'_> {
 impl Display for Indented<'_, Function> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Self(depth, function) = self;
-        write!(f, "function {}(", function.name)?;
-        for (number, RowParameter { name, block }) in function.parameters.iter().enumerate() {
-            let lead = if number == 0 { "" } else { ", " };
-            write!(f, "{lead}{name}")?;
-            if let Some(size) = block {
-                write!(f, " by {size}")?;
-            }
-        }
-        f.write_str(") {\n")?;
+        let parameter = |RowParameter { name, block }: &RowParameter| match block {
+            Some(size) => format!("{name} by {size}"),
+            None => name.clone(),
+        };
+        let parameters = comma(function.parameters.iter().map(parameter));
+        writeln!(f, "function {}({parameters}) {{", function.name)?;
         for (name, value) in &function.lets {
             Indented(depth + 1, &()).margin(f)?;
             writeln!(f, "let {name} = {value}")?;
         }
         Indented(depth + 1, &()).margin(f)?;
-        f.write_str("return ")?;
-        for (number, result) in function.results.iter().enumerate() {
-            let lead = if number == 0 { "" } else { ", " };
-            write!(f, "{lead}{result}")?;
-        }
-        f.write_str("\n")?;
+        writeln!(f, "return {}", comma(&function.results))?;
         self.margin(f)?;
         f.write_str("}")
     }

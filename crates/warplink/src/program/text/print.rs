@@ -1,5 +1,6 @@
 //! Printing of programs.
 
+use crate::named::comma;
 use crate::program::expr::{Condition, Expr, Operator};
 use crate::program::ir::{
     Argument, ArgumentValue, AxisSelection, Branch, Declaration, Each, ElementType, Node, NodeKind,
@@ -82,12 +83,7 @@ fn print_program(
     parameters: &[Parameter],
     body: &[Statement],
 ) -> fmt::Result {
-    write!(f, "program {name}(")?;
-    for (position, parameter) in parameters.iter().enumerate() {
-        let lead = if position == 0 { "" } else { ", " };
-        write!(f, "{lead}{parameter}")?;
-    }
-    f.write_str(") {\n")?;
+    writeln!(f, "program {name}({}) {{", comma(parameters))?;
     // Declarations are grouped, and multi-line statements are separated by blank lines.
     let shape = |statement: &Statement| match &statement.kind {
         NodeKind::For(_) | NodeKind::If(_) => (false, true),
@@ -189,12 +185,7 @@ impl Action for StatementKind {
                 block(f, depth, body)?;
             }
             StatementKind::Call { program, arguments } => {
-                write!(f, "{program}(")?;
-                for (position, argument) in arguments.iter().enumerate() {
-                    let lead = if position == 0 { "" } else { ", " };
-                    write!(f, "{lead}{argument}")?;
-                }
-                f.write_str(")")?;
+                write!(f, "{program}({})", comma(arguments))?;
             }
             StatementKind::Scratch(all) => super::section::scratch(f, all)?,
             StatementKind::Function(function) => Indented(depth, function).fmt(f)?,

@@ -23,7 +23,7 @@ use super::operand::{Parsed, Parser};
 use super::print::{Action, List};
 use super::token::{Token, TokenKind};
 use crate::device::ReduceOp;
-use crate::named::listed;
+use crate::named::{comma, listed};
 use crate::program::construct::{Each, NodeKind};
 use crate::program::expr::Expr;
 use crate::program::section::{
@@ -374,16 +374,8 @@ fn one(verb: Verb, target: Place, source: Place) -> Move {
 /// Prints a declaration of scratch.
 pub(super) fn scratch(f: &mut Formatter<'_>, all: &[Scratch]) -> fmt::Result {
     let persistent = all.iter().any(|one| one.persistent);
-    f.write_str(if persistent {
-        "scratch persistent "
-    } else {
-        "scratch "
-    })?;
-    for (number, one) in all.iter().enumerate() {
-        let lead = if number == 0 { "" } else { ", " };
-        write!(f, "{lead}{one}")?;
-    }
-    Ok(())
+    let word = if persistent { "persistent " } else { "" };
+    write!(f, "scratch {word}{}", comma(all))
 }
 
 impl Display for Scratch {
@@ -392,12 +384,7 @@ impl Display for Scratch {
         if self.packing.is_packets() {
             write!(f, "{} ", self.packing.name())?;
         }
-        write!(f, "{}[", self.dtype)?;
-        for (axis, extent) in self.shape.iter().enumerate() {
-            let lead = if axis == 0 { "" } else { ", " };
-            write!(f, "{lead}{extent}")?;
-        }
-        f.write_str("]")
+        write!(f, "{}[{}]", self.dtype, comma(&self.shape))
     }
 }
 
@@ -431,13 +418,9 @@ impl Action for StepKind {
 
 impl Display for Announcement {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        for (position, value) in self.values.iter().enumerate() {
-            let lead = if position == 0 { "" } else { ", " };
-            write!(f, "{lead}{value}")?;
-        }
-        for (position, tensor) in self.tensors.iter().enumerate() {
-            let lead = if position == 0 { " with " } else { ", " };
-            write!(f, "{lead}{tensor}")?;
+        f.write_str(&comma(&self.values))?;
+        if !self.tensors.is_empty() {
+            write!(f, " with {}", comma(&self.tensors))?;
         }
         write!(f, " in {}", self.rows)?;
         match &self.peers {
@@ -465,19 +448,20 @@ impl Display for Application {
             let lead = if number == 0 { "" } else { "; " };
             write!(f, "{lead}{}", List(targets))?;
         }
-        write!(f, " = {}(", self.function)?;
-        for (number, argument) in self.arguments.iter().enumerate() {
-            f.write_str(if number == 0 { "" } else { ", " })?;
-            match argument {
-                FunctionArgument::Sources {
-                    sources,
-                    operator: Some(operator),
-                } => write!(f, "reduce({}, {operator})", List(sources))?,
-                FunctionArgument::Sources { sources, .. } => List(sources).fmt(f)?,
-                FunctionArgument::Number(number) => number.fmt(f)?,
-            }
+        write!(f, " = {}({})", self.function, comma(&self.arguments))
+    }
+}
+
+impl Display for FunctionArgument {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Sources {
+                sources,
+                operator: Some(operator),
+            } => write!(f, "reduce({}, {operator})", List(sources)),
+            Self::Sources { sources, .. } => List(sources).fmt(f),
+            Self::Number(number) => number.fmt(f),
         }
-        f.write_str(")")
     }
 }
 

@@ -5,9 +5,10 @@ use super::shapes::shape_of;
 use super::view::View;
 use super::{MAX_PARTS, Unroller};
 use crate::error::Rank;
+use crate::named::comma;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Collective;
-use crate::program::rank_program::{OperationKind, place_among};
+use crate::program::rank_program::{CollectiveOperation, OperationKind, place_among};
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -112,22 +113,21 @@ impl Unroller<'_> {
                 shape_of(target)
             )));
         }
-        Ok(OperationKind::Collective {
+        Ok(OperationKind::Collective(CollectiveOperation {
             collective,
             members,
             dtype: target.dtype,
             target: self.range(target, "written")?,
             source: self.range(source, "read")?,
-        })
+        }))
     }
 }
 
 /// `ranks 0, 2 and 5 others`.
 pub(in crate::program) fn ranks_of(members: &[Rank]) -> String {
     const SAID: usize = 8;
-    let said: Vec<String> = members.iter().take(SAID).map(Rank::to_string).collect();
     let lead = if members.len() == 1 { "rank" } else { "ranks" };
-    let mut text = format!("{lead} {}", said.join(", "));
+    let mut text = format!("{lead} {}", comma(members.iter().take(SAID)));
     if members.len() > SAID {
         text += &format!(" and {} others", members.len() - SAID);
     }

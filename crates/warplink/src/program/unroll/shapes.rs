@@ -4,22 +4,16 @@ use super::Unroller;
 use super::view::View;
 use crate::device::{MAX_ELEMENTWISE_AXES, MatmulSpec};
 use crate::dtype::DType;
-use crate::named::alternatives;
+use crate::named::{alternatives, comma};
 use crate::program::area::{Area, simplified};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{ElementwiseOp, Product, Role};
-use crate::program::rank_program::{OperationKind, Range, TransferId};
-use std::fmt::Write as _;
+use crate::program::rank_program::{
+    ElementwiseOperation, MatmulOperation, OperationKind, Range, StoredMatmul, TransferId,
+};
 
 pub(super) fn shape_of(view: &View) -> String {
-    let mut text = format!("{}[", view.dtype);
-    for (axis, extent) in view.shape.iter().enumerate() {
-        let lead = if axis == 0 { "" } else { ", " };
-        // Writing to a string cannot fail.
-        let _ = write!(text, "{lead}{extent}");
-    }
-    text.push(']');
-    text
+    format!("{}[{}]", view.dtype, comma(&view.shape))
 }
 
 /// The operands of a product.
@@ -154,13 +148,13 @@ impl Unroller<'_> {
             )));
         }
         let written = areas.remove(0);
-        Ok(OperationKind::Elementwise {
+        Ok(OperationKind::Elementwise(ElementwiseOperation {
             op,
             dtype: target.dtype,
             source_dtype: sources.first().map_or(target.dtype, |source| source.dtype),
             target: written,
             sources: areas,
-        })
+        }))
     }
 
     /// The operands that `product` names.
@@ -207,13 +201,13 @@ impl Unroller<'_> {
         };
         spec.leading[2] = leading;
         spec.accumulate = accumulate;
-        Ok(OperationKind::Matmul {
+        Ok(OperationKind::Matmul(MatmulOperation {
             spec,
             a,
             b,
             c,
             bias,
-        })
+        }))
     }
 
     /// The product that is stored where the send `id` goes.
@@ -240,13 +234,13 @@ impl Unroller<'_> {
                  or a copy",
             ));
         }
-        Ok(OperationKind::PostMatmul {
+        Ok(OperationKind::PostMatmul(StoredMatmul {
             spec,
             group: vec![id],
             a: vec![a.span],
             b: b.span,
             bias,
-        })
+        }))
     }
 
     /// Ranges and sizes of a product, if the shapes and types fit.

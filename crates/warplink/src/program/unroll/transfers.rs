@@ -2,13 +2,12 @@
 
 use super::scope::{Instances, Named};
 use super::{TAG_LIMIT, Unroller};
-use crate::device::MatmulSpec;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::{
     Backend, Direction, Each, PostedMatmul, Protocol, ShareItem, Transfer, TransferRef,
 };
 use crate::program::rank_program::{
-    ExchangeId, OperationKind, Range, TransferId, TransferInstance,
+    ExchangeId, OperationKind, StoredMatmul, TransferId, TransferInstance,
 };
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -206,28 +205,14 @@ impl<'p> Unroller<'p> {
 
 /// Adds the products of `next` to those of `whole`, if they are alike.
 fn join(whole: &mut OperationKind, next: &OperationKind) -> bool {
-    type Shared = (Range, Option<Range>, MatmulSpec);
-    fn parts(kind: &OperationKind) -> Option<(&[TransferId], &[Range], Shared)> {
-        match kind {
-            OperationKind::PostMatmul {
-                spec,
-                group,
-                a,
-                b,
-                bias,
-            } => Some((group, a, (*b, *bias, *spec))),
-            _ => None,
-        }
-    }
-    let Some((more, operands, shared)) = parts(next) else {
+    let (OperationKind::PostMatmul(whole), OperationKind::PostMatmul(next)) = (whole, next) else {
         return false;
     };
-    let alike = parts(whole).is_some_and(|(_, _, own)| own == shared);
-    if let OperationKind::PostMatmul { group, a, .. } = whole
-        && alike
-    {
-        group.extend(more);
-        a.extend(operands);
+    let shared = |it: &StoredMatmul| (it.b, it.bias, it.spec);
+    let alike = shared(whole) == shared(next);
+    if alike {
+        whole.group.extend(&next.group);
+        whole.a.extend(&next.a);
     }
     alike
 }

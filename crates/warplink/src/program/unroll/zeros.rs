@@ -163,20 +163,16 @@ impl Unroller<'_> {
         }
         let mut kind = kind;
         match &mut kind {
-            OperationKind::Matmul { c, spec, .. } if spec.accumulate => {
-                spec.accumulate = !self.zeros.take_whole(&c.span);
-                if spec.accumulate {
-                    self.set_to_zero(c.span);
+            OperationKind::Matmul(it) if it.spec.accumulate => {
+                it.spec.accumulate = !self.zeros.take_whole(&it.c.span);
+                if it.spec.accumulate {
+                    self.set_to_zero(it.c.span);
                 }
             }
-            OperationKind::Elementwise {
-                op: ElementwiseOp::Sum,
-                sources,
-                ..
-            } => {
+            OperationKind::Elementwise(it) if it.op == ElementwiseOp::Sum => {
                 // One source has to stay.
-                let mut left = sources.len();
-                sources.retain(|source| {
+                let mut left = it.sources.len();
+                it.sources.retain(|source| {
                     let zero = source.is_contiguous() && self.zeros.is_zero(&source.span);
                     let dropped = left > 1 && zero;
                     left -= usize::from(dropped);

@@ -110,8 +110,9 @@ impl SimulatedRun<'_> {
     fn positions(&self, rank: Rank, operation: usize) -> usize {
         match &self.ranks[rank].operations[operation].kind {
             OperationKind::Post(group) => 2 * group.len(),
-            OperationKind::PostMatmul { group, .. } | OperationKind::Wait(group) => group.len(),
-            OperationKind::Collective { .. } | OperationKind::Kernel(_) => 1,
+            OperationKind::PostMatmul(it) => it.group.len(),
+            OperationKind::Wait(group) => group.len(),
+            OperationKind::Collective(_) | OperationKind::Kernel(_) => 1,
             _ => 0,
         }
     }
@@ -129,9 +130,7 @@ impl SimulatedRun<'_> {
             OperationKind::Post(group) => {
                 self.needs_peer(rank, operation, group, position - group.len())
             }
-            OperationKind::PostMatmul { group, .. } => {
-                self.needs_peer(rank, operation, group, position)
-            }
+            OperationKind::PostMatmul(it) => self.needs_peer(rank, operation, &it.group, position),
             OperationKind::Wait(group) => {
                 let id = *group.get(position)?;
                 let transfer = &self.ranks[rank].transfers[id];
@@ -145,7 +144,7 @@ impl SimulatedRun<'_> {
                 }
                 end.incoming.missing(number).map(|n| Need::Peer(id, n))
             }
-            OperationKind::Collective { .. } | OperationKind::Kernel(_) => {
+            OperationKind::Collective(_) | OperationKind::Kernel(_) => {
                 let number = self.collective_number(rank, operation)?;
                 let meeting = &self.collectives[number];
                 let members = &self.links.meetings.all[number];
@@ -221,10 +220,10 @@ impl SimulatedRun<'_> {
                     }
                 }
             }
-            OperationKind::Collective { collective, .. } => {
+            OperationKind::Collective(it) => {
                 if let Some(number) = self.collective_number(rank, operation) {
-                    let root = match collective {
-                        Collective::Broadcast(root) => Some(*root),
+                    let root = match it.collective {
+                        Collective::Broadcast(root) => Some(root),
                         _ => None,
                     };
                     self.arrive(stream, number, root);

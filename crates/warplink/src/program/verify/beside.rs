@@ -20,7 +20,7 @@ impl SimulatedRun<'_> {
                 let waits = self.links.kernels.waits(rank, operation);
                 Some(Holder::Kernel { waits })
             }
-            OperationKind::Collective { .. } => {
+            OperationKind::Collective(_) => {
                 let number = self.collective_number(rank, operation)?;
                 let waits = self.links.meetings.all[number].len() > 1;
                 Some(Holder::Engine { waits })

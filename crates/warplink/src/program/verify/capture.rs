@@ -179,18 +179,18 @@ impl Recording<'_> {
             }
             OperationKind::Wait(group) => self.wait(index, stream, group),
             OperationKind::Post(group) => self.post(index, stream, group),
-            OperationKind::PostMatmul { group, .. } => {
-                self.check_order(index, stream, group)?;
+            OperationKind::PostMatmul(it) => {
+                self.check_order(index, stream, &it.group)?;
                 self.add(index, stream)?;
-                group.iter().for_each(|id| self.note_post(stream, *id));
-                self.place(stream, group);
+                it.group.iter().for_each(|id| self.note_post(stream, *id));
+                self.place(stream, &it.group);
                 Ok(())
             }
-            OperationKind::Collective { .. } => self.engine(index, stream, &[]),
+            OperationKind::Collective(_) => self.engine(index, stream, &[]),
             OperationKind::Zero(_)
             | OperationKind::Copy { .. }
-            | OperationKind::Matmul { .. }
-            | OperationKind::Elementwise { .. }
+            | OperationKind::Matmul(_)
+            | OperationKind::Elementwise(_)
             | OperationKind::Kernel(_) => self.add(index, stream),
         }
     }

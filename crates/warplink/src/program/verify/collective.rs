@@ -5,7 +5,7 @@ use super::state::SimulatedRun;
 use super::violation::Violations;
 use crate::error::Rank;
 use crate::program::ir::Collective;
-use crate::program::rank_program::Range;
+use crate::program::rank_program::{CollectiveOperation, Range};
 
 impl SimulatedRun<'_> {
     pub(super) fn arrive(&mut self, stream: usize, number: usize, root: Option<Rank>) {
@@ -37,10 +37,15 @@ impl SimulatedRun<'_> {
         &mut self,
         stream: usize,
         operation: usize,
-        collective: &Collective<Rank>,
-        (target, source): (&Range, &Range),
+        call: &CollectiveOperation,
         violations: &mut Violations,
     ) {
+        let CollectiveOperation {
+            collective,
+            target,
+            source,
+            ..
+        } = call;
         let rank = self.streams[stream].rank;
         let mut touch = |run: &mut Self, range: Range, mode: AccessMode| {
             run.touch((stream, operation), (rank, range), mode, violations);

@@ -11,78 +11,37 @@ impl SimulatedRun<'_> {
     /// Performs the effects of an operation once all its dependencies are satisfied.
     pub(super) fn finish(&mut self, stream: usize, operation: usize, violations: &mut Violations) {
         let (rank, ranks) = (self.streams[stream].rank, self.ranks);
-        let mut touch = |run: &mut Self, range: Range, mode: AccessMode| {
-            run.touch((stream, operation), (rank, range), mode, violations);
-        };
         match &ranks[rank].operations[operation].kind {
             OperationKind::Allocate(_)
             | OperationKind::Share(_)
             | OperationKind::Synchronize(_) => {}
             OperationKind::Deallocate(tensor) => {
-                let all = Range {
-                    tensor: *tensor,
-                    offset_bytes: 0,
-                    bytes: ranks[rank].tensors[*tensor].bytes,
-                };
-                touch(self, all, AccessMode::Deallocate);
+                let place = (rank, ranks[rank].whole(*tensor));
+                let mode = AccessMode::Deallocate;
+                self.touch((stream, operation), place, mode, violations);
             }
-            OperationKind::Zero(range) => touch(self, *range, AccessMode::Write),
-            OperationKind::Copy { target, source } => {
-                touch(self, *source, AccessMode::Read);
-                touch(self, *target, AccessMode::Write);
-            }
-            OperationKind::Matmul {
-                a,
-                b,
-                c,
-                bias,
-                spec,
-            } => {
-                if let Some(bias) = bias {
-                    touch(self, *bias, AccessMode::Read);
+            kind @ (OperationKind::Zero(_)
+            | OperationKind::Copy { .. }
+            | OperationKind::Matmul(_)
+            | OperationKind::Elementwise(_)) => {
+                for access in ranks[rank].accesses(kind) {
+                    let mode = match (access.reads, access.writes) {
+                        (true, true) => AccessMode::Update,
+                        (_, false) => AccessMode::Read,
+                        (false, true) => AccessMode::Write,
+                    };
+                    let place = (rank, &access.area);
+                    self.touch_area((stream, operation), place, mode, violations);
                 }
-                let mut touch = |run: &mut Self, area: &Area, mode: AccessMode| {
-                    run.touch_area((stream, operation), (rank, area), mode, violations);
-                };
-                touch(self, a, AccessMode::Read);
-                touch(self, b, AccessMode::Read);
-                let mode = if spec.accumulate {
-                    AccessMode::Update
-                } else {
-                    AccessMode::Write
-                };
-                touch(self, c, mode);
             }
-            OperationKind::Elementwise {
-                target, sources, ..
-            } => {
-                let mut touch = |run: &mut Self, area: &Area, mode: AccessMode| {
-                    run.touch_area((stream, operation), (rank, area), mode, violations);
-                };
-                for source in sources.iter().filter(|source| *source != target) {
-                    touch(self, source, AccessMode::Read);
-                }
-                let mode = if sources.contains(target) {
-                    AccessMode::Update
-                } else {
-                    AccessMode::Write
-                };
-                touch(self, target, mode);
-            }
-            OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => {
-                self.finish_post(stream, operation, group, violations);
+            kind @ (OperationKind::Post(_) | OperationKind::PostMatmul(_)) => {
+                self.finish_post(stream, operation, kind.posted(), violations);
                 self.streams[stream].signalled = true;
             }
             OperationKind::Kernel(_) => self.finish_kernel(stream, operation, violations),
             OperationKind::Wait(group) => self.finish_wait(stream, operation, group),
-            OperationKind::Collective {
-                collective,
-                target,
-                source,
-                ..
-            } => {
-                let places = (target, source);
-                self.finish_collective(stream, operation, collective, places, violations);
+            OperationKind::Collective(it) => {
+                self.finish_collective(stream, operation, it, violations);
             }
         }
     }

@@ -97,8 +97,9 @@ impl SimulatedRun<'_> {
             };
             // A matmul stored directly at the peer does not read the range that the send names; like a copy, it
             // begins after its own signal.
-            if let OperationKind::PostMatmul { a, b, bias, .. } = kind {
-                for range in a.get(position).into_iter().chain([b]).chain(bias) {
+            if let OperationKind::PostMatmul(it) = kind {
+                let left = it.a.get(position).into_iter();
+                for range in left.chain([&it.b]).chain(&it.bias) {
                     touch(self, (rank, *range), AccessMode::Read);
                 }
             } else {

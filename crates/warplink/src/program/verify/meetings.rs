@@ -1,10 +1,9 @@
 //! Members of each collective and kernel, and whether all of them make the same call.
 
 use super::diagnostics::{Diagnostics, place_of};
-use crate::dtype::DType;
 use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
-use crate::program::rank_program::{OperationKind, Range, RankProgram, place_among};
+use crate::program::rank_program::{CollectiveOperation, OperationKind, RankProgram, place_among};
 use crate::program::section::{SectionMemory, SectionTensor};
 use crate::program::unroll::ranks_of;
 use std::collections::HashMap;
@@ -77,7 +76,7 @@ pub(super) fn meetings(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>)
     for (rank, rank_program) in ranks.iter().enumerate() {
         for (index, operation) in rank_program.operations.iter().enumerate() {
             let members = match &operation.kind {
-                OperationKind::Collective { members, .. } => members,
+                OperationKind::Collective(it) => &it.members,
                 // A kernel is launched by all ranks.
                 OperationKind::Kernel(_) => &None,
                 _ => continue,
@@ -209,10 +208,10 @@ impl Calls {
             .operations
             .iter()
             .find_map(|operation| match &operation.kind {
-                OperationKind::Collective { members, .. }
-                    if *members != self.members && sorted(members) == own =>
+                OperationKind::Collective(it)
+                    if it.members != self.members && sorted(&it.members) == own =>
                 {
-                    Some(match members {
+                    Some(match &it.members {
                         Some(members) => ranks_of(members),
                         None => "all ranks in order".to_owned(),
                     })
@@ -233,33 +232,17 @@ impl Calls {
         if kernels_differ(ranks, (first, a), (rank, b), diagnostics) {
             return true;
         }
-        let (
-            OperationKind::Collective {
-                collective: collective_a,
-                dtype: dtype_a,
-                target: target_a,
-                source: source_a,
-                ..
-            },
-            OperationKind::Collective {
-                collective: collective_b,
-                dtype: dtype_b,
-                target: target_b,
-                source: source_b,
-                ..
-            },
-        ) = (
-            &ranks[first].operations[a].kind,
-            &ranks[rank].operations[b].kind,
-        )
-        else {
+        let call = |rank: Rank, operation: usize| match &ranks[rank].operations[operation].kind {
+            OperationKind::Collective(it) => Some(it),
+            _ => None,
+        };
+        let (Some(their_call), Some(own_call)) = (call(first, a), call(rank, b)) else {
             return false;
         };
-        let kind = if collective_a != collective_b {
+        let lengths = |it: &CollectiveOperation| (it.dtype, it.target.bytes, it.source.bytes);
+        let kind = if their_call.collective != own_call.collective {
             DiagnosticKind::CollectiveOrder
-        } else if dtype_a != dtype_b
-            || (target_a.bytes, source_a.bytes) != (target_b.bytes, source_b.bytes)
-        {
+        } else if lengths(their_call) != lengths(own_call) {
             DiagnosticKind::Mismatch
         } else {
             return false;
@@ -268,21 +251,21 @@ impl Calls {
         diagnostics.add(kind, places.clone(), |said| {
             let (own, theirs, expected) = match kind {
                 DiagnosticKind::Mismatch => {
-                    let sizes = |dtype: &DType, source: &Range, target: &Range| {
-                        format!("{} bytes of {dtype} into {}", source.bytes, target.bytes)
+                    let sizes = |it: &CollectiveOperation| {
+                        let (dtype, target, source) = lengths(it);
+                        format!("{source} bytes of {dtype} into {target}")
                     };
-                    (
-                        sizes(dtype_b, source_b, target_b),
-                        sizes(dtype_a, source_a, target_a),
-                        "the same lengths and types",
-                    )
+                    let expected = "the same lengths and types";
+                    (sizes(own_call), sizes(their_call), expected)
                 }
                 // With the roots' values, which the source text need not show.
-                _ => (
-                    format!("{}(…{})", collective_b.name(), collective_b.arguments()),
-                    format!("{}(…{})", collective_a.name(), collective_a.arguments()),
-                    "the same collectives, with the same operators and roots, in the same order",
-                ),
+                _ => {
+                    let text = |it: &CollectiveOperation| {
+                        format!("{}(…{})", it.collective.name(), it.collective.arguments())
+                    };
+                    let expected = "the same collectives, with the same operators and roots, in the same order";
+                    (text(own_call), text(their_call), expected)
+                }
             };
             format!(
                 "{} meets {}: {own} against {theirs}; expected {expected}",

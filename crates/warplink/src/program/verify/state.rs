@@ -304,9 +304,8 @@ fn expect_readers(
 ) {
     for (index, operation) in program.operations.iter().enumerate() {
         let (group, waits) = match &operation.kind {
-            OperationKind::Wait(group) => (group, true),
-            OperationKind::Post(group) | OperationKind::PostMatmul { group, .. } => (group, false),
-            _ => continue,
+            OperationKind::Wait(group) => (&group[..], true),
+            kind => (kind.posted(), false),
         };
         for (&id, number) in group.iter().zip(numbers.of(index)) {
             let transfer = &program.transfers[id];

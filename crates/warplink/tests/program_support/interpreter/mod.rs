@@ -124,7 +124,7 @@ impl<'a> Interpreter<'a> {
         };
         let before = |program: &RankProgram| {
             let list = |index: usize| match &program.operations[index].kind {
-                OperationKind::Collective { members, .. } => Some(members.clone()),
+                OperationKind::Collective(it) => Some(it.members.clone()),
                 _ => None,
             };
             let all = 0..program.operations.len();
@@ -291,7 +291,7 @@ impl<'a> Play<'a> {
                     .push_back(Job::WaitEvent { event, index, run });
             }
             kind => {
-                let mut engine = matches!(kind, OperationKind::Collective { .. });
+                let mut engine = matches!(kind, OperationKind::Collective(_));
                 let (group, posting) = match kind {
                     OperationKind::Wait(group) => (&group[..], false),
                     kind => (kind.posted(), true),

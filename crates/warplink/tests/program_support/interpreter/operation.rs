@@ -7,7 +7,8 @@ use super::{Chain, Meeting, Play};
 use warplink::DType;
 use warplink::program::ir::{Collective, ElementwiseOp};
 use warplink::program::{
-    Area, Backend, Direction, OperationKind, Protocol, Range, RankProgram, TransferId,
+    Area, Backend, CollectiveOperation, Direction, OperationKind, Protocol, Range, RankProgram,
+    TransferId,
 };
 
 /// Steps of an operation.
@@ -82,57 +83,40 @@ impl Play<'_> {
                 };
                 parts.chains.push(halves.map(step).into());
             }
-            OperationKind::Elementwise {
-                op,
-                dtype,
-                target,
-                sources,
-                ..
-            } => {
-                let count = elements_of(program, target).len();
+            OperationKind::Elementwise(it) => {
+                let count = elements_of(program, &it.target).len();
                 let step = |half: std::ops::Range<usize>| {
                     let of = |area: &Area| {
                         let all = elements_of(program, area);
                         (area.span.tensor, all[half.clone()].to_vec())
                     };
-                    Step::Combine(*op, *dtype, of(target), sources.iter().map(of).collect())
+                    let sources = it.sources.iter().map(of).collect();
+                    Step::Combine(it.op, it.dtype, of(&it.target), sources)
                 };
                 let halves = [0..count / 2, count / 2..count];
                 parts.chains.push(halves.map(step).into());
             }
-            OperationKind::Matmul {
-                spec,
-                a,
-                b,
-                c,
-                bias,
-            } => {
+            OperationKind::Matmul(it) => {
                 let product = Product {
                     rank,
-                    c: c.clone(),
-                    a: a.clone(),
-                    b: b.clone(),
-                    bias: *bias,
-                    spec: *spec,
+                    c: it.c.clone(),
+                    a: it.a.clone(),
+                    b: it.b.clone(),
+                    bias: it.bias,
+                    spec: it.spec,
                 };
                 parts.chains.push(product.steps());
             }
-            OperationKind::PostMatmul {
-                spec,
-                group,
-                a,
-                b,
-                bias,
-            } => {
-                for ((&id, &number), a) in group.iter().zip(numbers).zip(a) {
+            OperationKind::PostMatmul(it) => {
+                for ((&id, &number), a) in it.group.iter().zip(numbers).zip(&it.a) {
                     let (peer, partner) = self.peer(rank, id);
                     let product = Product {
                         rank: peer,
                         c: self.ranks[peer].transfers[partner].range.into(),
                         a: (*a).into(),
-                        b: (*b).into(),
-                        bias: *bias,
-                        spec: *spec,
+                        b: it.b.into(),
+                        bias: it.bias,
+                        spec: it.spec,
                     };
                     let (mut chain, told) = self.signals_around(rank, run, (id, number));
                     chain.extend(product.steps());
@@ -141,22 +125,14 @@ impl Play<'_> {
                     parts.after.push((Some(id), vec![told, done]));
                 }
             }
-            OperationKind::Collective {
-                collective,
-                members,
-                target,
-                source,
-                ..
-            } => {
+            OperationKind::Collective(it) => {
                 let (before, in_all) = self.stage.collectives_before[rank][index];
-                let members = match members {
+                let members = match &it.members {
                     Some(members) => members.to_vec(),
                     None => (0..self.ranks.len()).collect(),
                 };
                 let meeting = (members, run * in_all + before);
-                parts
-                    .chains
-                    .push(collective_steps(rank, &meeting, collective, target, source));
+                parts.chains.push(collective_steps(rank, &meeting, it));
             }
             OperationKind::Post(group) => self.post(rank, run, index, (group, numbers), &mut parts),
             OperationKind::Wait(group) => {
@@ -308,13 +284,13 @@ fn moves(program: &RankProgram, id: TransferId) -> bool {
     )
 }
 
-fn collective_steps(
-    rank: usize,
-    meeting: &Meeting,
-    collective: &Collective<usize>,
-    target: &Range,
-    source: &Range,
-) -> Vec<Step> {
+fn collective_steps(rank: usize, meeting: &Meeting, call: &CollectiveOperation) -> Vec<Step> {
+    let CollectiveOperation {
+        collective,
+        target,
+        source,
+        ..
+    } = call;
     let (reads, writes) = match collective {
         Collective::Broadcast(root) => (*root == rank, true),
         Collective::Reduce(_, root) => (true, *root == rank),

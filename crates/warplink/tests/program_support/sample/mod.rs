@@ -42,6 +42,15 @@ program blended(n, times) {
 
 ";
 
+/// Appends lines of program text, indented by their blocks within `depth` ones.
+pub(crate) fn write_lines(text: &mut String, mut depth: usize, lines: &[String]) {
+    for line in lines {
+        depth = depth.saturating_sub(usize::from(line.starts_with('}')));
+        let _ = writeln!(text, "{:1$}{line}", "", depth * 4);
+        depth += usize::from(line.ends_with('{'));
+    }
+}
+
 /// A random program and what to run it with.
 #[derive(Clone, Debug)]
 pub(crate) struct Sample {
@@ -107,12 +116,7 @@ pub(crate) fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
     );
     // Stands for what is stored at other ranks.
     text += "    allocate P: f32[n, n]\n";
-    let mut depth: usize = 1;
-    for line in &lines {
-        depth = depth.saturating_sub(usize::from(line.starts_with('}')));
-        let _ = writeln!(text, "{:1$}{line}", "", depth * 4);
-        depth += usize::from(line.ends_with('{'));
-    }
+    write_lines(&mut text, 1, &lines);
     text += "}\n";
     if called {
         let _ = write!(

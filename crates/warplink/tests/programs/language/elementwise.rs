@@ -32,12 +32,7 @@ fn products_and_extremes_of_any_number_of_tensors() {
         "B" => [2.0, -1.0, 3.0][index] + rank as f64,
         _ => [1.0, -1.0, 2.0, -1.0][(index + rank) % 4] * if index > 60 { 1.0 } else { -1.0 },
     };
-    let run = Run {
-        text,
-        parameters: Parameters::from([("n".to_owned(), N as i64)]),
-        streams: 1,
-        input: &input,
-    };
+    let run = Run::of(text, [("n", N as i64)], &input);
     run.check(world(2), |rank, outputs| {
         let places = outputs["P"]
             .iter()
@@ -72,12 +67,7 @@ fn a_sum_of_halves_in_single_precision() {
         N = cast(S)
     }";
     let input = |rank: usize, _: &str, index: usize| (32 * rank + index) as f64 + 0.5;
-    let run = Run {
-        text,
-        parameters: Parameters::new(),
-        streams: 1,
-        input: &input,
-    };
+    let run = Run::of(text, Parameters::new(), &input);
     run.check(world(2), |rank, outputs| {
         for (column, (mean, whole)) in outputs["C"].iter().zip(&outputs["N"]).enumerate() {
             let sum: f64 = (0..4)

@@ -55,12 +55,11 @@ fn the_ring_with_the_get_protocol_runs() {
 fn handles_that_are_shared_once_serve_every_repetition() {
     let (n, repetitions) = (6, 4);
     for ranks in worlds([1, 2, 4]) {
-        let run = Run {
-            text: HANDLES,
-            parameters: Parameters::from([("n", n as i64), ("repetitions", repetitions as i64)]),
-            streams: 1,
-            input: &element,
-        };
+        let run = Run::of(
+            HANDLES,
+            [("n", n as i64), ("repetitions", repetitions as i64)],
+            &element,
+        );
         run.check(ranks, |rank, outputs| {
             let from = (rank + ranks - 1) % ranks;
             let expected: Vec<f64> = (0..n * repetitions)

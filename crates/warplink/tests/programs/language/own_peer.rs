@@ -81,12 +81,7 @@ fn a_long_copy_through_the_engine() {
         wait give, take
     }";
     let long = 50_000;
-    let run = Run {
-        text,
-        parameters: Parameters::from([("n", long)]),
-        streams: 1,
-        input: &element,
-    };
+    let run = Run::of(text, [("n", long)], &element);
     run.check(1, |rank, outputs| {
         let expected: Vec<f64> = (0..long as usize).map(|i| element(rank, "A", i)).collect();
         assert_eq!(outputs["B"], expected);
@@ -160,13 +155,8 @@ fn a_product_is_stored_at_its_own_rank() {
         B = copy(R)
     }";
     for ranks in worlds([1, 2]) {
-        let run = Run {
-            text,
-            parameters: Parameters::from([("n", 2)]),
-            streams: 1,
-            input: &|rank, _, index| (rank + index) as f64,
-        };
-        run.check(ranks, |rank, outputs| {
+        let input = |rank: usize, _: &str, index: usize| (rank + index) as f64;
+        Run::of(text, [("n", 2)], &input).check(ranks, |rank, outputs| {
             let from = (rank + ranks - 1) % ranks;
             let a: Vec<f64> = (0..4).map(|index| (from + index) as f64).collect();
             let entry =

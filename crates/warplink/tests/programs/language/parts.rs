@@ -109,24 +109,21 @@ fn ranks_that_are_not_listed_are_not_concerned() {
     let mut parameters = Parameters::new();
     let ranks: Vec<i64> = list.iter().map(|rank| *rank as i64).collect();
     parameters.insert("ranks", ranks);
-    Run {
-        text,
-        parameters,
-        streams: 1,
-        input: &|rank, _, index| value(rank, index),
-    }
-    .check(world, |rank, outputs| {
-        let expected: Vec<f64> = (0..4)
-            .map(|index| {
-                if list.contains(&rank) {
-                    list.iter().map(|member| value(*member, index)).sum()
-                } else {
-                    value(rank, index)
-                }
-            })
-            .collect();
-        assert_eq!(outputs["C"], expected);
-    });
+    Run::of(text, parameters, &|rank, _, index| value(rank, index)).check(
+        world,
+        |rank, outputs| {
+            let expected: Vec<f64> = (0..4)
+                .map(|index| {
+                    if list.contains(&rank) {
+                        list.iter().map(|member| value(*member, index)).sum()
+                    } else {
+                        value(rank, index)
+                    }
+                })
+                .collect();
+            assert_eq!(outputs["C"], expected);
+        },
+    );
 }
 
 /// A list of all ranks in order needs no engine of its own; one in another order does.

@@ -65,12 +65,7 @@ fn operands_may_be_transposed() {
                 if biased {
                     parameters = parameters.with_tensor("bias");
                 }
-                let run = Run {
-                    text: LAYERS,
-                    parameters,
-                    streams: 1,
-                    input: &element,
-                };
+                let run = Run::of(LAYERS, parameters, &element);
                 run.check(world(1), |rank, outputs| {
                     let of = |name: &'static str, columns: usize| {
                         move |row: usize, column: usize| element(rank, name, row * columns + column)
@@ -133,12 +128,7 @@ fn stored_products_may_be_transposed() {
     }";
     let n = 16;
     for ranks in worlds([1, 2]) {
-        let run = Run {
-            text,
-            parameters: Parameters::from([("n", n as i64)]),
-            streams: 1,
-            input: &element,
-        };
+        let run = Run::of(text, [("n", n as i64)], &element);
         run.check(ranks, |rank, outputs| {
             let from = (rank + ranks - 1) % ranks;
             let expected: Vec<f64> = (0..2)

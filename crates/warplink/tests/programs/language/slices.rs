@@ -204,12 +204,7 @@ fn blocks_of_matrices_are_multiplied() {
         [0.0, 1.0, -1.0, 2.0][(7 * index + 3 * (index / 4) + rank + shift) % 4]
     };
     for dtype in [warplink::DType::F32, warplink::DType::BF16] {
-        let run = Run {
-            text,
-            parameters: Parameters::new().with("T", dtype),
-            streams: 1,
-            input: &input,
-        };
+        let run = Run::of(text, Parameters::new().with("T", dtype), &input);
         run.check(world(2), |rank, outputs| {
             let a = |i: usize, j: usize| input(rank, "A", 10 * i + j);
             let b = |i: usize, j: usize| input(rank, "B", 9 * i + j);

@@ -14,13 +14,8 @@ fn a_ring_is_called_for_rows_and_for_columns() {
             continue;
         }
         let parameters = [("n", 12), ("columns", columns as i64)];
-        Run {
-            text: MESH_SUM,
-            parameters: parameters.into_iter().collect(),
-            streams: 1,
-            input: &|rank, _, index| (rank * 12 + index) as f64,
-        }
-        .check(world, |_, outputs| {
+        let input = |rank: usize, _: &str, index: usize| (rank * 12 + index) as f64;
+        Run::of(MESH_SUM, parameters, &input).check(world, |_, outputs| {
             let sum = |index| (0..world).map(|rank| (rank * 12 + index) as f64).sum();
             let expected: Vec<f64> = (0..12).map(sum).collect();
             assert_eq!(outputs["S"], expected);

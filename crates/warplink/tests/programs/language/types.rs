@@ -3,6 +3,7 @@
 
 use crate::common::world;
 use crate::run::Run;
+use Expected::{At, Of, OverRanks};
 use std::collections::BTreeSet;
 use warplink::DType;
 use warplink::program::{DiagnosticKind, Parameters, Program, verify};
@@ -18,15 +19,27 @@ fn value(rank: usize, name: &str, index: usize) -> f64 {
     }
 }
 
-type Expected = fn(usize, usize, usize) -> f64;
-
-fn over_ranks(world: usize, index: usize, join: fn(f64, f64) -> f64) -> f64 {
-    let values = (0..world).map(|rank| value(rank, "A", index));
-    values.reduce(join).unwrap()
+/// What an operation gives.
+enum Expected {
+    /// A function of world, rank and index.
+    At(fn(usize, usize, usize) -> f64),
+    /// A value of the rank's A and one of its B, combined.
+    Of(fn(f64, f64) -> f64),
+    /// The values of all ranks' A, combined.
+    OverRanks(fn(f64, f64) -> f64),
 }
 
-fn sum(a: f64, b: f64) -> f64 {
-    a + b
+impl Expected {
+    fn value(&self, world: usize, rank: usize, index: usize) -> f64 {
+        match self {
+            At(function) => function(world, rank, index),
+            Of(join) => join(value(rank, "A", index), value(rank, "B", index)),
+            OverRanks(join) => {
+                let values = (0..world).map(|rank| value(rank, "A", index));
+                values.reduce(*join).unwrap()
+            }
+        }
+    }
 }
 
 fn product_of_matrices(rank: usize, index: usize) -> f64 {
@@ -35,58 +48,38 @@ fn product_of_matrices(rank: usize, index: usize) -> f64 {
     terms.sum()
 }
 
-/// Every operation with one element type: its shape, its words, and what it gives by world, rank and index.
+fn of_last(world: usize, _: usize, index: usize) -> f64 {
+    value(world - 1, "A", index)
+}
+
+fn of_each(_: usize, _: usize, index: usize) -> f64 {
+    value(index / N, "A", index % N)
+}
+
+/// Every operation with one element type: its shape, its words, and what it gives.
 const OPERATIONS: [(&str, &str, Expected); 18] = [
-    ("[n]", "copy(A)", |_, r, i| value(r, "A", i)),
-    ("[n]", "sum(A, B)", |_, r, i| {
-        value(r, "A", i) + value(r, "B", i)
-    }),
-    ("[n]", "product(A, B)", |_, r, i| {
-        value(r, "A", i) * value(r, "B", i)
-    }),
-    ("[n]", "max(A, B)", |_, r, i| {
-        value(r, "A", i).max(value(r, "B", i))
-    }),
-    ("[n]", "min(A, B)", |_, r, i| {
-        value(r, "A", i).min(value(r, "B", i))
-    }),
-    ("[4, 4]", "matmul(M, M)", |_, r, i| {
-        product_of_matrices(r, i)
-    }),
-    ("[n]", "all_reduce(A, sum)", |w, _, i| over_ranks(w, i, sum)),
-    ("[n]", "all_reduce(A, max)", |w, _, i| {
-        over_ranks(w, i, f64::max)
-    }),
-    ("[n]", "all_reduce(A, min)", |w, _, i| {
-        over_ranks(w, i, f64::min)
-    }),
-    ("[n]", "reduce_scatter(W, sum)", |w, _, i| {
-        over_ranks(w, i, sum)
-    }),
-    ("[n]", "reduce_scatter(W, max)", |w, _, i| {
-        over_ranks(w, i, f64::max)
-    }),
-    ("[n]", "reduce_scatter(W, min)", |w, _, i| {
-        over_ranks(w, i, f64::min)
-    }),
-    ("[n]", "reduce(A, sum to rank_0)", |w, _, i| {
-        over_ranks(w, i, sum)
-    }),
-    ("[n]", "reduce(A, max to rank_0)", |w, _, i| {
-        over_ranks(w, i, f64::max)
-    }),
-    ("[n]", "reduce(A, min to rank_0)", |w, _, i| {
-        over_ranks(w, i, f64::min)
-    }),
-    ("[n]", "broadcast(A from world - 1)", |w, _, i| {
-        value(w - 1, "A", i)
-    }),
-    ("[world, n]", "all_gather(A)", |_, _, i| {
-        value(i / N, "A", i % N)
-    }),
-    ("[world, n]", "all_to_all(W)", |_, _, i| {
-        value(i / N, "A", i % N)
-    }),
+    ("[n]", "copy(A)", Of(|a, _| a)),
+    ("[n]", "sum(A, B)", Of(|a, b| a + b)),
+    ("[n]", "product(A, B)", Of(|a, b| a * b)),
+    ("[n]", "max(A, B)", Of(f64::max)),
+    ("[n]", "min(A, B)", Of(f64::min)),
+    (
+        "[4, 4]",
+        "matmul(M, M)",
+        At(|_, rank, index| product_of_matrices(rank, index)),
+    ),
+    ("[n]", "all_reduce(A, sum)", OverRanks(|a, b| a + b)),
+    ("[n]", "all_reduce(A, max)", OverRanks(f64::max)),
+    ("[n]", "all_reduce(A, min)", OverRanks(f64::min)),
+    ("[n]", "reduce_scatter(W, sum)", OverRanks(|a, b| a + b)),
+    ("[n]", "reduce_scatter(W, max)", OverRanks(f64::max)),
+    ("[n]", "reduce_scatter(W, min)", OverRanks(f64::min)),
+    ("[n]", "reduce(A, sum to rank_0)", OverRanks(|a, b| a + b)),
+    ("[n]", "reduce(A, max to rank_0)", OverRanks(f64::max)),
+    ("[n]", "reduce(A, min to rank_0)", OverRanks(f64::min)),
+    ("[n]", "broadcast(A from world - 1)", At(of_last)),
+    ("[world, n]", "all_gather(A)", At(of_each)),
+    ("[world, n]", "all_to_all(W)", At(of_each)),
 ];
 
 /// A program of some of the operations, each with an output of its own.
@@ -132,21 +125,20 @@ fn every_operation_is_done_in_every_type_that_is_accepted() {
                 verdict.is_ok()
             })
             .collect();
-        Run {
-            text: &program(dtype, &accepted),
-            parameters: parameters.clone(),
-            streams: 1,
-            input: &|rank, name, index| value(rank, name, index),
-        }
+        Run::of(
+            &program(dtype, &accepted),
+            parameters.clone(),
+            &|rank, name, index| value(rank, name, index),
+        )
         .check(world, |rank, outputs| {
             for &number in &accepted {
-                let (_, words, expected) = OPERATIONS[number];
+                let (_, words, expected) = &OPERATIONS[number];
                 let found = &outputs[&format!("C{number}")];
                 for (index, found) in found.iter().enumerate() {
                     let expected = if words.starts_with("reduce(") && rank != 0 {
                         value(rank, "A", index)
                     } else {
-                        expected(world, rank, index)
+                        expected.value(world, rank, index)
                     };
                     assert_eq!(*found, expected, "{dtype} {words} of rank {rank}, {index}");
                 }

@@ -13,8 +13,8 @@ fn operations(text: &str) -> Vec<String> {
             OperationKind::Zero(range) => {
                 format!("{name} {}..{}", range.offset_bytes, range.end())
             }
-            OperationKind::Matmul { spec, .. } if spec.accumulate => format!("{name} +="),
-            OperationKind::Elementwise { sources, .. } => format!("{name} of {}", sources.len()),
+            OperationKind::Matmul(it) if it.spec.accumulate => format!("{name} +="),
+            OperationKind::Elementwise(it) => format!("{name} of {}", it.sources.len()),
             _ => name.to_owned(),
         }
     });
@@ -122,12 +122,7 @@ fn sums_around_a_ring_start_at_zero() {
         _ => (10 * rank + index) as f64,
     };
     for ranks in worlds([1, 2, 4]) {
-        let run = Run {
-            text,
-            parameters: Parameters::from([("n", n as i64)]),
-            streams: 1,
-            input: &element,
-        };
+        let run = Run::of(text, [("n", n as i64)], &element);
         run.check(ranks, |rank, outputs| {
             let sum = |index: usize| {
                 (0..ranks)
@@ -178,12 +173,7 @@ fn what_a_call_declares_to_be_zero_is_cleared_there() {
     ] {
         for rest in ["", rest] {
             let text = text(lent, rest);
-            let run = Run {
-                text: &text,
-                parameters: Parameters::from([("n", n as i64)]),
-                streams: 1,
-                input: &element,
-            };
+            let run = Run::of(&text, [("n", n as i64)], &element);
             run.check(1, |_, outputs| {
                 let expected = (0..n * n).map(|index| match index % n {
                     0 | 1 => element(0, "A", index),

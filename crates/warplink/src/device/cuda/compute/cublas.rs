@@ -56,16 +56,9 @@ impl Blas {
     }
 
     fn check(&self, code: c_int, operation: &'static str) -> Result<()> {
-        if code == 0 {
-            return Ok(());
-        }
+        let text = self.cublasGetStatusString;
         // SAFETY: for every code the library gives a string of its own that is never freed.
-        let text = unsafe { (self.cublasGetStatusString)(code) };
-        // SAFETY: as above, and it ends with a zero.
-        let text = unsafe { library::message(text) };
-        Err(Error::new(ErrorKind::Driver, text)
-            .with_operation(operation)
-            .with_code(code.into()))
+        unsafe { library::check(code, ErrorKind::Driver, operation, text) }
     }
 }
 

@@ -4,7 +4,7 @@ use crate::debug::debug_text;
 use crate::device::MatmulSpec;
 use crate::device::library::function_table;
 use crate::device::library::{self, CUBLAS_LT};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{ErrorKind, Result};
 use cudarc::cublaslt::sys::{
     cublasComputeType_t, cublasLtHandle_t, cublasLtMatmulAlgo_t, cublasLtMatmulDesc_t,
     cublasLtMatmulDescAttributes_t as DescAttribute, cublasLtMatmulPreference_t,
@@ -73,21 +73,13 @@ impl BlasLt {
 
     /// Turns a code into a result.
     pub(crate) fn check(&self, code: c_int, operation: &'static str) -> Result<()> {
-        if code == 0 {
-            return Ok(());
-        }
         let kind = match code {
             NOT_SUPPORTED => ErrorKind::Unsupported,
             ALLOCATION_FAILED => ErrorKind::OutOfMemory,
             _ => ErrorKind::Driver,
         };
         // SAFETY: for every code the library gives a string of its own that is never freed.
-        let text = unsafe { (self.cublasLtGetStatusString)(code) };
-        // SAFETY: as above, and it ends with a zero.
-        let text = unsafe { library::message(text) };
-        Err(Error::new(kind, text)
-            .with_operation(operation)
-            .with_code(code.into()))
+        unsafe { library::check(code, kind, operation, self.cublasLtGetStatusString) }
     }
 }
 

@@ -16,87 +16,53 @@ pub(crate) struct KernelSource {
     text: &'static str,
 }
 
+/// A file in `kernels`.
+macro_rules! source {
+    ($name:literal) => {
+        KernelSource {
+            name: $name,
+            text: include_str!(concat!("../../../../kernels/", $name)),
+        }
+    };
+}
+
+/// Text of a header.
+macro_rules! header {
+    ($name:literal) => {
+        include_str!(concat!("../../../../kernels/warplink/", $name))
+    };
+}
+
 /// Element-wise kernels.
-pub(crate) const ELEMENTWISE: KernelSource = KernelSource {
-    name: "elementwise.cu",
-    text: include_str!("../../../../kernels/elementwise.cu"),
-};
+pub(crate) const ELEMENTWISE: KernelSource = source!("elementwise.cu");
 
 /// Transfer kernels.
-pub(crate) const TRANSFER: KernelSource = KernelSource {
-    name: "transfer.cu",
-    text: include_str!("../../../../kernels/transfer.cu"),
-};
+pub(crate) const TRANSFER: KernelSource = source!("transfer.cu");
 
 /// Instantiates every call of a channel.
-const CHANNEL: KernelSource = KernelSource {
-    name: "channel.cu",
-    text: include_str!("../../../../kernels/channel.cu"),
-};
+const CHANNEL: KernelSource = source!("channel.cu");
 
 /// Instantiates every step of kernel sections.
-const STEPS: KernelSource = KernelSource {
-    name: "steps.cu",
-    text: include_str!("../../../../kernels/steps.cu"),
-};
+const STEPS: KernelSource = source!("steps.cu");
 
 /// Every kernel file; each is a translation unit.
 const SOURCES: [&KernelSource; 4] = [&ELEMENTWISE, &TRANSFER, &CHANNEL, &STEPS];
 
 /// Headers that kernels may include, by name.
 const HEADERS: [(&CStr, &str); 13] = [
-    (
-        c"warplink/device.cuh",
-        include_str!("../../../../kernels/warplink/device.cuh"),
-    ),
-    (
-        c"warplink/groups.cuh",
-        include_str!("../../../../kernels/warplink/groups.cuh"),
-    ),
-    (
-        c"warplink/memory.cuh",
-        include_str!("../../../../kernels/warplink/memory.cuh"),
-    ),
-    (
-        c"warplink/signals.cuh",
-        include_str!("../../../../kernels/warplink/signals.cuh"),
-    ),
-    (
-        c"warplink/elements.cuh",
-        include_str!("../../../../kernels/warplink/elements.cuh"),
-    ),
-    (
-        c"warplink/lanes.cuh",
-        include_str!("../../../../kernels/warplink/lanes.cuh"),
-    ),
-    (
-        c"warplink/steps.cuh",
-        include_str!("../../../../kernels/warplink/steps.cuh"),
-    ),
-    (
-        c"warplink/announcements.cuh",
-        include_str!("../../../../kernels/warplink/announcements.cuh"),
-    ),
-    (
-        c"warplink/views.cuh",
-        include_str!("../../../../kernels/warplink/views.cuh"),
-    ),
-    (
-        c"warplink/values.cuh",
-        include_str!("../../../../kernels/warplink/values.cuh"),
-    ),
-    (
-        c"warplink/rows.cuh",
-        include_str!("../../../../kernels/warplink/rows.cuh"),
-    ),
-    (
-        c"warplink/sections.cuh",
-        include_str!("../../../../kernels/warplink/sections.cuh"),
-    ),
-    (
-        c"warplink/pairs.cuh",
-        include_str!("../../../../kernels/warplink/pairs.cuh"),
-    ),
+    (c"warplink/device.cuh", header!("device.cuh")),
+    (c"warplink/groups.cuh", header!("groups.cuh")),
+    (c"warplink/memory.cuh", header!("memory.cuh")),
+    (c"warplink/signals.cuh", header!("signals.cuh")),
+    (c"warplink/elements.cuh", header!("elements.cuh")),
+    (c"warplink/lanes.cuh", header!("lanes.cuh")),
+    (c"warplink/steps.cuh", header!("steps.cuh")),
+    (c"warplink/announcements.cuh", header!("announcements.cuh")),
+    (c"warplink/views.cuh", header!("views.cuh")),
+    (c"warplink/values.cuh", header!("values.cuh")),
+    (c"warplink/rows.cuh", header!("rows.cuh")),
+    (c"warplink/sections.cuh", header!("sections.cuh")),
+    (c"warplink/pairs.cuh", header!("pairs.cuh")),
 ];
 
 /// Options for every file, besides the architecture.
@@ -127,16 +93,8 @@ impl Compiler {
     }
 
     fn check(&self, code: c_int, operation: &'static str) -> Result<()> {
-        if code == 0 {
-            return Ok(());
-        }
         // SAFETY: for every code the compiler gives a string of its own that is never freed.
-        let text = unsafe { (self.nvrtcGetErrorString)(code) };
-        // SAFETY: as above, and it ends with a zero.
-        let text = unsafe { library::message(text) };
-        Err(Error::new(ErrorKind::Driver, text)
-            .with_operation(operation)
-            .with_code(code.into()))
+        unsafe { library::check(code, ErrorKind::Driver, operation, self.nvrtcGetErrorString) }
     }
 
     fn version(&self) -> Result<(i32, i32)> {

@@ -86,19 +86,17 @@ impl NcclEngine {
             .iter()
             .position(|answer| answer.first() != Some(&READY))
         {
-            return Err(Error::new(
-                ErrorKind::Mismatch,
-                "a peer could not load NCCL; expected it on every rank",
-            )
-            .with_operation("join NCCL")
-            .with_peer(peer)
-            .with_help("run `warplink doctor` on the machine of that rank"));
+            return Err(
+                Error::mismatch("a peer could not load NCCL; expected it on every rank")
+                    .with_operation("join NCCL")
+                    .with_peer(peer)
+                    .with_help("run `warplink doctor` on the machine of that rank"),
+            );
         }
         if let Some((first, second)) = on_one_gpu(&answers) {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!("ranks {first} and {second} share a GPU; NCCL expects a GPU for each rank"),
-            )
+            return Err(Error::unsupported(format!(
+                "ranks {first} and {second} share a GPU; NCCL expects a GPU for each rank"
+            ))
             .with_operation("join NCCL")
             .with_peer(if rank == first { second } else { first })
             .with_help(
@@ -110,12 +108,9 @@ impl NcclEngine {
             .and_then(|answer| answer.get(1 + IDENTITY..))
             .and_then(|id| id.try_into().ok())
             .ok_or_else(|| {
-                Error::new(
-                    ErrorKind::Protocol,
-                    "rank 0 sent an invalid id; expected 128 bytes",
-                )
-                .with_operation("join NCCL")
-                .with_peer(0)
+                Error::protocol("rank 0 sent an invalid id; expected 128 bytes")
+                    .with_operation("join NCCL")
+                    .with_peer(0)
             })?;
         let comm = NcclComm::join(nccl, &gpu.context, id, ranks.0, ranks.1, deadline, || {
             gpu.fault.check()?;
@@ -136,13 +131,10 @@ impl NcclEngine {
         check_adopted((place.rank, place.world), (rank, world))?;
         let ordinal = gpu.context.ordinal;
         if place.ordinal != ordinal {
-            return Err(Error::new(
-                ErrorKind::Mismatch,
-                format!(
-                    "the communicator is of GPU {}; expected GPU {ordinal}",
-                    place.ordinal
-                ),
-            )
+            return Err(Error::mismatch(format!(
+                "the communicator is of GPU {}; expected GPU {ordinal}",
+                place.ordinal
+            ))
             .with_operation("adopt a communicator")
             .with_help("pass one of the GPU that this rank uses"));
         }
@@ -231,7 +223,7 @@ impl CollectiveEngine for NcclEngine {
     fn register(&self, slice: &DeviceSlice) -> Result<()> {
         CudaBacking::of(slice)?;
         let unsupported = |text: String| {
-            Err(Error::new(ErrorKind::Unsupported, text)
+            Err(Error::unsupported(text)
                 .with_operation("register memory with NCCL")
                 .with_help("use NCCL 2.27 or later and virtual memory"))
         };

@@ -194,8 +194,7 @@ impl NcclComm {
                 Ok(joined) => return joined,
                 Err(RecvTimeoutError::Timeout) => go_on()?,
                 Err(RecvTimeoutError::Disconnected) => {
-                    return Err(Error::new(
-                        ErrorKind::Internal,
+                    return Err(Error::internal(
                         "the thread that joins NCCL ended without a result",
                     )
                     .with_operation("join NCCL"));
@@ -271,11 +270,9 @@ impl NcclComm {
         // Look only now: `abort` takes the pointer before it waits for this lock.
         let raw = self.raw.load(Ordering::Acquire);
         if raw.is_null() {
-            return Err(
-                Error::new(ErrorKind::Closed, "the NCCL communicator was aborted")
-                    .with_operation(operation)
-                    .with_help("join again with the ranks that are left"),
-            );
+            return Err(Error::closed("the NCCL communicator was aborted")
+                .with_operation(operation)
+                .with_help("join again with the ranks that are left"));
         }
         self.nccl.check(call(self.nccl, raw), operation)
     }
@@ -354,6 +351,7 @@ fn join_here(
 
 impl Drop for NcclComm {
     fn drop(&mut self) {
+        // As in `abort`: whoever takes the pointer is the only one to end the communicator.
         let raw = AtomicPtr::new(self.raw.swap(std::ptr::null_mut(), Ordering::AcqRel));
         // Relaxed: `swap` above has already synchronized.
         if raw.load(Ordering::Relaxed).is_null() || self.is_adopted {

@@ -142,6 +142,7 @@ impl CudaStream {
 
     /// Its capture, if it is capturing a graph that has scratch memory of its own.
     pub(super) fn capture_apart(&self) -> Result<Option<Capture>> {
+        // Relaxed: set right after the stream was created, before other threads have it.
         if self.shares_scratch.load(Ordering::Relaxed) {
             return Ok(None);
         }
@@ -461,6 +462,7 @@ impl StreamBackend for CudaStream {
     }
 
     fn share_scratch(&self) {
+        // Relaxed, as in `capture_apart`.
         self.shares_scratch.store(true, Ordering::Relaxed);
     }
 

@@ -8,16 +8,17 @@ pub(super) use pairs::PairLanes;
 
 use super::lane_times::LaneClock;
 use super::publication::Tables;
-use super::reach::Reach;
+use super::reach::{Reach, announced_words};
 use super::row_values::{integer, row_arguments, row_bytes};
 use super::step_cache::StepCache;
 use crate::device::{
-    Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, ReduceOp, Values, Word, combine,
+    Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, Values, Word, combine,
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{
-    LaneStep, LaneStepKind, Packing, Part, RowOrder, RowStep, SectionInstance, SectionMemory,
+    LaneMove, LaneStep, LaneStepKind, Packing, Part, RowOrder, RowStep, SectionInstance,
+    SectionMemory,
 };
 use located::{Announcing, Located};
 use std::cell::RefCell;
@@ -208,7 +209,7 @@ struct Buffers {
 impl Lane<'_> {
     async fn perform(&mut self, step: &LaneStep) -> Result<()> {
         let (rank, world) = (self.section.rank, self.section.world);
-        let (operator, dtype, rows, elements, targets, sources) = match &step.kind {
+        let it = match &step.kind {
             LaneStepKind::Signal { peer, lane } => {
                 let number = self.first_signal(*peer) + lane * world + rank;
                 return self.signals(*peer)?.tell(number);
@@ -256,29 +257,23 @@ impl Lane<'_> {
                 self.values.insert(*number, integer(dtype, &bytes));
                 return Ok(());
             }
-            LaneStepKind::Move {
-                operator,
-                dtype,
-                rows,
-                elements,
-                targets,
-                sources,
-            } => (*operator, *dtype, rows, *elements, targets, sources),
+            LaneStepKind::Move(it) => it,
         };
-        if let Some(rows) = rows {
+        let (targets, sources) = (&it.targets, &it.sources);
+        if let Some(rows) = &it.rows {
             self.ring()?;
-            return self.rows(rows, elements, targets, sources).await;
+            return self.rows(rows, it.elements, targets, sources).await;
         }
         // Process the halves in either order, because the threads of a block are unordered: this exposes code that
         // depends on it.
         let unit = self.piece_unit(targets.iter().chain(sources));
-        let half = elements / 2 / unit * unit;
-        let mut pieces = [0..half, half..elements];
+        let half = it.elements / 2 / unit * unit;
+        let mut pieces = [0..half, half..it.elements];
         if self.epoch % 2 == 1 {
             pieces.reverse();
         }
         let is_plain = |part: &Part| self.section.packets_of(part).is_none();
-        if let (None, [source]) = (operator, &sources[..])
+        if let (None, [source]) = (it.operator, &sources[..])
             && targets.iter().chain(sources).all(is_plain)
         {
             self.ring()?;
@@ -291,13 +286,12 @@ impl Lane<'_> {
             }
             return Ok(());
         }
-        let most = (self.block.combined_bytes() / dtype.size() / unit).max(1) * unit;
+        let most = (self.block.combined_bytes() / it.dtype.size() / unit).max(1) * unit;
         for piece in pieces {
             let starts = piece.clone().step_by(most);
             for from in starts {
                 let piece = from..piece.end.min(from.saturating_add(most));
-                self.piece((operator, dtype), &piece, targets, sources)
-                    .await?;
+                self.piece(it, &piece).await?;
             }
         }
         Ok(())
@@ -330,10 +324,7 @@ impl Lane<'_> {
         let operand = self.operand(source, &(0..words))?;
         let mut came = Vec::new();
         self.load(&operand, (&mut came, 4 * words)).await?;
-        let theirs: Vec<u32> = came
-            .chunks_exact(4)
-            .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
-            .collect();
+        let theirs = announced_words(&came);
         let (theirs, places) = theirs.split_at(words - 2 * tensors.len());
         let theirs = &theirs[..values.len()];
         if theirs == values {
@@ -401,27 +392,21 @@ impl Lane<'_> {
     }
 
     /// Executes a step for some of its elements.
-    async fn piece(
-        &mut self,
-        (operator, dtype): (Option<ReduceOp>, DType),
-        piece: &Range<usize>,
-        targets: &[Part],
-        sources: &[Part],
-    ) -> Result<()> {
-        let bytes = piece.len() * dtype.size();
+    async fn piece(&mut self, it: &LaneMove, piece: &Range<usize>) -> Result<()> {
+        let bytes = piece.len() * it.dtype.size();
         let mut buffers = std::mem::take(&mut self.buffers);
         let Buffers { values, combined } = &mut buffers;
-        values.resize(sources.len(), Vec::new());
-        for (source, value) in sources.iter().zip(&mut *values) {
+        values.resize(it.sources.len(), Vec::new());
+        for (source, value) in it.sources.iter().zip(&mut *values) {
             let operand = self.operand(source, piece)?;
             self.load(&operand, (value, bytes)).await?;
         }
-        let result = match (operator, &values[..]) {
+        let result = match (it.operator, &values[..]) {
             (None, [value]) => value,
             (Some(operator), values) => {
                 combined.resize(bytes, 0);
                 let values: Vec<&dyn Values> = values.iter().map(|it| it as &dyn Values).collect();
-                combine(operator, dtype, &values, &mut |from, piece| {
+                combine(operator, it.dtype, &values, &mut |from, piece| {
                     let target = combined.get_mut(from..from + piece.len());
                     let target = target.ok_or_else(|| internal("what is combined is too long"))?;
                     target.copy_from_slice(piece);
@@ -431,7 +416,7 @@ impl Lane<'_> {
             }
             (None, _) => return Err(internal("a move has one source")),
         };
-        for target in targets {
+        for target in &it.targets {
             self.store(target, &self.operand(target, piece)?, result)?;
         }
         self.buffers = buffers;
@@ -538,8 +523,7 @@ pub(super) fn tell_difference(own: &[u32], theirs: &[u32]) -> Error {
 
 /// Error of ranks that make different calls.
 pub(crate) fn calls_differ(text: String) -> Error {
-    Error::new(ErrorKind::Mismatch, text)
-        .with_help("make the same calls in the same order on every rank")
+    Error::mismatch(text).with_help("make the same calls in the same order on every rank")
 }
 
 /// Flag of packets of 8 and 16 bytes in the launch that follows `epoch` launches. Never 0, the initial contents of
@@ -549,5 +533,5 @@ pub(super) fn packet_flag(epoch: u64) -> u32 {
 }
 
 fn internal(what: &'static str) -> Error {
-    Error::new(ErrorKind::Internal, what).with_operation("run a lane")
+    Error::internal(what).with_operation("run a lane")
 }

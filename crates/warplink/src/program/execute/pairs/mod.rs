@@ -24,7 +24,7 @@ use crate::device::{
     Device, DeviceSlice, Launch, ModuleSource, Readying, SerialArguments, SerialKernel,
     SerialKernels, Stream,
 };
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::program::section::{
     KERNEL, PairLayout, SectionInstance, SectionMemory, WorkspaceLayout, pair_text,
 };
@@ -123,7 +123,7 @@ impl Pairs {
     ) -> Result<Self> {
         let (rank, world) = (context.rank(), context.world());
         let first = programs.first().map(|program| &program.sections[0]);
-        let first = first.ok_or_else(|| Error::new(ErrorKind::Internal, "no program of pairs"))?;
+        let first = first.ok_or_else(|| Error::internal("no program of pairs"))?;
         let (threads, state) = (
             first.threads as u32,
             PairState {
@@ -360,7 +360,7 @@ fn announcements(
     let rows = scratch.find(|scratch| &*scratch.name == ANNOUNCEMENTS);
     let rows = rows
         .filter(|rows| rows.strides.len() == 4)
-        .ok_or_else(|| Error::new(ErrorKind::Internal, "a program of pairs announces nothing"))?;
+        .ok_or_else(|| Error::internal("a program of pairs announces nothing"))?;
     let area = layout.area(rows.packing).offset_bytes;
     let packet = |of: usize, slot: usize| {
         let packet = rows.packed(slot * rows.strides[0] + of * rows.strides[2], 1);
@@ -372,8 +372,5 @@ fn announcements(
 }
 
 fn not_mapped() -> Error {
-    Error::new(
-        ErrorKind::Internal,
-        "a workspace for messages is not mapped",
-    )
+    Error::internal("a workspace for messages is not mapped")
 }

@@ -186,6 +186,7 @@ impl Publication {
         let Some(slice) = slice.renewed() else {
             return (UNPUBLISHED, 0);
         };
+        // Not by address, which another allocation may have had before.
         let identity = slice.backing().identity();
         let mut used = lock(&self.used);
         used.met += 1;
@@ -198,6 +199,7 @@ impl Publication {
                 is_recorded: before,
             }) => {
                 *met = now;
+                // A graph may be launched at any time, so memory of graphs is withdrawn last.
                 *before |= is_recorded;
                 (*number, uses.clone(), false)
             }

@@ -118,6 +118,7 @@ impl Publisher {
             match event {
                 None => self.sweep(),
                 Some(PublisherEvent::Met { number, allocation }) => {
+                    // An application that always has new memory would never leave the thread idle for an interval.
                     self.sweep();
                     self.offer(number, allocation);
                 }
@@ -188,6 +189,7 @@ impl Publisher {
         // Borrowed memory may be lent again by a later call, and its owner frees it without notice.
         let published = left.map_or(allocation, DeviceSlice::whole);
         let region = self.memory.register(&published);
+        // All handles before the first message: an allocation that one peer cannot get is offered to none.
         let offered = region.and_then(|region| {
             let handle = |rank: Rank| {
                 self.memory
@@ -240,6 +242,7 @@ impl Publisher {
             Notice::Taken => self.taken(rank, entry),
             Notice::Refused => self.refused(entry),
             Notice::Withdrawn => {
+                // Before the mapping goes, so that no kernel reads the address of one that is gone.
                 if let Err(error) = self.tables.clear(rank, entry) {
                     tracing::debug!(%error, "an entry of a table stays");
                 }
@@ -253,6 +256,7 @@ impl Publisher {
 
     /// Maps a peer's offer.
     fn map(&mut self, rank: Rank, entry: u64, handle: PeerHandle) {
+        // An owner reuses a number only after all peers have released it, so this one breaks the protocol.
         if self.mapped.contains_key(&(rank, entry)) {
             self.notify(rank, entry, Notice::Refused);
             return;
@@ -264,6 +268,7 @@ impl Publisher {
         match noted {
             Ok(region) => {
                 self.mapped.insert((rank, entry), region);
+                // Last: once all have answered, the owner's launches announce the entry, and kernels here look it up.
                 self.notify(rank, entry, Notice::Taken);
             }
             Err(error) => {
@@ -285,6 +290,7 @@ impl Publisher {
             return;
         }
         let region = region.clone();
+        // This rank's kernels announce what is in its own table: hence not before all peers have the mapping.
         match self.tables.set(self.rank, entry, region.memory()) {
             Ok(()) => {
                 self.own.insert(entry, OwnState::Published(region));
@@ -399,9 +405,11 @@ impl Publisher {
     /// Releases everything. No launch uses it any more.
     fn end(&mut self) {
         for (number, own) in std::mem::take(&mut self.own) {
+            // Peers have been notified of these already.
             if matches!(own, OwnState::Withdrawn { .. }) {
                 continue;
             }
+            // Answers are not awaited: the peers end their publications as well.
             let _ = self.tables.clear(self.rank, number);
             for rank in self.others() {
                 self.notify(rank, number, Notice::Withdrawn);

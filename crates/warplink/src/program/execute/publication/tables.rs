@@ -2,7 +2,7 @@
 
 use super::ENTRIES;
 use crate::device::{AllocationKind, Device, DeviceSlice};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
 use std::sync::{Arc, Mutex};
 
@@ -115,9 +115,8 @@ fn place(rank: Rank, number: u64) -> Option<usize> {
 }
 
 fn no_such_entry() -> Error {
-    Error::new(
-        ErrorKind::Protocol,
-        format!("a rank publishes more than {ENTRIES} allocations at a time"),
-    )
+    Error::protocol(format!(
+        "a rank publishes more than {ENTRIES} allocations at a time"
+    ))
     .with_operation("publish memory")
 }

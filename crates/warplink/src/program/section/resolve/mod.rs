@@ -11,7 +11,7 @@ use super::function::Literal;
 use super::instance::SectionInstance;
 use super::ir::{Move, Otherwise, Place, ReduceOperator, Source, Step, StepKind, Verb};
 use super::iterations::Iterations;
-use super::lane::{LaneStep, LaneStepKind, Part};
+use super::lane::{LaneMove, LaneStep, LaneStepKind, Part};
 use super::remainders;
 use super::view::View;
 use super::{MAX_LANE_STEPS, MAX_OPERANDS};
@@ -400,15 +400,14 @@ impl<'s> Resolver<'s> {
             elements,
             ..operand.part
         };
-        let kind = LaneStepKind::Move {
+        self.push(LaneStepKind::Move(LaneMove {
             operator,
             dtype: first.dtype,
             rows: None,
             elements,
             targets: targets.iter().map(part).collect(),
             sources: sources.iter().map(part).collect(),
-        };
-        self.push(kind);
+        }));
         Ok(())
     }
 

@@ -8,7 +8,7 @@ use crate::named::alternatives;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::section::function::{RowArgument, RowNode, RowStep};
 use crate::program::section::ir::{Application, FunctionArgument, Source};
-use crate::program::section::lane::LaneStepKind;
+use crate::program::section::lane::{LaneMove, LaneStepKind};
 use crate::program::section::{MAX_OPERANDS, Packing};
 use std::sync::Arc;
 
@@ -126,7 +126,7 @@ impl<'s> Resolver<'s> {
             }
         }
         let first = sources.first().or(targets.first());
-        let kind = LaneStepKind::Move {
+        self.push(LaneStepKind::Move(LaneMove {
             operator: None,
             dtype: first.map_or(DType::F32, |first| first.dtype),
             rows: Some(Arc::new(RowStep {
@@ -138,8 +138,7 @@ impl<'s> Resolver<'s> {
             elements: width,
             targets: targets.iter().map(|operand| operand.part).collect(),
             sources: sources.iter().map(|operand| operand.part).collect(),
-        };
-        self.push(kind);
+        }));
         Ok(())
     }
 

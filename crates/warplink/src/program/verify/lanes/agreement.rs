@@ -3,6 +3,7 @@
 use super::report::{place, told};
 use super::run::{LaneRun, RankMemory};
 use crate::error::Rank;
+use crate::named::comma;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::machine::Actor;
 use crate::program::section::{FreeNames, Part};
@@ -169,10 +170,6 @@ pub(super) fn report(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
             });
         }
     }
-    let words = |values: &[u32]| {
-        let words: Vec<String> = values.iter().map(ToString::to_string).collect();
-        words.join(", ")
-    };
     for ((actor, values), _, other) in &run.announcements.differ {
         let mut places = vec![place(run, actor)];
         places.extend(other.iter().map(|(other, _)| place(run, other)));
@@ -181,9 +178,9 @@ pub(super) fn report(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
             match (other, places.get(1)) {
                 (Some((other, theirs)), Some(place)) => format!(
                     "{own} expects {}, and {} announces {}; expected the same on every rank",
-                    words(values),
+                    comma(values),
                     told(run, said, other, place),
-                    words(theirs)
+                    comma(theirs)
                 ),
                 _ => format!(
                     "{own} reads packets that are no announcement of the launch; expected those of the other rank"

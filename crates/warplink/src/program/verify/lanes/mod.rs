@@ -34,7 +34,7 @@ use super::kernel_accesses::{OnRank, either};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Program;
 use crate::program::rank_program::RankProgram;
-use crate::program::section::{MAX_PERIOD, SectionInstance};
+use crate::program::section::{MAX_PERIOD, SectionInstance, common_multiple};
 use agreement::Agreement;
 use run::LaneRun;
 use std::collections::HashSet;
@@ -189,8 +189,7 @@ pub(super) fn period<'a>(
 ) -> Result<usize, Diagnostic> {
     let mut period = 1;
     for section in sections {
-        let shared = gcd(period, section.period);
-        period = (period / shared).saturating_mul(section.period);
+        period = common_multiple(period, section.period);
         if period > MAX_PERIOD {
             let message = format!(
                 "the remainders of the epoch in this kernel and others repeat after {period} launches only; \
@@ -280,8 +279,4 @@ fn either_way((one, other): (Does, Does)) -> Does {
         waits: one.waits || other.waits,
     })
     .collect()
-}
-
-fn gcd(a: u64, b: u64) -> u64 {
-    if b == 0 { a } else { gcd(b, a % b) }
 }

@@ -472,13 +472,9 @@ impl Domain for LaneRun<'_> {
                 self.locate(actor, tensors, false);
                 self.agree(actor, &announced(values, tensors), *peer, source);
             }
-            LaneStepKind::Move {
-                rows: None,
-                elements,
-                ..
-            } => {
-                if let [source] = sources {
-                    self.pass_on(actor, *elements, targets, source);
+            LaneStepKind::Move(it) => {
+                if let Some(source) = it.only_source() {
+                    self.pass_on(actor, it.elements, targets, source);
                 }
             }
             _ => {}

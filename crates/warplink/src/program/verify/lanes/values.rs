@@ -293,11 +293,7 @@ impl LaneRun<'_> {
             self.words.read.contains(&(part.rank, memory))
         };
         let copied = match step {
-            LaneStepKind::Move {
-                rows: None,
-                sources,
-                ..
-            } if sources.len() == 1 => sources.first(),
+            LaneStepKind::Move(it) => it.only_source(),
             _ => None,
         };
         let known = match step {

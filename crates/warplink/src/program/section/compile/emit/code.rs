@@ -63,16 +63,6 @@ impl Code {
     }
 }
 
-/// The items, separated by commas.
-pub(super) fn comma<T: Display>(items: impl IntoIterator<Item = T>) -> String {
-    let mut text = String::new();
-    for (number, item) in items.into_iter().enumerate() {
-        let lead = if number == 0 { "" } else { ", " };
-        let _ = write!(text, "{lead}{item}");
-    }
-    text
-}
-
 /// `expression` without redundant outer parentheses.
 pub(super) fn bare(expression: &str) -> &str {
     let Some(inner) = expression

@@ -1,8 +1,9 @@
 //! The text around the steps of a kernel: its function, its arguments and its tensors.
 
-use super::code::{Code, comma};
+use super::code::Code;
 use super::{Emitter, MAX_PLACES};
 use crate::error::{Error, Result};
+use crate::named::comma;
 use crate::program::expr;
 use crate::program::section::SectionInstance;
 use crate::program::section::compile::range::Range;

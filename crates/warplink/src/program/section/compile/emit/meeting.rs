@@ -1,7 +1,8 @@
 //! Synchronization steps between ranks: signals, waits and announcements.
 
-use super::code::{Code, bare, comma};
+use super::code::{Code, bare};
 use super::{Emitter, MAX_PLACES, Result};
+use crate::named::comma;
 use crate::program::section::compile::scope::Scope;
 use crate::program::section::{Announcement, Step, StepKind};
 

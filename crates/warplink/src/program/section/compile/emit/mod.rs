@@ -17,6 +17,7 @@ use super::range::Range;
 use super::scope::Scope;
 use crate::device::ReduceOp;
 use crate::error::Error;
+use crate::named::comma;
 use crate::program::construct::{Branch, Loop, NodeKind, Selection, TensorRef};
 use crate::program::expr::{self, Expr, PART_UNIT};
 use crate::program::section::{
@@ -24,7 +25,7 @@ use crate::program::section::{
     StepKind, Verb,
 };
 use crate::program::site::Position;
-use code::{Code, bare, comma};
+use code::{Code, bare};
 use names::{element_name, operator_name};
 
 pub(super) use kernel::kernel;

@@ -1,9 +1,10 @@
 //! The kernel of messages between pairs of ranks: the sections of a program's two ranks, of which a launch runs many.
 
-use super::code::{Code, comma};
+use super::code::Code;
 use super::kernel::{check, names, refused};
 use super::{Emitter, Refusal};
 use crate::error::Result;
+use crate::named::comma;
 use crate::program::section::compile::scope::Scope;
 use crate::program::section::compile::{KERNEL, PairLayout};
 use crate::program::section::{SectionInstance, SectionMemory, SectionTensor};

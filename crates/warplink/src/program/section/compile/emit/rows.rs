@@ -3,12 +3,13 @@
 //! Every pass visits all units of a row that the thread owns. Values needed by later passes stay in registers for the
 //! thread's first units and are recomputed for the others (`Row::each` in `warplink/rows.cuh`).
 
-use super::code::{Code, bare, comma};
+use super::code::{Code, bare};
 use super::names::{element_name, operator_name};
 use super::passes::{Given, Passes, float};
 use super::{EmittedOperand, Emitter, Result};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
+use crate::named::comma;
 use crate::program::section::function::{RowNode, UNIT};
 use crate::program::section::{Application, FunctionArgument, Packing, RowReduction};
 
