@@ -228,10 +228,7 @@ fn bound_calls_may_be_made_while_others_are_recorded() {
 #[test]
 fn what_the_copy_engine_does_not_do_goes_as_without_binding() {
     threads(world(3), |comm| {
-        let engine = CollectiveOptions {
-            path: Some(CollectivePath::Engine),
-            ..CollectiveOptions::default()
-        };
+        let engine = CollectiveOptions::on(CollectivePath::Engine);
         let ways = [
             comm.collectives().ok(),
             comm.collectives_with(&engine)

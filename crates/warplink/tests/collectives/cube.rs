@@ -235,10 +235,7 @@ fn in_a_hybrid_cube_mesh_the_vendors_library_carries_messages() {
 #[test]
 fn in_a_hybrid_cube_mesh_the_direct_path_alone_refuses_the_rest() {
     in_a_cube(|comm| {
-        let options = CollectiveOptions {
-            path: Some(CollectivePath::Direct),
-            ..CollectiveOptions::default()
-        };
+        let options = CollectiveOptions::on(CollectivePath::Direct);
         let collectives = comm.collectives_with(&options).unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let (own, large) = (memory(comm, 8), memory(comm, LARGE));

@@ -176,10 +176,7 @@ fn scaled_sums_of_integers_are_refused() {
             DeviceKind::Cuda => &[CollectivePath::Direct],
         };
         for path in paths {
-            let options = CollectiveOptions {
-                path: Some(*path),
-                ..CollectiveOptions::default()
-            };
+            let options = CollectiveOptions::on(*path);
             let collectives = comm.collectives_with(&options).unwrap();
             let stream = comm.create_stream(Priority::Normal).unwrap();
             let memory = comm.device().allocate(16, AllocationKind::Plain).unwrap();
