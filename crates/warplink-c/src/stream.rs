@@ -100,10 +100,7 @@ pub extern "C" fn warplink_stream_wait(
         let job = comm.get()?;
         crate::memory::same_job(&job, &stream.job, "stream")?;
         let connection = job.setup().find(peer, tag)?;
-        let wait = MemoryOp::Wait {
-            word: connection.inbound(),
-            value: epoch,
-        };
+        let wait = MemoryOp::wait(connection.inbound(), epoch);
         stream.stream.memory_ops(&[wait])?;
         connection.note(&stream.stream);
         Ok(())

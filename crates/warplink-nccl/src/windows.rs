@@ -492,7 +492,7 @@ impl SignalPairs {
         };
         signals.turns.take(&stream, || {
             before(&stream)?;
-            stream.memory_ops(&[MemoryOp::Write { word: &word, value }])
+            stream.memory_ops(&[MemoryOp::write(&word, value)])
         })?;
         signals.sent[at] = value;
         Ok(())
@@ -516,10 +516,9 @@ impl SignalPairs {
             Ok((signals.own.word(at)?, awaited[at]))
         });
         let words: Vec<(Word, u64)> = words.collect::<Result<_>>()?;
-        let waits = words.iter().map(|(word, value)| MemoryOp::Wait {
-            word,
-            value: *value,
-        });
+        let waits = words
+            .iter()
+            .map(|(word, value)| MemoryOp::wait(word, *value));
         stream.memory_ops(&waits.collect::<Vec<_>>())?;
         signals.awaited = awaited;
         Ok(())

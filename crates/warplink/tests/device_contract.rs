@@ -72,16 +72,7 @@ fn words_order_two_streams() {
     for round in 1..=50u64 {
         first.fill(&a, round as u8).unwrap();
         first
-            .memory_ops(&[
-                MemoryOp::Write {
-                    word: &ping,
-                    value: round,
-                },
-                MemoryOp::Wait {
-                    word: &pong,
-                    value: round,
-                },
-            ])
+            .memory_ops(&[MemoryOp::write(&ping, round), MemoryOp::wait(&pong, round)])
             .unwrap();
         await_word(&second, &ping, round);
         second.copy(&b, &a).unwrap();
@@ -101,16 +92,7 @@ fn a_wait_is_for_at_least_the_value() {
     let words = device.allocate_signals(64).unwrap();
     let word = words.word(8).unwrap();
     stream
-        .memory_ops(&[
-            MemoryOp::Write {
-                word: &word,
-                value: 10,
-            },
-            MemoryOp::Wait {
-                word: &word,
-                value: 3,
-            },
-        ])
+        .memory_ops(&[MemoryOp::write(&word, 10), MemoryOp::wait(&word, 3)])
         .unwrap();
     stream.synchronize(soon()).unwrap();
     // Nobody will write 11: the deadline ends the wait on the host, the fault the one in the stream.
@@ -177,7 +159,7 @@ fn an_event_is_reached_where_it_was_recorded_last_also_after_a_capture() {
     let [a, b] = [0, 64].map(|at| words.word(at).unwrap());
     let memory = device.allocate(64, AllocationKind::Plain).unwrap();
     let event = device.create_event(false).unwrap();
-    let set = |word| third.memory_ops(&[MemoryOp::Write { word, value: 1 }]);
+    let set = |word| third.memory_ops(&[MemoryOp::write(word, 1)]);
     for (stream, word) in [(&first, &a), (&second, &b)] {
         await_word(stream, word, 1);
     }
@@ -223,16 +205,7 @@ fn a_graph_replays_what_was_captured_on_two_streams() {
     assert!(second.is_capturing().unwrap());
     // The two lanes meet through words as well as through events: they must run beside one another.
     first
-        .memory_ops(&[
-            MemoryOp::Wait {
-                word: &go,
-                value: 1,
-            },
-            MemoryOp::Write {
-                word: &go,
-                value: 0,
-            },
-        ])
+        .memory_ops(&[MemoryOp::wait(&go, 1), MemoryOp::write(&go, 0)])
         .unwrap();
     first.copy(&c, &a).unwrap();
     second.copy(&a, &b).unwrap();

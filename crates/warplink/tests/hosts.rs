@@ -130,10 +130,7 @@ fn collectives_of_two_hosts_go_by_the_vendors_library() {
         TEST,
         |_| (),
         |comm, _| {
-            let direct = CollectiveOptions {
-                path: Some(CollectivePath::Direct),
-                ..CollectiveOptions::default()
-            };
+            let direct = CollectiveOptions::on(CollectivePath::Direct);
             // The topology says beforehand what transfers find.
             let topology = comm.topology().unwrap();
             assert_eq!(topology.mesh().connection(0, 1), LinkedBy::Nothing);

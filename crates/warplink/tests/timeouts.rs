@@ -224,7 +224,6 @@ fn binding_works_after_a_timeout() {
     let call = |comm: &Communicator| {
         let options = PrepareOptions {
             streams: 1,
-            verify: true,
             ..PrepareOptions::default()
         };
         let memory = || comm.device().allocate(16, AllocationKind::Plain);

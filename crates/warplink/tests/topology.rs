@@ -363,10 +363,7 @@ fn the_environment_forces_a_class() {
         let mut sums = [0; 64];
         device.download(&memory, &mut sums).unwrap();
         assert_eq!(sums, [comm.world() as u8; 64]);
-        let options = CollectiveOptions {
-            path: Some(CollectivePath::Direct),
-            ..CollectiveOptions::default()
-        };
+        let options = CollectiveOptions::on(CollectivePath::Direct);
         let collectives = comm.collectives_with(&options).unwrap();
         assert_eq!(collectives.path(), CollectivePath::Direct);
     });

@@ -72,11 +72,7 @@ impl Gathers {
             value,
         } = contribution;
         if let Some(reply) = self.completed.get(&id) {
-            out.push(Outgoing {
-                to: rank,
-                id: request,
-                body: unversioned(reply.clone()),
-            });
+            out.push(Outgoing::new(rank, request, unversioned(reply.clone())));
             return Ok(());
         }
         let Ok(position) = id.members.binary_search(&rank) else {
@@ -296,11 +292,7 @@ impl Gathers {
         for (&to, share) in id.members.iter().zip(&gather.shares) {
             if let Some(request) = share.as_ref().and_then(|share| share.request) {
                 self.by_request.remove(&(to, request));
-                out.push(Outgoing {
-                    to,
-                    id: request,
-                    body: body.clone(),
-                });
+                out.push(Outgoing::new(to, request, body.clone()));
             }
         }
     }

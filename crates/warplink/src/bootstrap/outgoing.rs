@@ -12,6 +12,12 @@ pub(crate) struct Outgoing {
     pub(crate) body: Arc<[u8]>,
 }
 
+impl Outgoing {
+    pub(crate) const fn new(to: u32, id: u64, body: Arc<[u8]>) -> Self {
+        Self { to, id, body }
+    }
+}
+
 /// Encodes a message. Encoding to memory cannot fail; if it did, the receiver would refuse the empty body as malformed.
 pub(crate) fn body(message: &impl serde::Serialize) -> Arc<[u8]> {
     match message::encode(message) {

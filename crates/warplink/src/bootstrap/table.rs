@@ -253,11 +253,7 @@ impl StoreTable {
             rank,
             reason: reason.to_owned(),
         };
-        self.out.push(Outgoing {
-            to: rank,
-            id: 0,
-            body: body(&event),
-        });
+        self.out.push(Outgoing::new(rank, 0, body(&event)));
         self.lose(rank, reason);
     }
 
@@ -327,11 +323,8 @@ impl StoreTable {
             return;
         };
         for (to, keys) in superseded {
-            self.out.push(Outgoing {
-                to,
-                id: 0,
-                body: body(&StoreEvent::Forget { keys }),
-            });
+            self.out
+                .push(Outgoing::new(to, 0, body(&StoreEvent::Forget { keys })));
         }
         let version = self.values.version();
         self.broadcast(&StoreEvent::Checkpoint { version });
@@ -420,7 +413,7 @@ impl StoreTable {
             Request::Declare(group) => {
                 for (to, event) in self.declarations.declare(rank, group) {
                     let body = body(&event);
-                    self.out.push(Outgoing { to, id: 0, body });
+                    self.out.push(Outgoing::new(to, 0, body));
                 }
                 return Ok(None);
             }
@@ -520,11 +513,8 @@ impl StoreTable {
     }
 
     fn answer_at(&mut self, version: u64, to: u32, id: u64, reply: Reply) {
-        self.out.push(Outgoing {
-            to,
-            id,
-            body: body(&Answer { version, reply }),
-        });
+        self.out
+            .push(Outgoing::new(to, id, body(&Answer { version, reply })));
     }
 
     fn broadcast(&mut self, event: &StoreEvent) {
@@ -533,11 +523,8 @@ impl StoreTable {
 
     fn send(&mut self, to: impl IntoIterator<Item = u32>, event: &StoreEvent) {
         let body = body(event);
-        self.out.extend(to.into_iter().map(|to| Outgoing {
-            to,
-            id: 0,
-            body: body.clone(),
-        }));
+        self.out
+            .extend(to.into_iter().map(|to| Outgoing::new(to, 0, body.clone())));
     }
 }
 

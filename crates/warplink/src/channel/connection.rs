@@ -245,7 +245,7 @@ impl Connection {
             return Err(error);
         }
         let (word, value) = (&answer.word, answer.value);
-        stream.memory_ops(&[MemoryOp::Wait { word, value }])
+        stream.memory_ops(&[MemoryOp::wait(word, value)])
     }
 }
 

@@ -67,13 +67,7 @@ fn ranks_that_share_a_device_have_room_for_all_their_lanes() {
         };
         for kind in [CollectiveKind::AllReduce, CollectiveKind::AllGather] {
             for count in [1, 1000, 100_000, 100_000_000] {
-                let call = Call {
-                    kind,
-                    op: kind.reduces().then_some(ReduceOp::Sum),
-                    dtype: DType::F32,
-                    count,
-                    root: None,
-                };
+                let call = Call::new(kind, ReduceOp::Sum, DType::F32, count, 0);
                 let lanes = machine.choose(&call).unwrap().lanes + 1;
                 let fit = (multiprocessors / ranks).max(2);
                 assert!(

@@ -151,6 +151,16 @@ impl Default for CollectiveOptions {
     }
 }
 
+impl CollectiveOptions {
+    /// Options that restrict the path alone.
+    pub fn on(path: CollectivePath) -> Self {
+        Self {
+            path: Some(path),
+            ..Self::default()
+        }
+    }
+}
+
 /// Collectives of a communicator. Clones share them.
 ///
 /// Every rank makes the same calls in the same order, with the same counts, types, operators and roots. A

@@ -301,7 +301,7 @@ mod tests {
     /// Sets `word` to 1 in a stream, which ends a wait.
     fn set(device: &Arc<dyn Device>, word: &crate::device::Word) {
         let stream = device.create_stream(Priority::Normal).unwrap();
-        let write = MemoryOp::Write { word, value: 1 };
+        let write = MemoryOp::write(word, 1);
         stream.memory_ops(&[write]).unwrap();
     }
 
@@ -312,10 +312,7 @@ mod tests {
         let signals = device.allocate_signals(64).unwrap();
         let word = signals.word(0).unwrap();
         let streams = [(); 2].map(|()| device.create_stream(Priority::Normal).unwrap());
-        let wait = MemoryOp::Wait {
-            word: &word,
-            value: 1,
-        };
+        let wait = MemoryOp::wait(&word, 1);
         streams[1].memory_ops(&[wait]).unwrap();
         let item = InUse::new((), &in_flight);
         streams.iter().for_each(|stream| item.note(stream));
@@ -338,10 +335,7 @@ mod tests {
         let signals = device.allocate_signals(64).unwrap();
         let word = signals.word(0).unwrap();
         let stream = device.create_stream(Priority::Normal).unwrap();
-        let wait = MemoryOp::Wait {
-            word: &word,
-            value: 1,
-        };
+        let wait = MemoryOp::wait(&word, 1);
         stream.memory_ops(&[wait]).unwrap();
         let items = [(); 2].map(|()| Arc::new(()));
         in_flight.hold(std::slice::from_ref(&stream), items[0].clone());
@@ -362,10 +356,7 @@ mod tests {
         let word = signals.word(0).unwrap();
         let stream = device.create_stream(Priority::Normal).unwrap();
         let memory = device.allocate(64, AllocationKind::Plain).unwrap();
-        let wait = MemoryOp::Wait {
-            word: &word,
-            value: 1,
-        };
+        let wait = MemoryOp::wait(&word, 1);
         stream.memory_ops(&[wait]).unwrap();
         stream.begin_capture().unwrap();
         stream.fill(&memory, 1).unwrap();

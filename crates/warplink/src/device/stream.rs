@@ -45,6 +45,18 @@ pub enum MemoryOp<'a> {
     },
 }
 
+impl<'a> MemoryOp<'a> {
+    /// A `Write`.
+    pub const fn write(word: &'a Word, value: u64) -> Self {
+        Self::Write { word, value }
+    }
+
+    /// A `Wait`.
+    pub const fn wait(word: &'a Word, value: u64) -> Self {
+        Self::Wait { word, value }
+    }
+}
+
 /// Hardware that executes a word operation of a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Unit {

@@ -170,20 +170,20 @@ impl TransferEnd {
     pub(super) fn operation(&self, signal: SignalOp, post: PostNumber) -> Result<MemoryOp<'_>> {
         let captured = matches!(post, PostNumber::Captured(_));
         Ok(match signal {
-            SignalOp::Set(name, value) => MemoryOp::Write {
-                word: self.word(name, captured),
-                value: value.wrapping_mul(self.growth(name)),
-            },
+            SignalOp::Set(name, value) => MemoryOp::write(
+                self.word(name, captured),
+                value.wrapping_mul(self.growth(name)),
+            ),
             SignalOp::Reset(name) => MemoryOp::Reset {
                 word: self.word(name, captured),
             },
             SignalOp::Wait(SignalWord::Outbound, _) => {
                 return Err(Error::internal("a rank waits on its own memory only"));
             }
-            SignalOp::Wait(name, value) => MemoryOp::Wait {
-                word: self.word(name, captured),
-                value: value.wrapping_mul(self.growth(name)),
-            },
+            SignalOp::Wait(name, value) => MemoryOp::wait(
+                self.word(name, captured),
+                value.wrapping_mul(self.growth(name)),
+            ),
         })
     }
 

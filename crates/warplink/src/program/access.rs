@@ -80,11 +80,7 @@ impl RankProgram {
 
     /// The whole tensor.
     pub(super) fn whole(&self, tensor: TensorId) -> Range {
-        Range {
-            tensor,
-            offset_bytes: 0,
-            bytes: self.tensors[tensor].bytes,
-        }
+        Range::of(tensor, 0..self.tensors[tensor].bytes)
     }
 
     /// The areas that an operation accesses.

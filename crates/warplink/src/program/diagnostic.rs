@@ -55,6 +55,16 @@ pub struct RankSite {
     pub site: Site,
 }
 
+impl RankSite {
+    /// Location of what `site` names, on a rank.
+    pub fn new(rank: Rank, site: &Site) -> Self {
+        Self {
+            rank,
+            site: site.clone(),
+        }
+    }
+}
+
 impl fmt::Display for RankSite {
     /// `rank 2, line 12 (j = 3)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -92,10 +102,7 @@ impl Diagnostic {
         (rank, site): (Rank, &Site),
         message: impl fmt::Display,
     ) -> Self {
-        let place = RankSite {
-            rank,
-            site: site.clone(),
-        };
+        let place = RankSite::new(rank, site);
         Self::new(kind, format!("{place}: {message}"), vec![place])
     }
 

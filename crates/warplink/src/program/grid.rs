@@ -235,11 +235,7 @@ mod tests {
     }
 
     fn range(from: usize, to: usize) -> Area {
-        Area::from(Range {
-            tensor: 0,
-            offset_bytes: 2 * from,
-            bytes: 2 * (to - from),
-        })
+        Area::from(Range::of(0, 2 * from..2 * to))
     }
 
     fn count(bounds: &Bounds) -> usize {
@@ -276,11 +272,7 @@ mod tests {
         let grid = grid();
         assert_eq!(grid.cells(), 6);
         // [0..2, :, 1..3]
-        let span = Range {
-            tensor: 0,
-            offset_bytes: 2,
-            bytes: 2 * (20 + 3 * 5 + 2),
-        };
+        let span = Range::of(0, 2..2 * (1 + 20 + 3 * 5 + 2));
         let axis = |extent, stride| Axis { extent, stride };
         let area = Area {
             span,

@@ -43,6 +43,15 @@ pub struct Range {
 }
 
 impl Range {
+    /// Bytes of a tensor.
+    pub const fn of(tensor: TensorId, bytes: std::ops::Range<usize>) -> Self {
+        Self {
+            tensor,
+            offset_bytes: bytes.start,
+            bytes: bytes.end - bytes.start,
+        }
+    }
+
     /// End offset, exclusive.
     pub const fn end(&self) -> usize {
         self.offset_bytes + self.bytes

@@ -100,7 +100,7 @@ impl Carrier for CopyEngine {
         let values = [(&self.outbound, inbound), (&self.completed, completed)];
         let writes: Vec<MemoryOp<'_>> = values
             .into_iter()
-            .filter_map(|(word, value)| value.map(|value| MemoryOp::Write { word, value }))
+            .filter_map(|(word, value)| value.map(|value| MemoryOp::write(word, value)))
             .collect();
         self.count();
         self.stream.memory_ops(&writes)
@@ -108,7 +108,7 @@ impl Carrier for CopyEngine {
 
     fn answer(&self, word: &Word, value: u64) -> Result<()> {
         self.count();
-        self.stream.memory_ops(&[MemoryOp::Write { word, value }])
+        self.stream.memory_ops(&[MemoryOp::write(word, value)])
     }
 
     fn is_idle(&self) -> Result<bool> {

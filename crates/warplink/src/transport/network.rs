@@ -115,7 +115,7 @@ impl Carrier for NetworkCarrier {
     fn answer(&self, word: &Word, value: u64) -> Result<()> {
         let (stream, word) = (self.stream.clone(), word.clone());
         self.link.connection().when_done(Box::new(move |done| {
-            let write = MemoryOp::Write { word: &word, value };
+            let write = MemoryOp::write(&word, value);
             if let Err(error) = done.and_then(|()| stream.memory_ops(&[write])) {
                 tracing::debug!(%error, "a waiter for the network could not be notified");
             }

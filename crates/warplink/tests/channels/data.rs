@@ -383,7 +383,7 @@ fn signals_without_a_connection() {
             // A stream may wait for the same words.
             let word = own.word(2).unwrap();
             let value = 30 * launch;
-            let wait = MemoryOp::Wait { word: &word, value };
+            let wait = MemoryOp::wait(&word, value);
             fixture.stream.memory_ops(&[wait]).unwrap();
             fixture.finish();
         }

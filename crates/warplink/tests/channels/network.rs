@@ -102,10 +102,7 @@ pub(super) fn many_blocks(comm: &Communicator) {
         fixture.finish();
     } else {
         // A stream may wait as a kernel does.
-        let wait = MemoryOp::Wait {
-            word: connection.inbound(),
-            value: 2 * words as u64,
-        };
+        let wait = MemoryOp::wait(connection.inbound(), 2 * words as u64);
         fixture.stream.memory_ops(&[wait]).unwrap();
         fixture.finish();
         assert!(
@@ -220,10 +217,7 @@ pub(super) fn many_streams(comm: &Communicator) {
     held.upload(&contents(rank as u32, 4096)).unwrap();
     let signals = comm.signals(1).unwrap();
     let word = signals.word(0).unwrap();
-    let wait = MemoryOp::Wait {
-        word: &word,
-        value: 1,
-    };
+    let wait = MemoryOp::wait(&word, 1);
     streams[0].memory_ops(&[wait]).unwrap();
     connection.write(&streams[0], 0, &held).unwrap();
     for (number, stream) in streams.iter().enumerate().skip(1) {
@@ -348,16 +342,7 @@ fn writes_of_a_stream_that_failed_are_left_out() {
         let module = unsafe { comm.device().load_module(&module) }.unwrap();
         let signals = comm.signals(1).unwrap();
         let word = signals.word(0).unwrap();
-        let (wait, write) = (
-            MemoryOp::Wait {
-                word: &word,
-                value: 1,
-            },
-            MemoryOp::Write {
-                word: &word,
-                value: 1,
-            },
-        );
+        let (wait, write) = (MemoryOp::wait(&word, 1), MemoryOp::write(&word, 1));
         let stream = comm.create_stream(Default::default()).unwrap();
         stream.memory_ops(&[wait]).unwrap();
         let fails = module.kernel("fails").unwrap();
@@ -404,10 +389,7 @@ pub(super) fn stopped_proxy(comm: &Communicator) {
         std::process::exit(0);
     }
     // A stream waits for what is not sent any more.
-    let wait = MemoryOp::Wait {
-        word: connection.inbound(),
-        value: 1,
-    };
+    let wait = MemoryOp::wait(connection.inbound(), 1);
     fixture.stream.memory_ops(&[wait]).unwrap();
     let error = comm.synchronize(&fixture.stream).unwrap_err();
     assert_names_peer(&error, ErrorKind::PeerFailed, 0);

@@ -26,7 +26,7 @@ fn copying(comm: &Communicator) -> Collectives {
     comm.collectives_with(&options).unwrap()
 }
 
-fn moved(kind: CollectiveKind, count: usize) -> Call {
+pub(crate) fn moved(kind: CollectiveKind, count: usize) -> Call {
     Call {
         kind,
         op: None,
@@ -228,10 +228,7 @@ fn bound_calls_may_be_made_while_others_are_recorded() {
 #[test]
 fn what_the_copy_engine_does_not_do_goes_as_without_binding() {
     threads(world(3), |comm| {
-        let engine = CollectiveOptions {
-            path: Some(CollectivePath::Engine),
-            ..CollectiveOptions::default()
-        };
+        let engine = CollectiveOptions::on(CollectivePath::Engine);
         let ways = [
             comm.collectives().ok(),
             comm.collectives_with(&engine)
@@ -246,12 +243,7 @@ fn what_the_copy_engine_does_not_do_goes_as_without_binding() {
                     continue;
                 }
                 let call = random.call(kind, comm.world(), |_, _| 900);
-                let case = Case {
-                    call,
-                    in_place: false,
-                    shift: 0,
-                    seed: random.next(),
-                };
+                let case = Case::new(call, random.next());
                 let bytes = case.memory_bytes(comm.world());
                 let memory = comm.device().allocate(bytes, AllocationKind::Plain);
                 let mut made = case.place(comm, memory.unwrap()).unwrap();

@@ -86,12 +86,7 @@ fn in_a_hybrid_cube_mesh_every_type_and_operator_is_reduced() {
                     let choice = collectives.choice(&call).unwrap();
                     assert_eq!(choice.algorithm, Algorithm::Cube);
                     assert_eq!(collectives.path_of(&call), CollectivePath::Direct);
-                    let case = Case {
-                        call,
-                        in_place: random.below(2) == 0,
-                        shift: random.below(4) * dtype.size(),
-                        seed: random.next(),
-                    };
+                    let case = Case::placed(&mut random, call);
                     made.push(case.make(comm, &collectives, &stream).unwrap());
                 }
             }
@@ -169,12 +164,7 @@ fn in_a_hybrid_cube_mesh_the_vendors_library_does_the_rest() {
             let path = collectives.path_of(&call);
             assert_eq!(path == CollectivePath::Engine, is_large);
             assert_eq!(collectives.choice(&call).is_err(), is_large);
-            let case = Case {
-                call,
-                in_place: false,
-                shift: 0,
-                seed: number,
-            };
+            let case = Case::new(call, number);
             let stream = &streams[number as usize / 2 % 2];
             made.push(case.make(comm, &collectives, stream).unwrap());
         }
@@ -245,10 +235,7 @@ fn in_a_hybrid_cube_mesh_the_vendors_library_carries_messages() {
 #[test]
 fn in_a_hybrid_cube_mesh_the_direct_path_alone_refuses_the_rest() {
     in_a_cube(|comm| {
-        let options = CollectiveOptions {
-            path: Some(CollectivePath::Direct),
-            ..CollectiveOptions::default()
-        };
+        let options = CollectiveOptions::on(CollectivePath::Direct);
         let collectives = comm.collectives_with(&options).unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let (own, large) = (memory(comm, 8), memory(comm, LARGE));

@@ -1,5 +1,6 @@
 //! Right results: every collective, type, operator, number of ranks and algorithm.
 
+use crate::bound::moved;
 use crate::common::{
     assert_says, delayed, processes, share_gpus, threads, threads_with, world, worlds,
 };
@@ -160,13 +161,7 @@ fn all_to_all_in_place_by_the_vendors_library_is_right() {
         };
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let case = |count, seed| Case {
-            call: Call {
-                kind: CollectiveKind::AllToAll,
-                op: None,
-                dtype: DType::U8,
-                count,
-                root: None,
-            },
+            call: moved(CollectiveKind::AllToAll, count),
             in_place: true,
             shift: 1,
             seed,

@@ -95,6 +95,26 @@ pub(crate) struct Made {
 }
 
 impl Case {
+    /// Into other memory, from where its allocation starts.
+    pub(crate) fn new(call: Call, seed: u64) -> Self {
+        Self {
+            call,
+            in_place: false,
+            shift: 0,
+            seed,
+        }
+    }
+
+    /// With a random place, shifted by up to three elements.
+    pub(crate) fn placed(random: &mut Random, call: Call) -> Self {
+        Self {
+            call,
+            in_place: random.below(2) == 0,
+            shift: random.below(4) * call.dtype.size(),
+            seed: random.next(),
+        }
+    }
+
     /// A call of random kind, type, operator, root, place and length up to `most` elements.
     pub(crate) fn random(random: &mut Random, world: usize, most: usize) -> Self {
         let kind = CollectiveKind::ALL[random.below(8)];

@@ -93,10 +93,7 @@ fn the_direct_path_refuses_more_ranks_than_it_serves() {
         return;
     }
     threads_with(ranks, unhurried, |comm| {
-        let options = CollectiveOptions {
-            path: Some(CollectivePath::Direct),
-            ..CollectiveOptions::default()
-        };
+        let options = CollectiveOptions::on(CollectivePath::Direct);
         let error = comm.collectives_with(&options).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         let says = "9 ranks on the direct path; expected at most 8";

@@ -62,12 +62,10 @@ fn every_memory(comm: &Communicator, bytes: usize) -> Vec<Memory> {
 
 /// A call with parts of about `bytes` bytes.
 fn case(random: &mut Random, kind: CollectiveKind, bytes: usize, world: usize) -> Case {
-    Case {
-        call: random.call(kind, world, |dtype, _| (bytes / dtype.size()).max(1)),
-        in_place: false,
-        shift: 0,
-        seed: random.next(),
-    }
+    Case::new(
+        random.call(kind, world, |dtype, _| (bytes / dtype.size()).max(1)),
+        random.next(),
+    )
 }
 
 /// A case of which all memory starts at multiples of 16 bytes, in place too, so that kernels of the peers reach it.

@@ -363,10 +363,7 @@ fn die(path: CollectivePath) {
     let victim = 1;
     with_victim(victim, |comm| {
         let peer = |step: usize| (comm.rank() + step) % comm.world();
-        let options = CollectiveOptions {
-            path: Some(path),
-            ..CollectiveOptions::default()
-        };
+        let options = CollectiveOptions::on(path);
         let collectives = match comm.collectives_with(&options) {
             Ok(collectives) => collectives,
             Err(error) => {

@@ -63,12 +63,7 @@ fn every_type_and_operator_is_reduced_on_every_number_of_ranks() {
                     let call = call(kind, (dtype, op), count, ranks, &mut random);
                     let choice = by[number].choice(&call).unwrap();
                     assert_eq!(choice.algorithm, algorithms[number]);
-                    let case = Case {
-                        call,
-                        in_place: random.below(2) == 0,
-                        shift: random.below(4) * dtype.size(),
-                        seed: random.next(),
-                    };
+                    let case = Case::placed(&mut random, call);
                     made.push(case.make(comm, &by[number], &stream).unwrap());
                 }
             }

@@ -53,12 +53,7 @@ fn scaled_sums_of_floats_are_right_by_every_algorithm() {
                         if two_shot && kind != CollectiveKind::AllReduce {
                             continue;
                         }
-                        let case = Case {
-                            call,
-                            in_place: random.below(2) == 0,
-                            shift: random.below(4) * dtype.size(),
-                            seed: random.next(),
-                        };
+                        let case = Case::placed(&mut random, call);
                         made.push(case.make(comm, collectives, &stream).unwrap());
                     }
                 }
@@ -78,12 +73,7 @@ fn large_scaled_sums_and_those_of_graphs_are_right() {
         let stream = comm.create_stream(Priority::Normal).unwrap();
         for kind in KINDS {
             for factor in [0.25, -3.5] {
-                let case = Case {
-                    call: scaled(kind, DType::F32, factor, 150_001),
-                    in_place: false,
-                    shift: 0,
-                    seed: 7,
-                };
+                let case = Case::new(scaled(kind, DType::F32, factor, 150_001), 7);
                 case.run(comm, &collectives, &stream);
             }
         }
@@ -125,12 +115,7 @@ fn the_vendors_library_sums_scaled_values() {
             let dtypes = [DType::F32, DType::F64, DType::BF16, DType::F16];
             let exact = crate::common::kind() == DeviceKind::Host;
             for dtype in &dtypes[..if exact { 4 } else { 2 }] {
-                let case = Case {
-                    call: scaled(kind, *dtype, 0.375, 333),
-                    in_place: false,
-                    shift: 0,
-                    seed: 11,
-                };
+                let case = Case::new(scaled(kind, *dtype, 0.375, 333), 11);
                 case.run(comm, &collectives, &stream);
             }
         }
@@ -191,10 +176,7 @@ fn scaled_sums_of_integers_are_refused() {
             DeviceKind::Cuda => &[CollectivePath::Direct],
         };
         for path in paths {
-            let options = CollectiveOptions {
-                path: Some(*path),
-                ..CollectiveOptions::default()
-            };
+            let options = CollectiveOptions::on(*path);
             let collectives = comm.collectives_with(&options).unwrap();
             let stream = comm.create_stream(Priority::Normal).unwrap();
             let memory = comm.device().allocate(16, AllocationKind::Plain).unwrap();

@@ -12,10 +12,7 @@ use warplink::{Collectives, Communicator, DType};
 /// The collectives of each path that there is.
 fn paths(comm: &Communicator) -> Vec<Collectives> {
     let by = [CollectivePath::Direct, CollectivePath::Engine].map(|path| {
-        let options = CollectiveOptions {
-            path: Some(path),
-            ..CollectiveOptions::default()
-        };
+        let options = CollectiveOptions::on(path);
         comm.collectives_with(&options)
     });
     let there = by

@@ -41,16 +41,12 @@ pub fn downloaded(comm: &Communicator, slice: &DeviceSlice) -> Vec<u8> {
 
 /// Enqueues a wait until a word is at least `value`.
 pub fn await_word(stream: &Stream, word: &Word, value: u64) {
-    stream
-        .memory_ops(&[MemoryOp::Wait { word, value }])
-        .unwrap();
+    stream.memory_ops(&[MemoryOp::wait(word, value)]).unwrap();
 }
 
 /// Enqueues a write of a word.
 pub fn write_word(stream: &Stream, word: &Word, value: u64) {
-    stream
-        .memory_ops(&[MemoryOp::Write { word, value }])
-        .unwrap();
+    stream.memory_ops(&[MemoryOp::write(word, value)]).unwrap();
 }
 
 /// This rank's end of a transfer of `region` from rank 0 to rank 1.

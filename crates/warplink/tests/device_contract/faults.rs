@@ -13,7 +13,7 @@ fn lost() -> Error {
 
 fn wait(stream: &Stream, words: &DeviceSlice, value: u64) -> Result<(), Error> {
     let word = words.word(0)?;
-    stream.memory_ops(&[MemoryOp::Wait { word: &word, value }])
+    stream.memory_ops(&[MemoryOp::wait(&word, value)])
 }
 
 fn fails(stream: &Stream) {

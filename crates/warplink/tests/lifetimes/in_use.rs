@@ -22,11 +22,8 @@ impl<'a> Held<'a> {
         let page = comm.device().allocate_signals(64).unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let held = Self { comm, stream, page };
-        let wait = MemoryOp::Wait {
-            word: &held.word(),
-            value: 1,
-        };
-        held.stream.memory_ops(&[wait]).unwrap();
+        let word = held.word();
+        held.stream.memory_ops(&[MemoryOp::wait(&word, 1)]).unwrap();
         held
     }
 
@@ -37,11 +34,8 @@ impl<'a> Held<'a> {
     /// Lets the stream go, and waits until it is done.
     fn finish(self) {
         let go = self.comm.create_stream(Priority::Normal).unwrap();
-        let write = MemoryOp::Write {
-            word: &self.word(),
-            value: 1,
-        };
-        go.memory_ops(&[write]).unwrap();
+        let word = self.word();
+        go.memory_ops(&[MemoryOp::write(&word, 1)]).unwrap();
         self.comm.synchronize(&self.stream).unwrap();
     }
 }

@@ -45,7 +45,6 @@ fn compare(comm: &Communicator, program: &Program, parameters: &Parameters, as_g
     let expected = evaluator.run(elements).unwrap();
     let options = PrepareOptions {
         streams: STREAMS,
-        verify: true,
         ..PrepareOptions::default()
     };
     let prepared = comm

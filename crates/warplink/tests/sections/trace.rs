@@ -14,7 +14,6 @@ fn traced(comm: &Communicator, name: &str) -> Option<Vec<TraceSpan>> {
     let parameters = parameters(&program, N as i64, DType::F32, ReduceOp::Sum);
     let options = PrepareOptions {
         streams: 1,
-        verify: true,
         ..PrepareOptions::default()
     };
     let executor = comm.executor();

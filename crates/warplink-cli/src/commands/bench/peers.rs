@@ -11,10 +11,7 @@ use warplink::{Communicator, DType, ErrorKind};
 /// Collectives by the vendor's library, and its name.
 pub(crate) fn vendor(comm: &Communicator) -> warplink::Result<(Collectives, String)> {
     let name = comm.collective_engine()?.name();
-    let options = CollectiveOptions {
-        path: Some(CollectivePath::Engine),
-        ..CollectiveOptions::default()
-    };
+    let options = CollectiveOptions::on(CollectivePath::Engine);
     Ok((comm.collectives_with(&options)?, name))
 }
 

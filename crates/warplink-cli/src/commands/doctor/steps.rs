@@ -114,9 +114,9 @@ fn try_words(comm: &Communicator) -> Result<String> {
     );
     // More than 32 bits, so that a 32-bit operation is detected.
     let value = (1 << 40) + 7;
-    waiting.memory_ops(&[MemoryOp::Wait { word: &word, value }])?;
+    waiting.memory_ops(&[MemoryOp::wait(&word, value)])?;
     ensure!(!waiting.is_idle()?, "a stream did not wait for its word");
-    writing.memory_ops(&[MemoryOp::Write { word: &word, value }])?;
+    writing.memory_ops(&[MemoryOp::write(&word, value)])?;
     comm.synchronize(&waiting)?;
     comm.synchronize(&writing)?;
     let mut bytes = [0; 8];

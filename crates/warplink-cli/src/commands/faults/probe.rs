@@ -78,14 +78,8 @@ pub(crate) fn run() -> Result<ExitCode> {
     let content: Vec<u8> = (0..BYTES).map(|byte| (byte % 251) as u8).collect();
     device.upload(&source, &content)?;
     let word = words.word(0)?;
-    stream.memory_ops(&[MemoryOp::Write {
-        word: &word,
-        value: 1,
-    }])?;
-    let wait = MemoryOp::Wait {
-        word: &word,
-        value: 1,
-    };
+    stream.memory_ops(&[MemoryOp::write(&word, 1)])?;
+    let wait = MemoryOp::wait(&word, 1);
     stream.sequence(&[
         StreamOp::Memory(wait, Unit::Kernel),
         StreamOp::KernelCopy(KernelCopy {

@@ -82,10 +82,7 @@ pub(super) fn single_run(machine: &TunedMachine<'_>, model: &HardwareModel) -> R
 /// Seconds of one sequence of `count` writes to this rank's own words.
 fn own_words(machine: &TunedMachine<'_>, count: usize) -> Result<f64> {
     // No other rank waits for the second word.
-    let write = MemoryOp::Write {
-        word: &machine.memory.words[1],
-        value: 1,
-    };
+    let write = MemoryOp::write(&machine.memory.words[1], 1);
     machine.each(16, Submission::Eager, &|stream| {
         Ok(stream.memory_ops(&vec![write; count])?)
     })
@@ -100,14 +97,8 @@ fn words_round_trip(machine: &TunedMachine<'_>) -> Result<f64> {
     let seconds = machine.each(ROUND_TRIPS, Submission::Eager, &|stream| {
         count.set(count.get() + 1);
         let value = count.get();
-        let write = MemoryOp::Write {
-            word: &remote[0],
-            value,
-        };
-        let wait = MemoryOp::Wait {
-            word: &machine.memory.words[0],
-            value,
-        };
+        let write = MemoryOp::write(&remote[0], value);
+        let wait = MemoryOp::wait(&machine.memory.words[0], value);
         let order = if machine.comm.rank() == 0 {
             [write, wait]
         } else {
@@ -170,10 +161,7 @@ fn events(machine: &TunedMachine<'_>) -> Result<f64> {
 /// Seconds of a small kernel after a write of a word.
 fn launches(machine: &TunedMachine<'_>, word: f64) -> Result<f64> {
     let launch = small_sum(machine)?;
-    let write = MemoryOp::Write {
-        word: &machine.memory.words[1],
-        value: 1,
-    };
+    let write = MemoryOp::write(&machine.memory.words[1], 1);
     let both = machine.each(16, Submission::Eager, &|stream| {
         stream.memory_ops(&[write])?;
         Ok(launch.enqueue(stream)?)

@@ -128,8 +128,7 @@ impl Carrier for Gated {
     fn start(&self, _: Movement, own: &DeviceSlice, peers: At) -> Result<()> {
         if self.puts.fetch_add(1, SeqCst) == self.before {
             let word = &self.gate;
-            self.stream
-                .memory_ops(&[MemoryOp::Wait { word, value: 1 }])?;
+            self.stream.memory_ops(&[MemoryOp::wait(word, 1)])?;
         }
         let peers = self.windows.range(Side::Peers, peers, own.bytes() as u64)?;
         self.stream.copy(&peers, own)
@@ -138,7 +137,7 @@ impl Carrier for Gated {
     fn set(&self, inbound: Option<u64>, completed: Option<u64>) -> Result<()> {
         for (word, value) in self.words.iter().zip([inbound, completed]) {
             if let Some(value) = value {
-                self.stream.memory_ops(&[MemoryOp::Write { word, value }])?;
+                self.stream.memory_ops(&[MemoryOp::write(word, value)])?;
             }
         }
         Ok(())
@@ -159,10 +158,7 @@ impl Carrier for Gated {
 
 fn open(device: &Arc<dyn Device>, gate: &Word) {
     let stream = device.create_stream(Priority::Normal).unwrap();
-    let opened = MemoryOp::Write {
-        word: gate,
-        value: 1,
-    };
+    let opened = MemoryOp::write(gate, 1);
     stream.memory_ops(&[opened]).unwrap();
     stream.synchronize(Deadline::after(LATE)).unwrap();
 }

@@ -330,10 +330,7 @@ fn with_a_stopped_peer(device: &Arc<dyn Device>) -> (Arc<Proxy>, Stopped, [Word;
 /// Waits until the flush at `position` is answered.
 pub(super) fn await_flush(device: &Arc<dyn Device>, completed: &Word, position: u64) {
     let stream = device.create_stream(Priority::Normal).unwrap();
-    let answered = MemoryOp::Wait {
-        word: completed,
-        value: position + 1,
-    };
+    let answered = MemoryOp::wait(completed, position + 1);
     stream.memory_ops(&[answered]).unwrap();
     let synchronized = stream.synchronize(Deadline::after(LATE));
     synchronized.expect("the flush was not answered");

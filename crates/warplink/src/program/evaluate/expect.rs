@@ -53,10 +53,7 @@ impl Evaluator {
                 let Err(how) = self.check(values, program.rank, expected) else {
                     continue;
                 };
-                let place = RankSite {
-                    rank: program.rank,
-                    site: expected.site.clone(),
-                };
+                let place = RankSite::new(program.rank, &expected.site);
                 let same =
                     |other: &&mut Diagnostic| other.lines().first() == Some(&place.site.line);
                 if let Some(before) = unmet.iter_mut().find(same) {

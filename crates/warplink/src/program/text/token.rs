@@ -50,61 +50,32 @@ pub(super) fn tokens(text: &str) -> Result<Vec<Token<'_>>, ParseError> {
     let (mut at, mut line, mut open) = (mark_bytes(text), 1, 0_usize);
     while let Some(character) = text[at..].chars().next() {
         let rest = &text[at..];
-        let length = match character {
+        let (kind, length) = match character {
             '\n' => {
                 let over = list
                     .last()
                     .is_some_and(|last| !CONTINUES.contains(&last.text));
-                if open == 0 && over {
-                    list.push(Token {
-                        kind: TokenKind::LineEnd,
-                        text: "\n",
-                        at,
-                        line,
-                    });
-                }
-                line += 1;
-                1
+                ((open == 0 && over).then_some(TokenKind::LineEnd), 1)
             }
-            '#' => rest.find('\n').unwrap_or(rest.len()),
-            _ if character.is_whitespace() => character.len_utf8(),
+            '#' => (None, rest.find('\n').unwrap_or(rest.len())),
+            _ if character.is_whitespace() => (None, character.len_utf8()),
             _ if character.is_ascii_alphabetic() || character == '_' => {
-                let length = span(rest, |c| c.is_ascii_alphanumeric() || c == '_');
-                list.push(Token {
-                    kind: TokenKind::Word,
-                    text: &rest[..length],
-                    at,
-                    line,
-                });
-                length
+                (Some(TokenKind::Word), span(rest, is_of_word))
             }
             _ if character.is_ascii_digit() => {
                 if let Some(length) = decimal(rest) {
-                    list.push(Token {
-                        kind: TokenKind::Decimal,
-                        text: &rest[..length],
-                        at,
-                        line,
-                    });
-                    at += length;
-                    continue;
+                    (Some(TokenKind::Decimal), length)
+                } else {
+                    let digits = &rest[..span(rest, is_of_word)];
+                    let value = digits.parse().map_err(|_| {
+                        error_at(
+                            text,
+                            at,
+                            format!("'{digits}' is not a number below 2^64 in decimal digits"),
+                        )
+                    })?;
+                    (Some(TokenKind::Number(value)), digits.len())
                 }
-                let length = span(rest, |c| c.is_ascii_alphanumeric() || c == '_');
-                let digits = &rest[..length];
-                let value = digits.parse().map_err(|_| {
-                    error_at(
-                        text,
-                        at,
-                        format!("'{digits}' is not a number below 2^64 in decimal digits"),
-                    )
-                })?;
-                list.push(Token {
-                    kind: TokenKind::Number(value),
-                    text: digits,
-                    at,
-                    line,
-                });
-                length
             }
             _ => {
                 let sign = SIGNS
@@ -125,15 +96,18 @@ pub(super) fn tokens(text: &str) -> Result<Vec<Token<'_>>, ParseError> {
                     "{" | "}" => open = 0,
                     _ => {}
                 }
-                list.push(Token {
-                    kind: TokenKind::Sign,
-                    text: sign,
-                    at,
-                    line,
-                });
-                sign.len()
+                (Some(TokenKind::Sign), sign.len())
             }
         };
+        if let Some(kind) = kind {
+            list.push(Token {
+                kind,
+                text: &rest[..length],
+                at,
+                line,
+            });
+        }
+        line += u32::from(character == '\n');
         at += length;
     }
     list.push(Token {
@@ -181,8 +155,12 @@ fn decimal(rest: &str) -> Option<usize> {
         let exponent = digits(end + 1 + sign);
         end += if exponent > 0 { 1 + sign + exponent } else { 0 };
     }
-    let over = !rest[end..].starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_');
+    let over = !rest[end..].starts_with(is_of_word);
     (end > whole && over).then_some(end)
+}
+
+const fn is_of_word(character: char) -> bool {
+    character.is_ascii_alphanumeric() || character == '_'
 }
 
 fn span(rest: &str, belongs: impl Fn(char) -> bool) -> usize {

@@ -76,7 +76,7 @@ impl<'p> Unroller<'p> {
             let message = format!(
                 "'{name}' is not a program defined before this one; expected one that is (no program calls itself)"
             );
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         };
         let program = &programs[index];
         let (mut values, mut lent, mut given) =
@@ -153,7 +153,7 @@ impl<'p> Unroller<'p> {
                 program.name,
                 names.collect::<Vec<_>>().join(", ")
             );
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         let bound = match value {
             ArgumentValue::Integer(value) => Bound::Integer(self.integer(value)?),
@@ -231,7 +231,7 @@ impl<'p> Unroller<'p> {
         };
         let Some(view) = lent.get(name) else {
             let message = format!("'{name}' is not given by the call; expected a tensor for it");
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         };
         let mut view = view.clone();
         if view.dtype != dtype || view.shape != shape {

@@ -18,7 +18,7 @@ impl Unroller<'_> {
         let Some(Bound::List(list)) = self.lookup(name) else {
             let message =
                 format!("'{name}' is not a list; expected one of the ranks that take part");
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         };
         let (list, world, own) = (list.clone(), self.made.world, self.made.rank);
         self.work.set(self.work.get() + list.len());
@@ -42,21 +42,21 @@ impl Unroller<'_> {
         let mut seen = HashSet::new();
         if let Some(rank) = members.iter().find(|rank| !seen.insert(**rank)) {
             let message = format!("'{name}' contains rank {rank} twice; expected each rank once");
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         if !seen.contains(&own) {
             let message = format!(
                 "rank {own} is not in '{name}', which has {}; expected the call on these only",
                 ranks_of(&members)
             );
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         if self.parts.len() >= MAX_PARTS {
             let message = format!(
                 "the collectives of one rank are among too many different lists of ranks; expected at \
                  most {MAX_PARTS}"
             );
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         let members: Arc<[Rank]> = members.into();
         self.parts.insert(members.clone());

@@ -17,7 +17,7 @@ impl<'p> Unroller<'p> {
                 "'{name}' is an input or output inside a loop or branch; expected it outside, since it is \
                  the same on every rank"
             );
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         let mut role = declaration.role;
         if declaration.optional {
@@ -64,7 +64,7 @@ impl<'p> Unroller<'p> {
             let message = format!(
                 "'{name}' is not allocated by the program; expected the name of an 'allocate'"
             );
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         self.deallocated.insert(view.tensor, self.site.position());
         self.enqueue(OperationKind::Deallocate(view.tensor));
@@ -86,7 +86,7 @@ impl<'p> Unroller<'p> {
                         "the element type of '{declared}' is '{name}', which is neither an element type \
                          nor a parameter that is one"
                     );
-                    Err(self.diagnostic(DiagnosticKind::Malformed, message))
+                    Err(self.malformed(message))
                 }
             },
         }

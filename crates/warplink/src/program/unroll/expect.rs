@@ -5,7 +5,7 @@ use super::scope::Bound;
 use super::shapes::shape_of;
 use super::view::View;
 use crate::device::ReduceOp;
-use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
+use crate::program::diagnostic::Diagnostic;
 use crate::program::ir::{Expectation, Role, TensorRef, Term};
 use crate::program::rank_program::{Expected, ExpectedTerm, InputPart};
 use crate::program::section::{
@@ -28,7 +28,7 @@ impl<'p> Unroller<'p> {
         let view = self.view(target)?;
         if self.made.tensors[view.tensor].role == Role::Input {
             let message = format!("{target} is an input; expected an output");
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         let operator = operator.as_ref();
         let operator = operator.map(|it| self.expected_operator(it)).transpose()?;
@@ -39,7 +39,7 @@ impl<'p> Unroller<'p> {
         })?;
         if resolved.is_empty() {
             let message = "an output is expected to be made of nothing; expected at least one term";
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         let absent =
             |place: &&Place| !matches!(self.lookup(&place.tensor.name), Some(Bound::Absent));
@@ -74,7 +74,7 @@ impl<'p> Unroller<'p> {
                 _ => {
                     let expected = ReduceOp::alternatives();
                     let message = format!("'{name}' is no operator; expected {expected}");
-                    Err(self.diagnostic(DiagnosticKind::Malformed, message))
+                    Err(self.malformed(message))
                 }
             },
         }
@@ -90,7 +90,7 @@ impl<'p> Unroller<'p> {
                 "unknown function '{}'; expected a function of rows defined before",
                 application.function
             );
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         };
         let function = function.clone();
         let (given, taken) = (application.arguments.len(), application.results.len());
@@ -158,7 +158,7 @@ impl<'p> Unroller<'p> {
                 let output = unroller.made.tensors[view.tensor].role != Role::Input;
                 if place.on.is_some() || !output {
                     let message = format!("{place} is no output of this rank; expected one");
-                    return Err(unroller.diagnostic(DiagnosticKind::Malformed, message));
+                    return Err(unroller.malformed(message));
                 }
                 targets.push((result, view.strided()));
                 // Values of blocks are fewer.
@@ -217,7 +217,7 @@ impl<'p> Unroller<'p> {
         ) {
             let message =
                 format!("'{name}' is to be read and written; expected an input and an output");
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         if whole.dtype != part.dtype || whole.squeezed() != part.squeezed() {
             return Err(self.mismatch(format!(
@@ -278,7 +278,7 @@ impl<'p> Unroller<'p> {
         let tensor = &self.made.tensors[view.tensor];
         if tensor.role != Role::Input {
             let message = format!("{place} is no input; expected what outputs are to be of inputs");
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         let rank = match &place.on {
             Some(rank) => self.number_below(rank, self.made.world, &format!("{place}: rank"))?,

@@ -77,7 +77,7 @@ impl<'p> Unroller<'p> {
                 "'{name}' is scratch inside a loop or branch; expected it outside, since it is the same on \
                  every rank"
             );
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         let dtype = self.element_type(name, &scratch.dtype)?;
         if scratch.shape.len() > MAX_AXES {
@@ -123,8 +123,7 @@ impl<'p> Unroller<'p> {
             let dtype = self.element_type(name, dtype);
             dtype.map_err(|diagnostic| diagnostic.message)
         });
-        let resolved = resolved
-            .map_err(|message: String| self.diagnostic(DiagnosticKind::Malformed, message))?;
+        let resolved = resolved.map_err(|message: String| self.malformed(message))?;
         self.bind(name, Bound::Function(Arc::new(resolved)))
     }
 
@@ -143,13 +142,13 @@ impl<'p> Unroller<'p> {
         let names = FreeNames::of(section);
         if let Some(name) = names.bound.iter().find(|n| self.lookup(n).is_some()) {
             let message = format!("'{name}' already has a meaning here; expected a new name");
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         if let Some(list) = names.lists.iter().next() {
             let message = format!(
                 "'{list}' is not an integer known to the kernel; expected a 'let' outside of it"
             );
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         let mut integers = BTreeMap::new();
         for name in &names.integers {
@@ -161,7 +160,7 @@ impl<'p> Unroller<'p> {
             let Some(Bound::Operator(operator)) = self.lookup(name) else {
                 let expected = ReduceOp::alternatives();
                 let message = format!("unknown operator '{name}'; expected {expected}");
-                return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+                return Err(self.malformed(message));
             };
             operators.insert(name.clone(), *operator);
         }
@@ -171,7 +170,7 @@ impl<'p> Unroller<'p> {
                 let message = format!(
                     "unknown function '{name}'; expected copy, reduce or a function of rows defined before"
                 );
-                return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+                return Err(self.malformed(message));
             };
             functions.insert(name.clone(), function.clone());
         }
@@ -188,7 +187,7 @@ impl<'p> Unroller<'p> {
         let period = period(section, &value).map_err(|(position, message)| {
             let mut at = self.site.clone();
             (at.line, at.column) = (position.line, position.column);
-            let mut diagnostic = self.diagnostic(DiagnosticKind::Malformed, message.clone());
+            let mut diagnostic = self.malformed(message.clone());
             diagnostic.places[0].site = at;
             diagnostic.message = format!("{}: {message}", diagnostic.places[0]);
             diagnostic
@@ -219,7 +218,7 @@ impl<'p> Unroller<'p> {
 
     /// A tensor around a section, by its name.
     fn section_tensor(&self, name: &str) -> Result<SectionTensor, Diagnostic> {
-        let malformed = |message: String| Err(self.diagnostic(DiagnosticKind::Malformed, message));
+        let malformed = |message: String| Err(self.malformed(message));
         match self.lookup(name) {
             Some(Bound::Tensor(view)) => {
                 if let Some(position) = self.deallocated.get(&view.tensor) {

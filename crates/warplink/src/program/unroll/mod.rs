@@ -252,10 +252,7 @@ impl<'p> Unroller<'p> {
     fn start(&mut self, program: &'p Program, parameters: &Parameters) -> Result<(), Diagnostic> {
         let (rank, world) = (self.made.rank, self.made.world);
         let requirement = |message: String| {
-            let place = RankSite {
-                rank,
-                site: Site::default(),
-            };
+            let place = RankSite::new(rank, &Site::default());
             Err(Diagnostic::new(
                 DiagnosticKind::Requirement,
                 message,
@@ -379,7 +376,7 @@ impl<'p> Unroller<'p> {
         }
         if value.selections.is_empty() && !value.transposed {
             let message = format!("'{name}' is all of '{}'; expected a part of it", value.name);
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         let view = self.view(value)?;
         self.bind(name, Bound::Tensor(view))
@@ -392,7 +389,7 @@ impl<'p> Unroller<'p> {
     ) -> Result<(), Diagnostic> {
         if self.blocks >= MAX_BLOCK_DEPTH {
             let message = format!("blocks are nested too deep; expected at most {MAX_BLOCK_DEPTH}");
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         self.blocks += 1;
         let (words, indices) = (self.words.bound, Arc::clone(&self.site.indices));

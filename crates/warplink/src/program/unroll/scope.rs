@@ -95,11 +95,12 @@ impl<'p> Unroller<'p> {
         kind: DiagnosticKind,
         message: impl Into<String>,
     ) -> Diagnostic {
-        let place = RankSite {
-            rank: self.made.rank,
-            site: self.site.clone(),
-        };
+        let place = RankSite::new(self.made.rank, &self.site);
         Diagnostic::new(kind, format!("{place}: {}", message.into()), vec![place])
+    }
+
+    pub(super) fn malformed(&self, message: impl Into<String>) -> Diagnostic {
+        self.diagnostic(DiagnosticKind::Malformed, message)
     }
 
     /// Counts work, so that no text can keep the caller busy for ever.
@@ -139,10 +140,9 @@ impl<'p> Unroller<'p> {
     }
 
     fn too_large(&self, limit: usize, what: &str) -> Diagnostic {
-        self.diagnostic(
-            DiagnosticKind::Malformed,
-            format!("the program is too large; expected at most {limit} {what}"),
-        )
+        self.malformed(format!(
+            "the program is too large; expected at most {limit} {what}"
+        ))
     }
 
     pub(super) fn lookup(&self, name: &str) -> Option<&Bound> {
@@ -152,22 +152,20 @@ impl<'p> Unroller<'p> {
     pub(super) fn bind(&mut self, name: &'p str, value: Bound) -> Result<(), Diagnostic> {
         if !self.valid_names.contains(name) {
             if !crate::program::text::is_name(name) {
-                return Err(self.diagnostic(
-                    DiagnosticKind::Malformed,
-                    format!("'{name}' cannot be a name; expected a word that is not reserved"),
-                ));
+                return Err(self.malformed(format!(
+                    "'{name}' cannot be a name; expected a word that is not reserved"
+                )));
             }
             self.valid_names.insert(name);
         }
         if self.bound.contains_key(name) {
-            return Err(self.diagnostic(
-                DiagnosticKind::Malformed,
-                format!("'{name}' already has a meaning here; expected a new name"),
-            ));
+            return Err(self.malformed(format!(
+                "'{name}' already has a meaning here; expected a new name"
+            )));
         }
         if self.names.len() >= MAX_NAMES {
             let message = format!("too many names at one time; expected at most {MAX_NAMES}");
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         self.names.push(name);
         self.bound.insert(name, value);
@@ -230,7 +228,7 @@ impl<'p> Unroller<'p> {
             .evaluate(&|name| self.integer_named(name))
             .map_err(|error| {
                 let expression = shortened(expression.to_string());
-                self.diagnostic(DiagnosticKind::Malformed, format!("{expression}: {error}"))
+                self.malformed(format!("{expression}: {error}"))
             })
     }
 
@@ -240,7 +238,7 @@ impl<'p> Unroller<'p> {
             .evaluate(&|name| self.integer_named(name))
             .map_err(|error| {
                 let condition = shortened(condition.to_string());
-                self.diagnostic(DiagnosticKind::Malformed, format!("{condition}: {error}"))
+                self.malformed(format!("{condition}: {error}"))
             })
     }
 
@@ -355,10 +353,7 @@ impl<'p> Unroller<'p> {
             StreamRef::Named(name) => match self.lookup(name) {
                 Some(Bound::Stream(index)) => return Ok(*index),
                 _ => {
-                    return Err(self.diagnostic(
-                        DiagnosticKind::Malformed,
-                        format!("unknown stream '{name}'"),
-                    ));
+                    return Err(self.malformed(format!("unknown stream '{name}'")));
                 }
             },
         };
@@ -377,7 +372,7 @@ impl<'p> Unroller<'p> {
             let index = unroller.stream(stream)?;
             if index == origin || forked.contains(&index) {
                 let message = format!("{stream} is forked twice, or is the current stream");
-                return Err(unroller.diagnostic(DiagnosticKind::Malformed, message));
+                return Err(unroller.malformed(message));
             }
             forked.push(index);
             Ok(())

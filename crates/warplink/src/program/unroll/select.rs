@@ -38,7 +38,7 @@ impl Unroller<'_> {
             Some(Bound::Family(members)) => {
                 let [Selection::Index(index), rest @ ..] = selections else {
                     let message = format!("'{name}' is a family of tensors; expected '{name}[i]'");
-                    return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+                    return Err(self.malformed(message));
                 };
                 selections = rest;
                 let index =
@@ -50,23 +50,17 @@ impl Unroller<'_> {
                     "the optional input '{name}' is left out by the caller and cannot be read; \
                      expected a condition 'given({name})' around it"
                 );
-                return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+                return Err(self.malformed(message));
             }
             Some(Bound::Scratch(_)) => {
                 let message = format!("'{name}' is scratch; expected it in a kernel only");
-                return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+                return Err(self.malformed(message));
             }
             Some(_) => {
-                return Err(self.diagnostic(
-                    DiagnosticKind::Malformed,
-                    format!("'{name}' is not a tensor; expected one"),
-                ));
+                return Err(self.malformed(format!("'{name}' is not a tensor; expected one")));
             }
             None => {
-                return Err(self.diagnostic(
-                    DiagnosticKind::Malformed,
-                    format!("unknown tensor '{name}'"),
-                ));
+                return Err(self.malformed(format!("unknown tensor '{name}'")));
             }
         };
         for selection in selections {
@@ -79,7 +73,7 @@ impl Unroller<'_> {
                     let message = format!(
                         "{reference} selects a part that may be empty; expected that in a kernel only"
                     );
-                    return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+                    return Err(self.malformed(message));
                 }
                 Selection::Axes(axes) => {
                     let mut axis = 0;

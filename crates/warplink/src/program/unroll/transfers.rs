@@ -46,7 +46,7 @@ impl<'p> Unroller<'p> {
             let message = format!(
                 "'{name}' cannot name a transfer; expected a word that has no meaning here"
             );
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         let tag = self.integer(&transfer.tag)?;
         if !(-TAG_LIMIT..TAG_LIMIT).contains(&tag) {
@@ -71,7 +71,7 @@ impl<'p> Unroller<'p> {
                 "a transfer '{name}' with these indices is already shared in {position}; expected \
                  another name"
             );
-            return Err(self.diagnostic(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         let ordinal = self
             .ordinals
@@ -139,7 +139,7 @@ impl<'p> Unroller<'p> {
                     "{} is not a send via put; expected one to store a matmul where it goes",
                     posted.send
                 );
-                return Err(unroller.diagnostic(DiagnosticKind::Malformed, message));
+                return Err(unroller.malformed(message));
             }
             let operands = unroller.operands(&posted.product)?;
             let next = unroller.stored_matmul(id, &operands)?;
@@ -180,7 +180,7 @@ impl<'p> Unroller<'p> {
             return Ok(id);
         }
         let message = format!("{reference} is posted twice in one group; expected once");
-        Err(self.diagnostic(DiagnosticKind::Malformed, message))
+        Err(self.malformed(message))
     }
 
     pub(super) fn wait(&mut self, list: &'p [Each<TransferRef>]) -> Result<(), Diagnostic> {

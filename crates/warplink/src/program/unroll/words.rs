@@ -119,7 +119,7 @@ impl<'p> Unroller<'p> {
             return Ok(());
         }
         let message = "an integer in memory is known on devices alone; expected only 'expect' behind it in its block";
-        Err(self.diagnostic(DiagnosticKind::Malformed, message))
+        Err(self.malformed(message))
     }
 
     /// The row of `rows` rows that a word of this rank names: `J[j]` in `X[J[j]]`; `None` for any other index.

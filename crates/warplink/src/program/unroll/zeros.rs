@@ -86,11 +86,7 @@ impl Zeros {
             for (start, (end, declared)) in declared.range(first..part.end()) {
                 let (start, end) = ((*start).max(part.offset_bytes), (*end).min(part.end()));
                 if start < end {
-                    let range = Range {
-                        tensor,
-                        offset_bytes: start,
-                        bytes: end - start,
-                    };
+                    let range = Range::of(tensor, start..end);
                     taken.push((range, declared.clone()));
                 }
             }
@@ -121,11 +117,7 @@ impl Zeros {
                 parts.insert(to, end);
             }
             let (start, end) = (start.max(from), end.min(to));
-            taken.push(Range {
-                tensor: range.tensor,
-                offset_bytes: start,
-                bytes: end - start,
-            });
+            taken.push(Range::of(range.tensor, start..end));
         }
         taken
     }
@@ -258,11 +250,7 @@ mod tests {
     use super::*;
 
     fn range(from: usize, to: usize) -> Range {
-        Range {
-            tensor: 3,
-            offset_bytes: from,
-            bytes: to - from,
-        }
+        Range::of(3, from..to)
     }
 
     fn declared(operation: usize) -> Declared {

@@ -123,11 +123,7 @@ fn in_place(
     if own.tensor != whole.tensor || own.offset_bytes != offset {
         return None;
     }
-    let part = |from: usize, to: usize| Range {
-        tensor: whole.tensor,
-        offset_bytes: from,
-        bytes: to - from,
-    };
+    let part = |from: usize, to: usize| Range::of(whole.tensor, from..to);
     let parts = [
         (part(whole.offset_bytes, own.offset_bytes), others),
         (*own, AccessMode::Update),

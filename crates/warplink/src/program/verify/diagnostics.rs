@@ -105,16 +105,10 @@ pub(super) fn chained(links: impl ExactSizeIterator<Item = String>, most: usize)
 
 /// Place of an operation.
 pub(super) fn place_of(ranks: &[RankProgram], rank: Rank, operation: usize) -> RankSite {
-    RankSite {
-        rank,
-        site: ranks[rank].operations[operation].site.clone(),
-    }
+    RankSite::new(rank, &ranks[rank].operations[operation].site)
 }
 
 /// Place where a transfer is declared.
 pub(super) fn place_of_transfer(ranks: &[RankProgram], rank: Rank, transfer: usize) -> RankSite {
-    RankSite {
-        rank,
-        site: ranks[rank].transfers[transfer].site.clone(),
-    }
+    RankSite::new(rank, &ranks[rank].transfers[transfer].site)
 }

@@ -33,14 +33,7 @@ pub(super) fn either(one: &RankAccesses, other: &RankAccesses) -> RankAccesses {
             Some((last, same)) if (last.tensor, last.end(), *same) == (tensor, from, mode) => {
                 last.bytes += to - from;
             }
-            _ => all.push((
-                Range {
-                    tensor,
-                    offset_bytes: from,
-                    bytes: to - from,
-                },
-                mode,
-            )),
+            _ => all.push((Range::of(tensor, from..to), mode)),
         }
     }
     all

@@ -189,9 +189,8 @@ fn interfaces(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
                     .enumerate()
                     .all(|(axis, (a, b))| a == b || own.sharding == Sharding::Ranks(axis));
             if !same {
-                let place = |rank, tensor: &crate::program::TensorInstance| RankSite {
-                    rank,
-                    site: tensor.site.clone(),
+                let place = |rank, tensor: &crate::program::TensorInstance| {
+                    RankSite::new(rank, &tensor.site)
                 };
                 let places = vec![place(rank, own), place(0, first)];
                 diagnostics.add(DiagnosticKind::Mismatch, places.clone(), |said| {

@@ -188,11 +188,7 @@ impl Memory {
         if let Some(Cells { grid, segments }) = &mut bytes.cells {
             grid.each_cell(area, |cell| {
                 let (start, end) = grid.span(cell);
-                let part = Range {
-                    tensor: range.tensor,
-                    offset_bytes: start,
-                    bytes: end - start,
-                };
+                let part = Range::of(range.tensor, start..end);
                 segments[cell].access(part, access, clock, &mut tell);
             });
             return;
@@ -206,11 +202,7 @@ impl Memory {
         split(parts, range.offset_bytes);
         split(parts, range.end());
         for (&start, segment) in parts.range_mut(range.offset_bytes..range.end()) {
-            let part = Range {
-                tensor: range.tensor,
-                offset_bytes: start,
-                bytes: segment.end - start,
-            };
+            let part = Range::of(range.tensor, start..segment.end);
             segment.access(part, access, clock, &mut tell);
         }
     }

@@ -48,10 +48,7 @@ fn of_lanes(
     let cases = match section.reachable_cases() {
         Ok(cases) => cases,
         Err(message) => {
-            let place = RankSite {
-                rank: section.rank,
-                site: section.site.clone(),
-            };
+            let place = RankSite::new(section.rank, &section.site);
             let place = vec![place];
             diagnostics.add(DiagnosticKind::Malformed, place.clone(), |said| {
                 format!("{}: {message}", said.say(&place[0]))
@@ -76,10 +73,7 @@ fn of_lanes(
                 };
                 for step in &steps {
                     for peer in reached(&step.kind).into_iter().filter(apart) {
-                        let place = RankSite {
-                            rank: section.rank,
-                            site: step.site.clone(),
-                        };
+                        let place = RankSite::new(section.rank, &step.site);
                         report(diagnostics, place, peer);
                     }
                 }

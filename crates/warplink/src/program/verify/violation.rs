@@ -260,15 +260,8 @@ pub(super) fn report_unwritten_outputs(
         let Some((start, end)) = memory.unwritten(rank_program.rank, tensor) else {
             continue;
         };
-        let range = Range {
-            tensor,
-            offset_bytes: start,
-            bytes: end - start,
-        };
-        let places = vec![RankSite {
-            rank: rank_program.rank,
-            site: instance.site.clone(),
-        }];
+        let range = Range::of(tensor, start..end);
+        let places = vec![RankSite::new(rank_program.rank, &instance.site)];
         diagnostics.add(DiagnosticKind::UnwrittenOutput, places.clone(), |said| {
             format!(
                 "{}: {} is never written",

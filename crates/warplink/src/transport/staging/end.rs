@@ -230,7 +230,7 @@ impl StagedEnd {
                 }
                 let word = &self.parts.inbound;
                 // Ordered after the copies of earlier puts, which are in the same stream.
-                self.inward.memory_ops(&[MemoryOp::Write { word, value }])
+                self.inward.memory_ops(&[MemoryOp::write(word, value)])
             }
             StagingMessage::Get { id, at, bytes } => {
                 let left = state.region(at, bytes)?;
@@ -388,7 +388,7 @@ impl StagedEnd {
             }
             let (word, value) = (&answer.word, answer.value);
             // Ordered after the copies of received gets.
-            self.inward.memory_ops(&[MemoryOp::Write { word, value }])?;
+            self.inward.memory_ops(&[MemoryOp::write(word, value)])?;
             state.answers.pop_front();
         }
         Ok(())

@@ -175,9 +175,9 @@ mod tests {
         let page = device.allocate_signals(64).unwrap();
         let [a, b] = [0, 8].map(|at| page.word(at).unwrap());
         let pending = |op| (op, Unit::Kernel);
-        let wait = |word| pending(MemoryOp::Wait { word, value: 1 });
+        let wait = |word| pending(MemoryOp::wait(word, 1));
         let reset = |word| pending(MemoryOp::Reset { word });
-        let write = |word| pending(MemoryOp::Write { word, value: 1 });
+        let write = |word| pending(MemoryOp::write(word, 1));
         assert_eq!(waits_at_end(&[]), 0);
         assert_eq!(waits_at_end(&[wait(&a), wait(&b), reset(&b)]), 3);
         // A captured receive with its wait, followed by a captured send.

@@ -75,7 +75,7 @@ impl<'s> Resolver<'s> {
         };
         if !it.tensors.is_empty() {
             let message = "tensors are announced to some ranks; expected all of them".to_owned();
-            return Err(self.wrong(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         let mut peers: Vec<Rank> = Vec::new();
         self.each(list, |resolver, peer| {
@@ -83,7 +83,7 @@ impl<'s> Resolver<'s> {
             if peer == rank || peers.contains(&peer) {
                 let message =
                     format!("an announcement names rank {peer}; expected other ranks, each once");
-                return Err(resolver.wrong(DiagnosticKind::Malformed, message));
+                return Err(resolver.malformed(message));
             }
             peers.push(peer);
             Ok(())
@@ -101,7 +101,7 @@ impl<'s> Resolver<'s> {
                 let message = format!(
                     "'{name}' is announced; expected a whole tensor, since scratch is known to all ranks"
                 );
-                return Err(self.wrong(DiagnosticKind::Malformed, message));
+                return Err(self.malformed(message));
             };
             let mut asked = self.asked.iter();
             if !announces && let Some((_, position)) = asked.find(|(asked, _)| *asked == tensor) {
@@ -109,7 +109,7 @@ impl<'s> Resolver<'s> {
                 let message = format!(
                     "the lane asks whether '{name}' is reachable before it agrees on it; expected that afterwards"
                 );
-                return Err(self.wrong(DiagnosticKind::Malformed, message));
+                return Err(self.malformed(message));
             }
             if announces {
                 self.told.push(tensor);

@@ -167,11 +167,12 @@ struct MoveOperand {
 
 impl<'s> Resolver<'s> {
     fn wrong(&self, kind: DiagnosticKind, message: impl Into<String>) -> Stop {
-        let place = RankSite {
-            rank: self.instance.rank,
-            site: self.site.clone(),
-        };
+        let place = RankSite::new(self.instance.rank, &self.site);
         Diagnostic::new(kind, format!("{place}: {}", message.into()), vec![place]).into()
+    }
+
+    fn malformed(&self, message: impl Into<String>) -> Stop {
+        self.wrong(DiagnosticKind::Malformed, message)
     }
 
     fn step(&mut self) -> Resolved<()> {
@@ -179,10 +180,9 @@ impl<'s> Resolver<'s> {
         if self.taken <= MAX_LANE_STEPS {
             return Ok(());
         }
-        Err(self.wrong(
-            DiagnosticKind::Malformed,
-            format!("the lane is too long; expected at most {MAX_LANE_STEPS} steps"),
-        ))
+        Err(self.malformed(format!(
+            "the lane is too long; expected at most {MAX_LANE_STEPS} steps"
+        )))
     }
 
     fn at(&mut self, position: Position) {
@@ -207,10 +207,9 @@ impl<'s> Resolver<'s> {
         if !bound {
             return Ok(());
         }
-        Err(self.wrong(
-            DiagnosticKind::Malformed,
-            format!("'{name}' already has a meaning here; expected a new name"),
-        ))
+        Err(self.malformed(format!(
+            "'{name}' already has a meaning here; expected a new name"
+        )))
     }
 
     fn body(&mut self, steps: &'s [Step]) -> Resolved<()> {
@@ -363,7 +362,7 @@ impl<'s> Resolver<'s> {
         for (count, what) in [(targets.len(), "targets"), (sources.len(), "sources")] {
             if count > MAX_OPERANDS {
                 let message = format!("{count} {what}; expected at most {MAX_OPERANDS}");
-                return Err(self.wrong(DiagnosticKind::Malformed, message));
+                return Err(self.malformed(message));
             }
         }
         let Some(first) = sources.first() else {
@@ -432,7 +431,7 @@ impl<'s> Resolver<'s> {
                 operator.ok_or_else(|| {
                     let expected = ReduceOp::alternatives();
                     let message = format!("unknown operator '{name}'; expected {expected}");
-                    self.wrong(DiagnosticKind::Malformed, message)
+                    self.malformed(message)
                 })
             }
         }
@@ -487,7 +486,7 @@ impl<'s> Resolver<'s> {
             let message = format!(
                 "{place} is used where it may not be reachable; expected 'if reachable({name})' around it"
             );
-            return Err(self.wrong(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         if length > 0
             && let Some(scratch) = self.instance.scratch_of(part.tensor)
@@ -530,7 +529,7 @@ impl<'s> Resolver<'s> {
                 Selection::Axes(_) => {
                     let message =
                         format!("{reference} selects on several axes; expected one after another");
-                    return Err(self.wrong(DiagnosticKind::Malformed, message));
+                    return Err(self.malformed(message));
                 }
                 Selection::Part(index, parts) => {
                     let (index, parts) = (self.integer(index)?, self.integer(parts)?);
@@ -585,14 +584,11 @@ impl<'s> Resolver<'s> {
 
     fn integer(&self, expression: &Expr) -> Resolved<i64> {
         let value = expression.evaluate(&|name| self.named(name));
-        value.map_err(|error| {
-            self.wrong(DiagnosticKind::Malformed, format!("{expression}: {error}"))
-        })
+        value.map_err(|error| self.malformed(format!("{expression}: {error}")))
     }
 
     fn condition(&self, condition: &Condition) -> Resolved<bool> {
         let value = condition.evaluate(&|name| self.named(name));
-        value
-            .map_err(|error| self.wrong(DiagnosticKind::Malformed, format!("{condition}: {error}")))
+        value.map_err(|error| self.malformed(format!("{condition}: {error}")))
     }
 }

@@ -148,7 +148,7 @@ impl<'s> Resolver<'s> {
             let message = format!(
                 "{number} is no source; expected a tensor, since a number replaces an argument of a function of rows alone"
             );
-            self.wrong(DiagnosticKind::Malformed, message)
+            self.malformed(message)
         })
     }
 

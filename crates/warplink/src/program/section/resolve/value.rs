@@ -75,7 +75,7 @@ impl<'s> Resolver<'s> {
             (None, Some(index)) => Ok(View::of(index, &self.instance.tensors[index])),
             (None, None) => {
                 let message = format!("unknown tensor '{name}'");
-                Err(self.wrong(DiagnosticKind::Malformed, message))
+                Err(self.malformed(message))
             }
         }
     }
@@ -89,7 +89,7 @@ impl<'s> Resolver<'s> {
                 "{reference} has a row that memory names, which only moves and functions of rows have; expected \
                  'let i = ... at most ...' before it"
             );
-            return Err(self.wrong(DiagnosticKind::Malformed, message));
+            return Err(self.malformed(message));
         }
         self.view(reference)
     }

@@ -178,12 +178,7 @@ impl<'a> LaneRun<'a> {
                     Touch::Write => AccessMode::Write,
                     Touch::Update => AccessMode::Update,
                 };
-                let range = Range {
-                    tensor,
-                    offset_bytes: range.start,
-                    bytes: range.len(),
-                };
-                list.push((range, mode));
+                list.push((Range::of(tensor, range), mode));
             }
         }
         let kernel = self.sequence[number];

@@ -85,14 +85,8 @@ impl<'a> P2pRunner<'a> {
     pub(super) fn signal(&self, stream: &Stream, submission: Submission) -> Result<()> {
         let [counted, toggled] = &self.remote_words;
         let operation = match submission {
-            Submission::Eager => MemoryOp::Write {
-                word: counted,
-                value: next(&self.sent),
-            },
-            Submission::Captured => MemoryOp::Write {
-                word: toggled,
-                value: 1,
-            },
+            Submission::Eager => MemoryOp::write(counted, next(&self.sent)),
+            Submission::Captured => MemoryOp::write(toggled, 1),
         };
         Ok(stream.memory_ops(&[operation])?)
     }
@@ -100,15 +94,11 @@ impl<'a> P2pRunner<'a> {
     pub(super) fn await_signal(&self, stream: &Stream, submission: Submission) -> Result<()> {
         let [counted, toggled] = &self.memory.words;
         match submission {
-            Submission::Eager => stream.memory_ops(&[MemoryOp::Wait {
-                word: counted,
-                value: next(&self.received),
-            }])?,
+            Submission::Eager => {
+                stream.memory_ops(&[MemoryOp::wait(counted, next(&self.received))])?
+            }
             Submission::Captured => stream.memory_ops(&[
-                MemoryOp::Wait {
-                    word: toggled,
-                    value: 1,
-                },
+                MemoryOp::wait(toggled, 1),
                 MemoryOp::Reset { word: toggled },
             ])?,
         }
