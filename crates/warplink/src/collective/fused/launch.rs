@@ -319,13 +319,15 @@ impl Described {
         let programs: Vec<RankProgram> = programs.collect::<Result<_>>()?;
         let pieces = self.call.tokens.div_ceil(shape.rows) as f64;
         let lanes = machine.estimates.lanes();
+        let fenced = lanes.load + lanes.fence;
         let missing = match way {
-            Way::Pushed => PUSHED_ROW * (shape.rows.div_ceil(shape.lanes) - 1) as f64,
-            Way::Direct | Way::Gathered => ACCESS,
-            Way::OneShot | Way::Lined | Way::Quantized => 0.0,
+            Way::Pushed => PUSHED_ROW * (shape.rows.div_ceil(shape.lanes) - 1) as f64 * fenced,
+            Way::Direct | Way::Gathered => ACCESS * fenced,
+            // Data is loaded after flags.
+            Way::Lined => lanes.load,
+            Way::OneShot | Way::Quantized => 0.0,
         };
-        let seconds = machine.estimates.seconds(&programs)? + missing * (lanes.load + lanes.fence);
-        Ok(seconds * pieces)
+        Ok((machine.estimates.seconds(&programs)? + missing) * pieces)
     }
 
     pub(super) fn rank_program(
