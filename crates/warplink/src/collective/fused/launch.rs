@@ -1,10 +1,10 @@
 //! Kernels of fused calls, and the selection of the execution strategy.
 
 use super::memory::Form;
-use super::program::Way;
+use super::way::Way;
 use super::{Described, Fused, FusedMemory};
 use crate::collective::algorithm::Algorithm;
-use crate::collective::choice::{Machine, part};
+use crate::collective::choice::Machine;
 use crate::collective::estimate::rounded;
 use crate::collective::launches::section;
 use crate::collective::recent::Recent;
@@ -14,7 +14,7 @@ use crate::named::alternatives;
 use crate::program::execute::{
     CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
 };
-use crate::program::section::{ROW_ELEMENTS_OF_LINES, SectionInstance};
+use crate::program::section::SectionInstance;
 use crate::program::{Parameters, RankProgram, unroll};
 use crate::sync::lock;
 use std::collections::BTreeMap;
@@ -236,10 +236,8 @@ impl Described {
     /// Lanes, threads and rows of a launch.
     pub(super) fn shape(&self, machine: &Machine, way: Way) -> Result<LaunchShape> {
         let call = &self.call;
-        let row = match way {
-            Way::Lined => call.width.next_multiple_of(ROW_ELEMENTS_OF_LINES),
-            _ => part(call.width, 1),
-        };
+        let (_, unit, _) = way.packets();
+        let row = call.width.next_multiple_of(unit);
         let too_long = || {
             let text = format!(
                 "a row of {} elements has no room in the workspace",

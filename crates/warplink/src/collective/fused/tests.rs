@@ -1,8 +1,8 @@
 //! Static tests of fused calls' programs.
 
 use super::launch::LaunchShape;
-use super::program::Way;
 use super::samples::calls;
+use super::way::Way;
 use super::{Described, FusedKind, Wire};
 use crate::collective::Algorithm;
 use crate::collective::algorithm::tests::machine;
@@ -147,12 +147,7 @@ fn faulty_variants_are_refused() {
         // Scratch of the previous launch is overwritten while a rank may still read it.
         (Way::OneShot, "let slot = epoch % 2", "let slot = 0", "race"),
         // Two lanes have the same rows.
-        (
-            Way::OneShot,
-            "let t = next - each",
-            "let t = j - 1",
-            "race",
-        ),
+        (Way::OneShot, "let t = next - each", "let t = j - 1", "race"),
         // A row is divided among lanes.
         (Way::OneShot, "N[t]", "N[t][lane - 1 of 2]", "mismatch"),
         // The residual is overwritten, or a launch ends, while peers still read and store.

@@ -130,7 +130,8 @@ impl Emitter<'_> {
         }
         let mut stored = targets.iter().flat_map(|group| &group.operands);
         if stored.any(|operand| operand.packing == Packing::Packets128) {
-            let text = "packets128 as a target of a function of rows, which threads do not store alone";
+            let text =
+                "packets128 as a target of a function of rows, which threads do not store alone";
             return Err(self.refuse(text, "use packets16 or packets8, or a put"));
         }
         let all = targets.iter().flat_map(|group| &group.operands);
@@ -193,7 +194,13 @@ impl Emitter<'_> {
                 .iter()
                 .map(|operands| whole && self.are_aligned(operands))
                 .collect();
-            self.passes(code, &passes, application, (&targets, &aligned, whole), kept)
+            self.passes(
+                code,
+                &passes,
+                application,
+                (&targets, &aligned, whole),
+                kept,
+            )
         })
     }
 
@@ -380,7 +387,11 @@ impl Emitter<'_> {
                         known(aligned[argument])
                     );
                     let name = passes.loaded(node);
-                    let declared = if passes.is_kept(node) { "" } else { "const auto " };
+                    let declared = if passes.is_kept(node) {
+                        ""
+                    } else {
+                        "const auto "
+                    };
                     code.line(format!("{declared}{name} = {loaded};"));
                 }
             }
@@ -426,7 +437,9 @@ impl Emitter<'_> {
         }
         let stored = || {
             let all = targets.iter().enumerate();
-            all.filter(move |(_, group)| last && group.extent != Extent::Single && own(group).is_none())
+            all.filter(move |(_, group)| {
+                last && group.extent != Extent::Single && own(group).is_none()
+            })
         };
         for (number, group) in stored() {
             code.line(match group.extent {
