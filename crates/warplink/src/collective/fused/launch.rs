@@ -1,10 +1,10 @@
 //! Kernels of fused calls, and the selection of the execution strategy.
 
 use super::memory::Form;
-use super::program::Way;
+use super::way::Way;
 use super::{Described, Fused, FusedMemory};
 use crate::collective::algorithm::Algorithm;
-use crate::collective::choice::{Machine, part};
+use crate::collective::choice::Machine;
 use crate::collective::diagnosis::difference;
 use crate::collective::estimate::rounded;
 use crate::collective::launches::section;
@@ -15,7 +15,7 @@ use crate::named::alternatives;
 use crate::program::execute::{
     CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
 };
-use crate::program::section::{ROW_ELEMENTS_OF_LINES, SectionInstance};
+use crate::program::section::SectionInstance;
 use crate::program::{Parameters, RankProgram, unroll};
 use crate::sync::lock;
 use std::collections::BTreeMap;
@@ -236,10 +236,8 @@ impl Described {
     /// Lanes, threads and rows of a launch.
     pub(super) fn shape(&self, machine: &Machine, way: Way) -> Result<LaunchShape> {
         let call = &self.call;
-        let row = match way {
-            Way::Lined => call.width.next_multiple_of(ROW_ELEMENTS_OF_LINES),
-            _ => part(call.width, 1),
-        };
+        let (_, unit, _) = way.packets();
+        let row = call.width.next_multiple_of(unit);
         let too_long = || {
             let text = format!(
                 "a row of {} elements has no room in the workspace",
@@ -319,13 +317,15 @@ impl Described {
         let programs: Vec<RankProgram> = programs.collect::<Result<_>>()?;
         let pieces = self.call.tokens.div_ceil(shape.rows) as f64;
         let lanes = machine.estimates.lanes();
+        let fenced = lanes.load + lanes.fence;
         let missing = match way {
-            Way::Pushed => PUSHED_ROW * (shape.rows.div_ceil(shape.lanes) - 1) as f64,
-            Way::Direct | Way::Gathered => ACCESS,
-            Way::OneShot | Way::Lined | Way::Quantized => 0.0,
+            Way::Pushed => PUSHED_ROW * (shape.rows.div_ceil(shape.lanes) - 1) as f64 * fenced,
+            Way::Direct | Way::Gathered => ACCESS * fenced,
+            // Data is loaded after flags.
+            Way::Lined => lanes.load,
+            Way::OneShot | Way::Quantized => 0.0,
         };
-        let seconds = machine.estimates.seconds(&programs)? + missing * (lanes.load + lanes.fence);
-        Ok(seconds * pieces)
+        Ok((machine.estimates.seconds(&programs)? + missing) * pieces)
     }
 
     pub(super) fn rank_program(

@@ -13,6 +13,7 @@ mod program;
 mod quantized;
 mod samples;
 mod scales;
+mod way;
 mod words;
 
 pub(super) use launch::FusedLaunches;

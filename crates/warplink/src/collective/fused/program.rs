@@ -3,78 +3,15 @@
 
 use super::memory::Tensor;
 use super::quantized::quantize;
+use super::way::{FOLLOWERS, Way};
 use super::{Described, FusedKind, Norm, Quantization, Wire};
-use crate::collective::algorithm::Algorithm;
 use crate::error::{Error, Result};
 use crate::program::Program;
-use crate::program::expr::PART_UNIT;
-use crate::program::section::ROW_ELEMENTS_OF_LINES;
 use std::fmt::Write as _;
-
-const ONE_SHOT: &str = include_str!("one_shot.wlp");
-const DIRECT: &str = include_str!("direct.wlp");
-const PUSHED: &str = include_str!("pushed.wlp");
-const BY_OWNER: &str = include_str!("by_owner.wlp");
-const QUANTIZED: &str = include_str!("quantized.wlp");
-
-/// Statements of [`Way::Gathered`] after the barrier of [`DIRECT`]: each rank computes the remaining results of the
-/// others' rows from h.
-const FOLLOWERS: &str = "
-for j in 0..(groups - lane + each) / each {
-    for k in 1..world {
-        let t = (i + j * each) * world + (rank + k) % world
-        if t < tokens {
-            {follows} = finished(H[t]{further})
-        }
-    }
-}";
-
-/// Statements of [`ONE_SHOT`] that put a row: as 16-byte packets, by the threads that load it again for the epilogue; and as
-/// 128-byte packets, which several threads store together.
-const PUT_PACKETS: &str = "if world > 1 {
-    P[slot][((world - 1 - r) * tokens + next) * row..((world - 1 - r) * tokens + next) * row + n] on (rank + r) % world for r in 1..world =
-        sent(X[next])
-}";
-const PUT_LINES: &str = "for r in 1..world {
-    let place = ((world - 1 - r) * tokens + next) * row
-    put X[next] to P[slot][place..place + n] on (rank + r) % world
-}";
 
 /// Maximum tensors in one announcement, and maximum that a lane announces in total: it then has two rows for them.
 const ANNOUNCED_AT_ONCE: usize = 3;
 const MAX_ANNOUNCED: usize = 4;
-
-/// Execution strategy of a fused call.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(super) enum Way {
-    /// Every rank gets all rows as packets, and computes all of them.
-    OneShot,
-    /// A rank reads its rows from all ranks, and stores the results at all.
-    Direct,
-    /// A rank reads its rows from all ranks, and stores h at all, which compute the remaining results from it: fewer
-    /// bytes over links if h is stored at all ranks anyway.
-    Gathered,
-    /// Every rank gets all rows in scratch, a few at a time, and computes all of them: for two ranks, the fewest bytes
-    /// over links, and none are loaded from peers.
-    Pushed,
-    /// Rows travel as 8-bit floats, to the ranks that own them and back.
-    Quantized,
-    /// As [`OneShot`](Self::OneShot), in packets of 128 bytes, where links carry these whole: half the bytes over links, but
-    /// threads load flags before data.
-    Lined,
-}
-
-impl Way {
-    /// The algorithm option that selects it, or the first of several that it selects.
-    pub(super) const fn algorithm(self) -> Algorithm {
-        match self {
-            Self::OneShot => Algorithm::OneShot,
-            Self::Direct => Algorithm::Direct,
-            Self::Pushed | Self::Lined => Algorithm::Chunks,
-            Self::Gathered | Self::Quantized => Algorithm::TwoShot,
-        }
-    }
-}
 
 /// Location of a row of a call.
 #[derive(Clone, Copy)]
@@ -138,13 +75,7 @@ impl Described {
     /// The program text of this call on so many lanes.
     pub(super) fn text(&self, way: Way, world: usize, lanes: usize) -> String {
         let by_owner = self.call.kind != FusedKind::AllReduce;
-        let text = match (by_owner, way) {
-            (_, Way::Quantized) => QUANTIZED,
-            (true, _) => BY_OWNER,
-            (_, Way::OneShot | Way::Lined) => ONE_SHOT,
-            (_, Way::Direct | Way::Gathered) => DIRECT,
-            (_, Way::Pushed) => PUSHED,
-        };
+        let text = way.text(by_owner);
         let everywhere = if by_owner { At::Owned } else { At::Everywhere };
         let outputs: Vec<Tensor> = self.outputs().collect();
         let quantized = way == Way::Quantized;
@@ -161,10 +92,7 @@ impl Described {
             _ => self.targets(&outputs, everywhere),
         };
         let [_, follows] = self.carried_and_following();
-        let (packets, unit, put) = match way {
-            Way::Lined => ("packets128", ROW_ELEMENTS_OF_LINES, PUT_LINES),
-            _ => ("packets16", PART_UNIT as usize, PUT_PACKETS),
-        };
+        let (packets, unit, put) = way.packets();
         // A loop with known bounds is written out, without a test for further rows.
         let rounds = if self.call.tokens <= lanes {
             "1"

@@ -1,8 +1,8 @@
 //! Static tests of fused calls' programs.
 
 use super::launch::LaunchShape;
-use super::program::Way;
 use super::samples::calls;
+use super::way::Way;
 use super::{Described, FusedKind, Wire};
 use crate::collective::Algorithm;
 use crate::collective::algorithm::tests::machine;

@@ -1,7 +1,7 @@
 //! Announcements of a fused call, and the report of a differing one.
 
 use super::memory::Tensor;
-use super::program::Way;
+use super::way::Way;
 use super::{Described, FusedKind, Norm, Quantization, Wire};
 use crate::dtype::DType;
 use crate::named::Named as _;

@@ -78,3 +78,11 @@ impl Scope {
         })
     }
 }
+
+/// Whether an integer is computed from the launch's epoch and a number, such as `epoch % 2`.
+pub(super) fn is_of_epoch(value: &Expr) -> bool {
+    let Expr::Binary(_, a, b) = value else {
+        return false;
+    };
+    matches!(&**a, Expr::Name(name) if name == "epoch") && matches!(**b, Expr::Number(_))
+}

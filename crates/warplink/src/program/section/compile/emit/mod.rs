@@ -26,6 +26,7 @@ use crate::program::section::{
 };
 use crate::program::site::Position;
 use code::{Code, bare};
+use expression::is_of_epoch;
 use names::{element_name, operator_name};
 
 pub(super) use kernel::kernel;
@@ -60,14 +61,6 @@ impl From<Refusal> for Error {
 }
 
 type Result<T> = std::result::Result<T, Refusal>;
-
-/// Whether an integer is computed from the launch's epoch and a number, such as `epoch % 2`.
-fn is_of_epoch(value: &Expr) -> bool {
-    let Expr::Binary(_, a, b) = value else {
-        return false;
-    };
-    matches!(&**a, Expr::Name(name) if name == "epoch") && matches!(**b, Expr::Number(_))
-}
 
 /// Alias of a part of a tensor.
 #[derive(Clone, Debug)]
@@ -197,11 +190,7 @@ impl<'s> Emitter<'s> {
                     return Ok(());
                 }
                 let spelled = Scope::spell(name);
-                let constant = if known.is_some() {
-                    "constexpr"
-                } else {
-                    "const"
-                };
+                let constant = known.map_or("const", |_| "constexpr");
                 code.line(format!("{constant} Index {spelled} = {};", bare(&text)));
                 self.scope.bind_within(name, spelled, known, range);
             }
