@@ -6,7 +6,7 @@
 use crate::bound_call::BoundCallObject;
 use crate::buffer::BufferObject;
 use crate::collectives::CollectivesObject;
-use crate::experts::ExpertsObject;
+use crate::experts::{ExpertsObject, RoutingObject};
 use crate::job::JobObject;
 use crate::kernel::{KernelObject, ModuleObject};
 use crate::memory::RegionObject;
@@ -71,6 +71,13 @@ pub struct Experts {
     pub(crate) id: u64,
 }
 
+/// Where the rows of a dispatch are. Zero is invalid.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Routing {
+    pub(crate) id: u64,
+}
+
 /// A collective bound to fixed memory. Zero is invalid.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
@@ -94,6 +101,7 @@ static KERNELS: Table<KernelObject> = Table::new("kernel", 6);
 static COLLECTIVES: Table<CollectivesObject> = Table::new("group of collectives", 7);
 static EXPERTS: Table<ExpertsObject> = Table::new("layer of experts", 8);
 static BOUND_CALLS: Table<BoundCallObject> = Table::new("bound call", 9);
+static ROUTINGS: Table<RoutingObject> = Table::new("routing", 10);
 
 /// A handle of one kind of object.
 pub(crate) trait Handle: Copy {
@@ -141,11 +149,13 @@ handles! {
     Collectives => CollectivesObject, COLLECTIVES;
     Experts => ExpertsObject, EXPERTS;
     BoundCall => BoundCallObject, BOUND_CALLS;
+    Routing => RoutingObject, ROUTINGS;
 }
 
 /// Removes everything that belongs to `job` from the tables.
 pub(crate) fn take_all_of(job: &Arc<JobObject>) {
     BOUND_CALLS.take_where(|bound| Arc::ptr_eq(&bound.job, job));
+    ROUTINGS.take_where(|routing| Arc::ptr_eq(&routing.job, job));
     EXPERTS.take_where(|experts| Arc::ptr_eq(&experts.job, job));
     COLLECTIVES.take_where(|collectives| Arc::ptr_eq(&collectives.job, job));
     KERNELS.take_where(|kernel| Arc::ptr_eq(&kernel.job, job));

@@ -106,6 +106,16 @@ impl Enumeration {
                 "Quantisation of rows. Computed scales are at least 1e-10.",
                 zero("none", "No quantisation."),
             ),
+            Self::of::<collective::RowLayout>(
+                "RowLayout",
+                "Order of the rows that a rank receives for its experts.",
+                None,
+            ),
+            Self::of::<collective::Overflow>(
+                "Overflow",
+                "Treatment of rows from one rank to another beyond the maximum of a layer of experts.",
+                None,
+            ),
             Self::of::<collective::Wire>(
                 "Wire",
                 "Wire format of the rows of a fused collective. All ranks get bit-identical results with either.",

@@ -560,9 +560,16 @@ impl Collectives {
     /// other options. All ranks pass the same options. Does not communicate; blocks while kernels are compiled, the
     /// first time on a machine.
     ///
-    /// Raises InvalidArgumentError for inconsistent options, ParseError for an unknown type, UnsupportedError if `path`
-    /// is "engine" or rows are longer than a chunk of the workspace, and OutOfMemoryError.
-    #[pyo3(signature = (*, experts, top_k, max_tokens, elements, dtype, max_rows=None))]
+    /// `layout` orders the received rows. "by_source": by source rank, a row for each expert of a token. "by_expert": the
+    /// same rows by local expert, contiguous, as a grouped matmul reads them. "once_per_rank": by source rank, a row for each
+    /// token, however many of this rank's experts it has. `overflow` is "fail", or "drop": rows beyond `max_rows` are
+    /// dropped, and counted by expert. `quantization` ("per_token", "per_block" of 128, "per_block_power_of_two") sends rows as
+    /// f8e4m3 with f32 scales; with `quantized_tokens`, tokens arrive so.
+    ///
+    /// Raises InvalidArgumentError for inconsistent options, ParseError for an unknown type or name, UnsupportedError if
+    /// `path` is "engine" or rows are longer than a chunk of the workspace, and OutOfMemoryError.
+    #[pyo3(signature = (*, experts, top_k, max_tokens, elements, dtype, max_rows=None, layout="by_source",
+                        overflow="fail", quantization=None, quantized_tokens=false))]
     #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn experts(
         &self,
@@ -573,6 +580,10 @@ impl Collectives {
         elements: usize,
         #[pyo3(from_py_with = type_name)] dtype: String,
         max_rows: Option<usize>,
+        layout: &str,
+        overflow: &str,
+        quantization: Option<&str>,
+        quantized_tokens: bool,
     ) -> PyResult<Experts> {
         let inner = self.inner()?;
         let options = ExpertOptions {
@@ -582,6 +593,10 @@ impl Collectives {
             max_rows,
             elements,
             dtype: dtype.parse().map_err(raise)?,
+            layout: layout.parse().map_err(raise)?,
+            overflow: overflow.parse().map_err(raise)?,
+            quantization: quantization.map(str::parse).transpose().map_err(raise)?,
+            quantized_tokens,
         };
         let layer = py.detach(|| inner.experts(&options)).map_err(raise)?;
         Ok(Experts::new(

@@ -7,7 +7,10 @@ use crate::owner::Detached;
 use crate::place::Place;
 use crate::stream::Stream;
 use pyo3::prelude::*;
-use warplink::collective::{self, ExpertOptions};
+use pyo3::types::PyTuple;
+use std::sync::{Arc, Mutex};
+use warplink::DType;
+use warplink::collective::{self, ExpertOptions, Overflow, RowLayout};
 use warplink::device::{AllocationKind, DeviceSlice};
 
 /// The three arrays of a `Dispatched`.
@@ -34,6 +37,39 @@ pub(crate) struct Experts {
     world: usize,
     /// The memory of arrays without elements.
     nothing: DeviceSlice,
+    /// The routing of the last dispatch.
+    last: Mutex<Option<Arc<collective::Routing>>>,
+}
+
+/// What a dispatch leaves for its combine: the handle of other libraries.
+///
+/// Returned by Experts.dispatch and taken by Experts.combine, in any order if there are several. A dispatch after this object
+/// is dropped uses its memory again, so keep it as long as a graph of either call may be launched.
+#[pyclass(frozen, module = "warplink")]
+#[derive(Debug)]
+pub(crate) struct Routing {
+    inner: Detached<Arc<collective::Routing>>,
+    tokens: usize,
+}
+
+#[pymethods]
+impl Routing {
+    /// The number of tokens of the dispatch.
+    #[getter]
+    fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Routing(tokens={})", self.tokens)
+    }
+}
+
+/// An array of a dispatch: its name, element type and shape.
+struct Part {
+    name: &'static str,
+    dtype: DType,
+    shape: Vec<usize>,
 }
 
 /// Memory of dispatched rows, read from the caller's arrays.
@@ -41,14 +77,18 @@ struct Rows {
     rows: Array,
     experts: Array,
     counts: Array,
+    scales: Option<Array>,
+    weights: Option<Array>,
+    dropped: Option<Array>,
 }
 
 impl Rows {
     fn dispatched(&self) -> collective::Dispatched<'_> {
         collective::Dispatched {
-            rows: &self.rows.slice,
-            experts: &self.experts.slice,
-            counts: &self.counts.slice,
+            scales: self.scales.as_ref().map(|array| &array.slice),
+            weights: self.weights.as_ref().map(|array| &array.slice),
+            dropped: self.dropped.as_ref().map(|array| &array.slice),
+            ..collective::Dispatched::new(&self.rows.slice, &self.experts.slice, &self.counts.slice)
         }
     }
 }
@@ -67,6 +107,7 @@ impl Experts {
             place: place.clone(),
             world,
             nothing: nothing.clone(),
+            last: Mutex::default(),
         }
     }
 
@@ -78,27 +119,73 @@ impl Experts {
         Reader::new(&self.place, Some(stream.raw_handle())).with_empty(&self.nothing)
     }
 
-    /// The shapes of rows, experts and counts.
-    fn shapes(&self) -> [Vec<usize>; 3] {
-        let (world, rows) = (self.world, self.max_rows());
+    /// Rows, experts and counts.
+    fn parts(&self) -> [Part; 3] {
+        let (world, rows, options) = (self.world, self.max_rows(), &self.options);
+        let mut of_rows = match options.layout {
+            RowLayout::ByExpert => vec![world * rows],
+            _ => vec![world, rows],
+        };
+        let part = |name, dtype, shape| Part { name, dtype, shape };
+        let row = [&of_rows[..], &[options.elements]].concat();
+        if options.layout == RowLayout::OncePerRank {
+            of_rows.push(options.top_k);
+        }
         [
-            vec![world, rows, self.options.elements],
-            vec![world, rows],
-            vec![world],
+            part("rows", options.dispatched_dtype(), row),
+            part("experts", DType::I32, of_rows),
+            part("counts", DType::I32, vec![options.counts(world)]),
         ]
     }
 
-    fn rows(&self, reader: &Reader<'_>, name: &str, arrays: &Arrays<'_>) -> PyResult<Rows> {
-        let [rows, experts, counts] = self.shapes();
-        let read = |array, part: &str, dtype, shape: &[usize]| {
-            typed(reader, array, &format!("{name}.{part}"), dtype, shape)
+    /// Scales, weights and counts of dropped rows, if the layer has them.
+    fn further_parts(&self) -> [Option<Part>; 3] {
+        let options = &self.options;
+        let [rows, experts, _] = self.parts();
+        let mut scales = rows.shape;
+        if let Some(last) = scales.last_mut() {
+            *last = options.scales();
+        }
+        let part =
+            |is_there: bool, name, dtype, shape| is_there.then_some(Part { name, dtype, shape });
+        let once = options.layout == RowLayout::OncePerRank;
+        let drops = options.overflow == Overflow::Drop;
+        [
+            part(options.quantization.is_some(), "scales", DType::F32, scales),
+            part(once, "weights", DType::F32, experts.shape),
+            part(drops, "dropped", DType::I32, vec![options.experts]),
+        ]
+    }
+
+    fn rows(&self, reader: &Reader<'_>, target: &Bound<'_, PyAny>) -> PyResult<Rows> {
+        let arrays: Arrays<'_> = target.extract()?;
+        let read = |array: &Bound<'_, PyAny>, part: Part| {
+            let name = format!("target.{}", part.name);
+            typed(reader, array, &name, part.dtype.name(), &part.shape)
         };
-        let dtype = self.options.dtype.name();
+        // A tuple of three has no further arrays.
+        let further = |part: Option<Part>| {
+            let given = part.and_then(|part| Some((target.getattr_opt(part.name).ok()??, part)));
+            let given = given.filter(|(array, _)| !array.is_none());
+            given.map(|(array, part)| read(&array, part)).transpose()
+        };
+        let [rows, experts, counts] = self.parts();
+        let [scales, weights, dropped] = self.further_parts();
         Ok(Rows {
-            rows: read(&arrays.0, "rows", dtype, &rows)?,
-            experts: read(&arrays.1, "experts", "i32", &experts)?,
-            counts: read(&arrays.2, "counts", "i32", &counts)?,
+            rows: read(&arrays.0, rows)?,
+            experts: read(&arrays.1, experts)?,
+            counts: read(&arrays.2, counts)?,
+            scales: further(scales)?,
+            weights: further(weights)?,
+            dropped: further(dropped)?,
         })
+    }
+
+    fn view(&self, py: Python<'_>, shape: Vec<usize>, dtype: DType) -> PyResult<View> {
+        let device = &self.place.device;
+        let bytes = View::bytes_of(&shape, dtype.name())?;
+        let slice = py.detach(|| device.allocate(bytes, AllocationKind::Plain));
+        View::new(&slice.map_err(raise)?, &self.place, shape, dtype.name())
     }
 }
 
@@ -110,81 +197,144 @@ impl Experts {
         self.options.rows_per_peer(self.world)
     }
 
-    /// Allocates device memory for the result of `dispatch`: a Dispatched with `rows`, of the layer's type and shape
-    /// `[size, max_rows, elements]`; `experts`, i32 of `[size, max_rows]`; `counts`, i32 of `[size]`. The content is
-    /// undefined. Raises OutOfMemoryError.
+    /// Allocates device memory for the result of `dispatch`: a Dispatched, whose documentation has the shapes. The content
+    /// is undefined. Raises OutOfMemoryError.
     fn allocate<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let device = &self.place.device;
-        let dtype = self.options.dtype.name();
-        let view = |shape: Vec<usize>, dtype: &str| {
-            let bytes = View::bytes_of(&shape, dtype)?;
-            let slice = py.detach(|| device.allocate(bytes, AllocationKind::Plain));
-            View::new(&slice.map_err(raise)?, &self.place, shape, dtype)
-        };
-        let [rows, experts, counts] = self.shapes();
-        let views = (
-            view(rows, dtype)?,
-            view(experts, "i32")?,
-            view(counts, "i32")?,
-        );
+        let view = |part: Part| self.view(py, part.shape, part.dtype);
+        let [rows, experts, counts] = self.parts().map(view);
+        let [scales, weights, dropped] =
+            self.further_parts().map(|part| part.map(view).transpose());
+        let views = (rows?, experts?, counts?, scales?, weights?, dropped?);
         py.import("warplink.experts")?
             .getattr("Dispatched")?
             .call1(views)
     }
 
-    /// Sends each row of `tokens` to the ranks of its experts, once per expert.
+    /// Allocates device memory for the sums of `tokens` tokens: of the layer's type and `[tokens, elements]`. The content is
+    /// undefined. Raises OutOfMemoryError.
+    fn allocate_output(&self, py: Python<'_>, tokens: usize) -> PyResult<View> {
+        self.view(py, vec![tokens, self.options.elements], self.options.dtype)
+    }
+
+    /// Sends each row of `tokens` to the ranks of its experts, and returns the Routing, which `combine` takes.
     ///
     /// `tokens` is of the layer's type and `[n, elements]`, `experts` is i32 of `[n, top_k]`; n is at most
     /// `max_tokens`, may be 0, and may differ between ranks. A number that is no expert, such as -1, marks an unused
-    /// slot. `target` is a Dispatched, or a tuple of its three arrays. The first `counts[p]` rows of `rows[p]` are set
-    /// to the rows from rank p, in the order of its tokens, and `experts[p]` to the index of the expert of each among
-    /// this rank's experts, from 0. Collective. Does not block.
+    /// slot. If tokens arrive quantised, `scales` is f32 of `[n, scales]`; with the layout "once_per_rank", `weights` is f32
+    /// of `[n, top_k]`, and arrives with the rows. `target` is a Dispatched, or a tuple of its first three arrays. Collective.
+    /// Does not block.
     ///
-    /// Raises InvalidArgumentError for more tokens than `max_tokens`. If a rank gets more rows than `max_rows`, or
-    /// options differ, Stream.synchronize raises MismatchError on both ranks, and none of these rows is delivered.
+    /// Raises InvalidArgumentError for more tokens than `max_tokens`. If a rank gets more rows than `max_rows`, unless they
+    /// are dropped, or options differ, Stream.synchronize raises MismatchError on both ranks, and none of these rows is
+    /// delivered.
+    #[pyo3(signature = (stream, target, tokens, experts, *, scales=None, weights=None))]
+    #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn dispatch(
         &self,
         py: Python<'_>,
         stream: &Stream,
-        target: Arrays<'_>,
+        target: &Bound<'_, PyAny>,
         tokens: &Bound<'_, PyAny>,
         experts: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
+        scales: Option<&Bound<'_, PyAny>>,
+        weights: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Routing> {
         let (inner, live) = (self.inner()?, stream.live()?);
         let (reader, options) = (self.reader(stream), &self.options);
-        let target = self.rows(&reader.for_targets(), "target", &target)?;
-        let tokens = read_tokens(&reader, tokens, "tokens", options)?;
-        let shape = [tokens.slice.bytes() / options.row_bytes(), options.top_k];
-        let experts = typed(&reader, experts, "experts", "i32", &shape)?;
-        let (tokens, experts) = (&tokens.slice, &experts.slice);
-        py.detach(|| inner.dispatch(tokens, experts, &target.dispatched(), live))
-            .map_err(raise)
+        let target = self.rows(&reader.for_targets(), target)?;
+        let tokens = read_tokens(&reader, tokens, "tokens", options, options.token_dtype())?;
+        let row = options.elements * options.token_dtype().size();
+        let count = tokens.slice.bytes() / row;
+        let slots = [count, options.top_k];
+        let experts = typed(&reader, experts, "experts", "i32", &slots)?;
+        let scales = scales
+            .map(|it| typed(&reader, it, "scales", "f32", &[count, options.scales()]))
+            .transpose()?;
+        let weights = weights
+            .map(|it| typed(&reader, it, "weights", "f32", &slots))
+            .transpose()?;
+        let sent = collective::Tokens {
+            scales: scales.as_ref().map(|it| &it.slice),
+            weights: weights.as_ref().map(|it| &it.slice),
+            ..collective::Tokens::new(&tokens.slice, &experts.slice)
+        };
+        let done = py.detach(|| {
+            // Unless somebody else has it, the memory of the last routing is used again.
+            let last = self.last.lock().map(|mut last| last.take());
+            drop(last);
+            let routing = Arc::new(inner.dispatch(&sent, &target.dispatched(), live)?);
+            if let Ok(mut last) = self.last.lock() {
+                *last = Some(routing.clone());
+            }
+            Ok(routing)
+        });
+        let routing = done.map_err(raise)?;
+        Ok(Routing {
+            tokens: routing.tokens(),
+            inner: Detached::new(routing),
+        })
     }
 
-    /// Sets `target`, for each token of the last dispatch, to the sum of its rows, each multiplied by its weight.
+    /// Sets `target`, for each token of a dispatch, to the sum of its rows, each multiplied by its weight.
     ///
-    /// `target` is of the layer's type and `[n, elements]`, for the n tokens of that dispatch, and `weights` is f32 of
-    /// `[n, top_k]`. `source` is the target of `dispatch`, with its rows replaced by the experts' results. Sums are
-    /// computed in f32, in slot order, and rounded once: they are identical from run to run. A token without an expert
-    /// gets zeros. Collective. Does not block.
+    /// `target` is of the layer's type and `[n, elements]`, for the n tokens of that dispatch. `source` are the experts'
+    /// results in place of the dispatched rows, of the layer's type, or the target of `dispatch` itself with its rows replaced.
+    /// `weights` is f32 of `[n, top_k]`, or of `[n, size]` with the layout "once_per_rank"; None adds rows up as they are.
+    /// `routing` is the result of `dispatch`; None is that of the last one. Sums are computed in f32, in slot order, and
+    /// rounded once: they are identical from run to run. Dropped rows are left out, and other weights stay as they are. A token
+    /// without a row gets zeros. Collective. Does not block.
     ///
     /// Raises InvalidArgumentError if there was no dispatch, or its number of tokens differs.
+    #[pyo3(signature = (stream, target, source, weights=None, *, routing=None))]
     fn combine(
         &self,
         py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
-        source: Arrays<'_>,
-        weights: &Bound<'_, PyAny>,
+        source: &Bound<'_, PyAny>,
+        weights: Option<&Bound<'_, PyAny>>,
+        routing: Option<&Routing>,
     ) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
         let (reader, options) = (self.reader(stream), &self.options);
-        let target = read_tokens(&reader.for_targets(), target, "target", options)?;
-        let shape = [target.slice.bytes() / options.row_bytes(), options.top_k];
-        let source = self.rows(&reader, "source", &source)?;
-        let weights = typed(&reader, weights, "weights", "f32", &shape)?;
-        let (target, weights) = (&target.slice, &weights.slice);
-        py.detach(|| inner.combine(target, &source.dispatched(), weights, live))
+        let target = read_tokens(
+            &reader.for_targets(),
+            target,
+            "target",
+            options,
+            options.dtype,
+        )?;
+        let count = target.slice.bytes() / options.row_bytes();
+        let [rows, ..] = self.parts();
+        let results = match source.cast::<PyTuple>() {
+            Ok(all) => typed(
+                &reader,
+                &all.get_item(0)?,
+                "source.rows",
+                options.dtype.name(),
+                &rows.shape,
+            )?,
+            Err(_) => typed(&reader, source, "source", options.dtype.name(), &rows.shape)?,
+        };
+        let columns = options.rows_per_token(self.world);
+        let weights = weights
+            .map(|it| typed(&reader, it, "weights", "f32", &[count, columns]))
+            .transpose()?;
+        let routing = match routing {
+            Some(routing) => routing.inner.get("routing")?,
+            None => {
+                let last = self.last.lock().ok().and_then(|last| last.clone());
+                let missing = || {
+                    invalid(
+                        "combine: no routing is given, and nothing was dispatched; expected a dispatch before it",
+                    )
+                };
+                last.ok_or_else(missing)?
+            }
+        };
+        let (target, results) = (&target.slice, &results.slice);
+        let weights = weights.as_ref().map(|it| &it.slice);
+        py.detach(|| inner.combine(target, results, &routing, weights, live))
             .map_err(raise)
     }
 
@@ -208,6 +358,7 @@ fn read_tokens(
     object: &Bound<'_, PyAny>,
     name: &str,
     options: &ExpertOptions,
+    dtype: DType,
 ) -> PyResult<Array> {
     let array = reader.read(object, name)?;
     let count = match array.element {
@@ -215,12 +366,7 @@ fn read_tokens(
         // Without an element type, the library checks the number of bytes.
         None => return Ok(array),
     };
-    check(
-        &array,
-        name,
-        options.dtype.name(),
-        &[count, options.elements],
-    )?;
+    check(&array, name, dtype.name(), &[count, options.elements])?;
     Ok(array)
 }
 

@@ -71,7 +71,7 @@ mod _warplink {
     #[pymodule_export]
     use super::executor::{CapturedPlan, Executor, Plan, Prepared};
     #[pymodule_export]
-    use super::experts::Experts;
+    use super::experts::{Experts, Routing};
     #[pymodule_export]
     use super::job::{Job, UniqueId};
     #[pymodule_export]

@@ -133,6 +133,125 @@ def test_a_graph_of_tensors_serves_every_routing():
     run_ranks(in_a_graph, 2)
 
 
+def expected_rows(layout, inputs, rank, limit):
+    """Source, row at its source, token and expert of each row of a rank, by place; and what each source drops by expert."""
+    world = len(inputs)
+    found, dropped = [], []
+    for source, one in enumerate(inputs):
+        rows = one.sent_to(rank)
+        if layout == "once_per_rank":
+            tokens = sorted({token for token, _ in rows})
+            rows = [(token, [expert for other, expert in rows if other == token]) for token in tokens]
+        else:
+            rows = [(token, [expert]) for token, expert in rows]
+        found += [(source, number, *row) for number, row in enumerate(rows[:limit])]
+        counts = numpy.zeros(EACH * world, numpy.int32)
+        for _, experts in rows[limit:]:
+            numpy.add.at(counts, [EACH * rank + expert for expert in experts], 1)
+        dropped.append(counts)
+    if layout == "by_expert":
+        found.sort(key=lambda row: row[3])
+        return list(enumerate(found)), dropped
+    return [(source * limit + number, (source, number, *rest)) for source, number, *rest in found], dropped
+
+
+def layouts(rank, world, meeting, layout):
+    # Results are read where they are, on the host device.
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        collectives, stream = comm.collectives(), comm.create_stream()
+        elements, limit = 40, 9
+        layer = collectives.experts(
+            experts=EACH * world,
+            top_k=TOP_K,
+            max_tokens=MAX_TOKENS,
+            elements=elements,
+            dtype="f32",
+            max_rows=limit,
+            layout=layout,
+            overflow="drop",
+        )
+        buffer = warplink.ExpertBuffer(layer, stream)
+        seed = shared_seed(comm)
+        random = numpy.random.default_rng(seed)
+        once = layout == "once_per_rank"
+        for way in ("random", "one", "none"):
+            inputs = [Input(random, world, elements, numpy.dtype("float32"), way) for _ in range(world)]
+            own = inputs[rank]
+            tokens, experts = Held(comm, own.tokens), Held(comm, own.experts)
+            weights = Held(comm, own.weights)
+            rows, counts, handle = buffer.dispatch(tokens.array, experts.array, weights.array if once else None)
+            stream.synchronize()
+            placed, _ = expected_rows(layout, inputs, rank, limit)
+            read = [numpy.from_dlpack(view) for view in (rows, counts, handle.experts)]
+            came, got, locals_ = read[0].reshape(-1, elements), read[1], read[2].reshape(world * limit, -1)
+            results = came.copy()
+            expected = numpy.zeros(len(got), numpy.int32)
+            for place, (source, _, token, of_row) in placed:
+                where = (seed, way, place)
+                expected[of_row[0] if layout == "by_expert" else source] += 1
+                assert (came[place] == inputs[source].tokens[token]).all(), where
+                assert sorted(local for local in locals_[place] if local >= 0) == sorted(of_row), where
+                factor = 0
+                for slot, expert in enumerate(inputs[source].experts[token]):
+                    if expert // EACH == rank and (once or expert - EACH * rank == of_row[0]):
+                        weight = inputs[source].weights[token, slot] if once else 1
+                        factor = factor + weight * (expert + 1) if once else expert + 1
+                results[place] *= factor
+            assert (got == expected).all(), (seed, way)
+            lost = numpy.zeros(EACH * world, numpy.int32)
+            for peer in range(world):
+                lost += expected_rows(layout, inputs, peer, limit)[1][rank]
+            assert (numpy.from_dlpack(handle.dropped) == lost).all(), (seed, way)
+            made = Held(comm, results.reshape(read[0].shape))
+            output = buffer.combine(made.array, handle, None if once else weights.array)
+            stream.synchronize()
+            # Rows that were dropped are left out, slot by slot or rank by rank.
+            kept = own.experts.copy()
+            for peer in range(world):
+                rows_of_peer = own.sent_to(peer)
+                if once:
+                    tokens_kept = sorted({token for token, _ in rows_of_peer})[:limit]
+                    gone = [(t, s) for t in range(len(kept)) if t not in tokens_kept for s in range(TOP_K)]
+                else:
+                    slots = [(t, s) for t in range(len(kept)) for s in range(TOP_K) if own.experts[t, s] // EACH == peer]
+                    gone = [slot for slot in slots if own.experts[slot] >= 0][limit:]
+                for t, s in gone:
+                    if own.experts[t, s] >= 0 and own.experts[t, s] // EACH == peer:
+                        kept[t, s] = -1
+            own.experts = kept
+            assert numpy.array_equal(numpy.from_dlpack(output), own.combined()), (seed, way)
+        comm.barrier()
+
+
+@pytest.mark.parametrize("layout", ["by_source", "by_expert", "once_per_rank"])
+def test_a_handle_connects_dispatch_and_combine(layout):
+    run_ranks(layouts, 2, layout)
+
+
+def quantised(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job:
+        comm = job.world()
+        collectives, stream = comm.collectives(), comm.create_stream()
+        options = {"experts": world, "top_k": 1, "max_tokens": 4, "elements": 256, "dtype": "f32"}
+        layer = collectives.experts(**options, quantization="per_block")
+        buffer = warplink.ExpertBuffer(layer, stream)
+        tokens = numpy.arange(4 * 256, dtype=numpy.float32).reshape(4, 256)
+        experts = numpy.full((4, 1), (rank + 1) % world, numpy.int32)
+        (rows, scales), counts, handle = buffer.dispatch(tokens, experts)
+        stream.synchronize()
+        source = (rank - 1) % world
+        assert numpy.from_dlpack(counts).tolist() == [4 if p == source else 0 for p in range(world)]
+        expected = numpy.abs(tokens.reshape(4, 2, 128)).max(2) / numpy.float32(448)
+        assert (rows.dtype, scales.shape, handle.weights) == ("f8e4m3", [world, 4, 2], None)
+        assert numpy.array_equal(numpy.from_dlpack(scales)[source], expected)
+        comm.barrier()
+
+
+def test_rows_are_quantised_on_their_way():
+    run_ranks(quantised, 2)
+
+
 @as_ranks(2)
 def test_layers_and_arrays_that_do_not_fit_are_refused(rank, world, meeting):
     with join(rank, world, meeting, device="host") as job:
@@ -170,6 +289,8 @@ def test_layers_and_arrays_that_do_not_fit_are_refused(rank, world, meeting):
         missing = (None, *to[1:])
         refused("read target.rows: NoneType is not", layer.dispatch, missing, tokens, experts, kind=TypeError)
         refused("weights is f64", layer.combine, tokens, to, weights.astype(float))
+        refused("expected a dispatch before it", layer.combine, tokens, to, weights)
+        layer_refused("unknown layout 'rows'; expected by_source", layout="rows", kind=ParseError)
         refused("read tokens: .*strides", layer.dispatch, to, numpy.zeros((8, 12), numpy.float32)[:, ::2], experts)
         # More rows for a rank than there is room for, reported on both ranks.
         layer = collectives.experts(**good, max_rows=3)

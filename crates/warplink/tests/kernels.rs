@@ -3,7 +3,10 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::Path;
-use warplink::collective::{dispatch_program, expert_programs, fused_programs, message_kernels};
+use warplink::collective::{
+    ExpertOptions, Overflow, Quantization, RowLayout, dispatch_program, expert_programs,
+    fused_programs, message_kernels,
+};
 use warplink::device::{ReduceOp, cuda};
 use warplink::program::section::SectionInstance;
 use warplink::program::{OperationKind, Parameters, Program, unroll};
@@ -229,8 +232,26 @@ fn every_combine_of_experts_compiles() {
 /// The dispatch of experts for any number of ranks, each for another architecture.
 #[test]
 fn every_dispatch_of_experts_compiles() {
-    for (number, world) in [1, 2, 8].into_iter().enumerate() {
-        let program = dispatch_program(world).expect("a program of layers of experts");
+    let (drop, block) = (Overflow::Drop, Some(Quantization::PerBlock));
+    for (number, (world, layout, overflow, quantization, quantized_tokens)) in [
+        (1, RowLayout::BySource, Overflow::Fail, None, false),
+        (2, RowLayout::ByExpert, drop, None, false),
+        (8, RowLayout::OncePerRank, drop, block, false),
+        (8, RowLayout::ByExpert, Overflow::Fail, block, true),
+        (8, RowLayout::BySource, Overflow::Fail, None, false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let options = ExpertOptions {
+            top_k: 8,
+            layout,
+            overflow,
+            quantization,
+            quantized_tokens,
+            ..ExpertOptions::default()
+        };
+        let program = dispatch_program(&options, world).expect("a program of layers of experts");
         if !program_compiles(&program, world, number) {
             return;
         }
@@ -247,6 +268,8 @@ fn program_compiles((name, program): &(String, Program), world: usize, number: u
                 // As many rows of each rank.
                 "tokens" => 1008,
                 "deep" => 2,
+                // Of blocks of 128 elements.
+                "scales" => 8,
                 _ => 1000,
             };
             parameters.insert(&parameter.name, value);

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// Pointers for which null is a value.
-const MAY_BE_NULL: [(&str, &str); 11] = [
+const MAY_BE_NULL: [(&str, &str); 12] = [
     ("warplink_unique_id_create", "ip"),
     ("warplink_init", "options"),
     ("warplink_init_from_id", "options"),
@@ -17,12 +17,13 @@ const MAY_BE_NULL: [(&str, &str); 11] = [
     ("warplink_block_index", "index"),
     ("warplink_block_index", "blocks"),
     ("warplink_collectives_join", "options"),
+    ("warplink_experts_combine", "weights"),
     ("warplink_set_log_handler", "handler"),
     ("warplink_set_log_handler", "user"),
 ];
 
 /// Types of handles, and what messages call them.
-const HANDLES: [(&str, &str); 9] = [
+const HANDLES: [(&str, &str); 10] = [
     ("comm", "communicator"),
     ("region", "region"),
     ("stream", "stream"),
@@ -32,6 +33,7 @@ const HANDLES: [(&str, &str); 9] = [
     ("collectives", "group of collectives"),
     ("experts", "layer of experts"),
     ("bound_call", "bound call"),
+    ("routing", "routing"),
 ];
 
 /// Functions that give no status. They take no pointers but the log handler's text, and `programs/every_call.c` passes the
@@ -128,8 +130,8 @@ fn argument(function: &str, (kind, name): (&str, &str), set: &str) -> String {
         ("warplink_shape", _) => "shape",
         ("warplink_parts", _) => "parts",
         // In the order of the words in the memory of the device.
-        ("void *" | "const void *", "tokens" | "output" | "input" | "address") => "device",
-        ("const int32_t *", "numbers") | ("const float *", "weights") => "device",
+        ("void *" | "const void *", "results" | "output" | "input" | "address") => "device",
+        ("const float *", "weights") => "device",
         ("uint64_t *", "received") | ("const uint64_t *", "sent") => "device",
         ("void *" | "const void *", _) => "words",
         ("const warplink_options *", _) => "&options",
@@ -142,6 +144,7 @@ fn argument(function: &str, (kind, name): (&str, &str), set: &str) -> String {
         ("const warplink_message *", _) => "&message",
         ("const warplink_expert_options *", _) => "&layer",
         ("const warplink_dispatched *", _) => "&dispatched",
+        ("const warplink_tokens *", _) => "&tokens",
         _ if kind.ends_with('*') => "(void *)words",
         _ => panic!("{function}: no value for {kind} {name}"),
     };

@@ -16,6 +16,7 @@ struct set {
     warplink_collectives collectives;
     warplink_experts experts;
     warplink_bound_call bound_call;
+    warplink_routing routing;
 };
 
 static struct set live, freed, made_up;
@@ -34,6 +35,7 @@ static warplink_fused_call rows;
 static warplink_message message;
 static warplink_expert_options layer;
 static warplink_dispatched dispatched;
+static warplink_tokens tokens;
 static warplink_parts parts;
 static const uint64_t counts[2] = {1, 1};
 /* Memory of the device, and of the host, of which nothing may change. */
@@ -124,10 +126,19 @@ static void make(struct set *set) {
     OK(warplink_experts_create(set->collectives, &layer, &set->experts));
     OK(warplink_region_address(set->region, &address));
     OK(warplink_bind_collective(set->collectives, &call, address, address, &set->bound_call));
+    tokens.rows = address;
+    tokens.numbers = (const int32_t *)address;
+    tokens.count = 1;
+    dispatched.rows = (char *)address + 4096;
+    dispatched.experts = (int32_t *)(void *)((char *)address + 8192);
+    dispatched.counts = (int32_t *)(void *)((char *)address + 12288);
+    OK(warplink_experts_dispatch(set->experts, &tokens, &dispatched, &set->routing, set->stream));
+    OK(warplink_stream_synchronize(set->stream));
 }
 
 static void give_back(const struct set *set) {
     OK(warplink_bound_call_free(set->bound_call));
+    OK(warplink_routing_free(set->routing));
     OK(warplink_experts_free(set->experts));
     OK(warplink_collectives_free(set->collectives));
     OK(warplink_kernel_free(set->kernel));
@@ -179,6 +190,7 @@ static void null_members(void) {
     warplink_message to_nowhere = message;
     warplink_parts no_counts = parts;
     warplink_dispatched target = dispatched;
+    warplink_routing routing;
     kernel.name = NULL;
     wrong.host_kernels = &kernel;
     FAILS(warplink_module_load(live.comm, &wrong, &module), invalid, "null");
@@ -207,15 +219,15 @@ static void null_members(void) {
         if (member == 0) target.rows = NULL;
         if (member == 1) target.experts = NULL;
         if (member == 2) target.counts = NULL;
-        FAILS(warplink_experts_dispatch(live.experts, device, (const int32_t *)device, 1, &target, live.stream), invalid,
-              says[member]);
-        if (member == 1) continue;
-        FAILS(warplink_experts_combine(live.experts, device, &target, (const float *)device, 1, live.stream), invalid,
-              says[member]);
+        FAILS(warplink_experts_dispatch(live.experts, &tokens, &target, &routing, live.stream), invalid, says[member]);
     }
-    /* Nothing was dispatched yet. */
-    FAILS(warplink_experts_combine(live.experts, (char *)device + 16384, &dispatched, (const float *)device, 1, live.stream),
-          invalid, "dispatch");
+    for (int member = 0; member < 2; member++) {
+        const char *const says[] = {"tokens is null", "numbers is null"};
+        warplink_tokens sent = tokens;
+        if (member == 0) sent.rows = NULL;
+        if (member == 1) sent.numbers = NULL;
+        FAILS(warplink_experts_dispatch(live.experts, &sent, &dispatched, &routing, live.stream), invalid, says[member]);
+    }
     /* Where there is no status. */
     warplink_default_log_handler(WARPLINK_LOG_LEVEL_ERROR, NULL, NULL);
     HOLDS(*warplink_status_text(-1) != '\0' && *warplink_status_text(INT32_MAX) != '\0');
@@ -257,8 +269,8 @@ int main(int argc, char **argv) {
     OK(warplink_unique_id_create(NULL, 0, &id));
     OK(warplink_unique_id_release(&id));
     OK(warplink_init(&live.comm, 2, argv[3], rank, &options));
-    make(&live);
     make(&freed);
+    make(&live);
     OK(warplink_connect(live.comm, 1 - rank, 0, live.region, WARPLINK_TRANSPORT_DIRECT, NULL));
     OK(warplink_setup(live.comm));
     OK(warplink_register_buffer(live.comm, live.region, &live.buffer));
@@ -271,9 +283,6 @@ int main(int argc, char **argv) {
     rows.input = device;
     rows.sum = (char *)device + 64;
     message.bytes = 8;
-    dispatched.rows = (char *)device + 4096;
-    dispatched.experts = (int32_t *)(void *)((char *)device + 8192);
-    dispatched.counts = (int32_t *)(void *)((char *)device + 12288);
 
     null_pointers();
     null_members();

@@ -186,7 +186,9 @@ static void layers(warplink_collectives collectives, const warplink_expert_optio
     for (int turn = 0; turn < TURNS; turn++) {
         const int count = tokens_of(rank, turn);
         const size_t row = ELEMENTS * sizeof(float);
-        warplink_dispatched dispatched;
+        warplink_dispatched dispatched = {0};
+        warplink_tokens sent = {0};
+        warplink_routing handle;
         begin();
         const size_t tokens = room((size_t)count * row, 0), output = room((size_t)count * row, 0);
         const size_t numbers = room((size_t)count * TOP_K * 4, 0), weights = room((size_t)count * TOP_K * 4, 0);
@@ -220,8 +222,12 @@ static void layers(warplink_collectives collectives, const warplink_expert_optio
             ((int32_t *)(void *)(expected + counts))[of] = next;
         }
         /* No memory where there are no tokens. */
-        OK(warplink_experts_dispatch(layer, count > 0 ? base + tokens : NULL,
-            count > 0 ? (const int32_t *)(void *)(base + numbers) : NULL, (uint64_t)count, &dispatched, stream));
+        if (count > 0) {
+            sent.rows = base + tokens;
+            sent.numbers = (const int32_t *)(void *)(base + numbers);
+            sent.count = (uint64_t)count;
+        }
+        OK(warplink_experts_dispatch(layer, &sent, &dispatched, &handle, stream));
         compare("dispatch", turn);
 
         /* Expert e multiplies by e + 1. */
@@ -243,8 +249,10 @@ static void layers(warplink_collectives collectives, const warplink_expert_optio
                 ((float *)(void *)(expected + output))[token * ELEMENTS + i] = sum;
             }
         }
-        OK(warplink_experts_combine(layer, count > 0 ? base + output : NULL, &dispatched,
-            count > 0 ? (const float *)(void *)(base + weights) : NULL, (uint64_t)count, stream));
+        OK(warplink_experts_combine(layer, count > 0 ? base + output : NULL, base + came,
+            (const float *)(void *)(base + weights), handle, stream));
+        OK(warplink_routing_free(handle));
+        FAILS(warplink_routing_free(handle), WARPLINK_STATUS_CLOSED, "the routing was freed");
         compare("combine", turn);
     }
     OK(warplink_experts_free(layer));
@@ -258,6 +266,8 @@ static void misuse(warplink_collectives collectives, warplink_expert_options opt
     warplink_message message;
     warplink_experts layer;
     warplink_dispatched dispatched;
+    warplink_tokens sent = {0};
+    warplink_routing handle = {0};
     message.peer = size;
     message.direction = WARPLINK_DIRECTION_SEND;
     message.memory = base;
@@ -309,14 +319,23 @@ static void misuse(warplink_collectives collectives, warplink_expert_options opt
     options.element_type = WARPLINK_ELEMENT_TYPE_F32;
     OK(warplink_experts_create(collectives, &options, &layer));
     memset(&dispatched, 0, sizeof dispatched);
-    FAILS(warplink_experts_dispatch(layer, NULL, NULL, 0, NULL, stream), invalid, "target is null");
-    FAILS(warplink_experts_dispatch(layer, NULL, NULL, 0, &dispatched, stream), invalid, "experts is null");
+    FAILS(warplink_experts_dispatch(layer, NULL, &dispatched, &handle, stream), invalid, "tokens is null");
+    FAILS(warplink_experts_dispatch(layer, &sent, NULL, &handle, stream), invalid, "target is null");
+    FAILS(warplink_experts_dispatch(layer, &sent, &dispatched, &handle, stream), invalid, "experts is null");
     dispatched.rows = base;
     dispatched.experts = (int32_t *)(void *)base;
     dispatched.counts = (int32_t *)(void *)base;
-    FAILS(warplink_experts_dispatch(layer, base, (const int32_t *)(void *)base, MAX_TOKENS + 1, &dispatched, stream),
-        invalid, "17 tokens; expected at most 16");
-    FAILS(warplink_experts_combine(layer, NULL, &dispatched, NULL, 1, stream), invalid, "output is null");
+    sent.rows = base;
+    sent.numbers = (const int32_t *)(void *)base;
+    sent.count = MAX_TOKENS + 1;
+    FAILS(warplink_experts_dispatch(layer, &sent, &dispatched, &handle, stream), invalid, "17 tokens; expected at most 16");
+    sent.count = 1;
+    FAILS(warplink_experts_dispatch(layer, &sent, &dispatched, NULL, stream), invalid, "routing is null");
+    dispatched.dropped = (int32_t *)(void *)base;
+    FAILS(warplink_experts_dispatch(layer, &sent, &dispatched, &handle, stream), invalid, "dropped rows are given");
+    FAILS(warplink_experts_combine(layer, base, base, NULL, handle, stream), invalid, "the routing is zero");
+    options.layout = 7;
+    FAILS(warplink_experts_create(collectives, &options, &layer), invalid, "unknown layout 7");
     OK(warplink_experts_free(layer));
 }
 

@@ -59,6 +59,7 @@ from warplink._warplink import (
     Region,
     RemoteRegion,
     Report,
+    Routing,
     ScatterOperator,
     Send,
     Stream,
@@ -75,7 +76,7 @@ from warplink._warplink import (
 )
 from warplink.choice import Choice
 from warplink.errors import WarplinkError
-from warplink.experts import Dispatched
+from warplink.experts import Dispatched, ExpertBuffer
 
 __version__ = version()
 
@@ -96,6 +97,7 @@ __all__ = [
     "Dispatched",
     "Event",
     "Executor",
+    "ExpertBuffer",
     "Experts",
     "GatherOperator",
     "Graph",
@@ -116,6 +118,7 @@ __all__ = [
     "Region",
     "RemoteRegion",
     "Report",
+    "Routing",
     "ScatterOperator",
     "Send",
     "Stream",

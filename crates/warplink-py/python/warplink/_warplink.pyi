@@ -494,6 +494,10 @@ class Collectives:
         elements: int,
         dtype: _Type,
         max_rows: int | None = None,
+        layout: str = "by_source",
+        overflow: str = "fail",
+        quantization: str | None = None,
+        quantized_tokens: bool = False,
     ) -> Experts: ...
 
 @final
@@ -501,12 +505,31 @@ class Experts:
     @property
     def max_rows(self) -> int: ...
     def allocate(self) -> Dispatched: ...
+    def allocate_output(self, tokens: int) -> View: ...
     def dispatch(
-        self, stream: Stream, target: _Dispatched, tokens: _Array, experts: _Array
-    ) -> None: ...
+        self,
+        stream: Stream,
+        target: _Dispatched,
+        tokens: _Array,
+        experts: _Array,
+        *,
+        scales: _Array | None = None,
+        weights: _Array | None = None,
+    ) -> Routing: ...
     def combine(
-        self, stream: Stream, target: _Array, source: _Dispatched, weights: _Array
+        self,
+        stream: Stream,
+        target: _Array,
+        source: _Dispatched | _Array,
+        weights: _Array | None = None,
+        *,
+        routing: Routing | None = None,
     ) -> None: ...
+
+@final
+class Routing:
+    @property
+    def tokens(self) -> int: ...
 
 @final
 class CollectiveEngine:

@@ -73,15 +73,19 @@ template <typename T, u32 DATA> __device__ __forceinline__ Index packet_value(La
     return detail::checked(lane, word, most, place, note);
 }
 
-// Words among which a lane looks for those from `from` to `to`, exclusive, or for all others.
+// Rows of `row` words among which a lane looks for those with a word from `from` to `to`, exclusive, or for all others.
 template <typename T, bool CONSTANT = false> struct Words {
-    u64 at, count;
+    u64 at, count, row;
     i64 from, to;
     bool inside;
 
-    // The address is always within the words, so that loads need no branch and several are in flight.
+    // A word of a row, one in the range if there is any. The address is always within the words, so that loads of single words
+    // need no branch and several are in flight.
     __device__ __forceinline__ i64 load(u64 number) const {
-        return detail::load_word<T, CONSTANT>(at + sizeof(T) * (number < count ? number : count - 1));
+        const u64 first = at + sizeof(T) * row * (number < count ? number : count - 1);
+        i64 word = detail::load_word<T, CONSTANT>(first);
+        for (u64 i = 1; i < row && !(from <= word && word < to); i++) word = detail::load_word<T, CONSTANT>(first + sizeof(T) * i);
+        return word;
     }
 
     __device__ __forceinline__ bool holds(u64 number, i64 word) const {
@@ -89,7 +93,7 @@ template <typename T, bool CONSTANT = false> struct Words {
     }
 };
 
-// How many such words there are.
+// How many such rows there are.
 template <typename T, bool CONSTANT> __device__ __forceinline__ Index count(Lane &lane, const Words<T, CONSTANT> &words) {
     if (words.count == 0) return 0;
     if (words.count <= blockDim.x) return __syncthreads_count(words.holds(threadIdx.x, words.load(threadIdx.x)));
@@ -115,7 +119,7 @@ template <typename T, bool CONSTANT> __device__ __forceinline__ Index count(Lane
     return (Index)all;
 }
 
-// A search among such words: of those before `next`, the last 32 are passed but for the bits of `left`, and `before` that match
+// A search among such rows: of those before `next`, the last 32 are passed but for the bits of `left`, and `before` that match
 // are passed.
 struct Search {
     u64 at = 0, count = 0, next = 0;
@@ -123,7 +127,7 @@ struct Search {
     u32 left = 0;
 };
 
-// The position of such word number `number`. There must be that many: otherwise the lane ends as with a value that is out
+// The position of such row number `number`. There must be that many: otherwise the lane ends as with a value that is out
 // of range. Calls for rising numbers of the same CONSTANT words go on where the last one stopped. Each warp looks for itself,
 // since that takes less time than a barrier.
 template <typename T, bool CONSTANT>

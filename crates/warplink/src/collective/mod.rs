@@ -56,7 +56,7 @@ pub use algorithm::Algorithm;
 pub use bound::BoundCall;
 pub use call::{Call, CollectiveKind};
 pub use choice::Choice;
-pub use experts::{Dispatched, ExpertOptions, Experts};
+pub use experts::{Dispatched, ExpertOptions, Experts, Overflow, Routing, RowLayout, Tokens};
 #[doc(hidden)]
 pub use experts::{dispatch_program, expert_programs};
 #[doc(hidden)]

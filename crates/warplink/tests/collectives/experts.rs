@@ -7,7 +7,9 @@ use crate::common::{
 use crate::data::library;
 use crate::layer::{Buffers, Choices, GUARD_BYTE, Input, download, inputs};
 use std::time::Duration;
-use warplink::collective::{Dispatched, ExpertOptions, Experts};
+use warplink::collective::{
+    Dispatched, ExpertOptions, Experts, Overflow, Quantization, RowLayout, Tokens,
+};
 use warplink::device::{Priority, Stream};
 use warplink::{Communicator, DType, Error, ErrorKind};
 
@@ -53,6 +55,7 @@ fn tokens_go_to_their_experts_and_come_back_as_weighted_sums() {
                     max_rows: (choices == Choices::Careless).then_some(3 * 29),
                     elements,
                     dtype,
+                    ..ExpertOptions::default()
                 };
                 let layer = collectives.experts(&options).unwrap();
                 let buffers = Buffers::new(comm, &options);
@@ -63,6 +66,85 @@ fn tokens_go_to_their_experts_and_come_back_as_weighted_sums() {
             }
         });
     }
+}
+
+/// Every layout with every treatment of overflow and form of rows, random and with all rows for one rank, compared bit for
+/// bit. Rows overflow wherever they may be dropped.
+#[test]
+fn every_layout_drops_what_overflows_and_quantizes() {
+    for ranks in worlds([1, 2, 4, 8]) {
+        threads(ranks, |comm| {
+            let collectives = comm.collectives().unwrap();
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let mut number = 0;
+            for layout in RowLayout::ALL {
+                for (overflow, quantization, quantized_tokens) in [
+                    (Overflow::Fail, None, false),
+                    (Overflow::Drop, None, false),
+                    (Overflow::Fail, Some(Quantization::PerBlock), false),
+                    (Overflow::Drop, Some(Quantization::PerToken), false),
+                    (Overflow::Drop, Some(Quantization::PerBlock), true),
+                ] {
+                    number += 1;
+                    let drops = overflow == Overflow::Drop;
+                    let options = ExpertOptions {
+                        experts: 3 * ranks,
+                        top_k: 3,
+                        max_tokens: 13,
+                        max_rows: Some(if drops { 5 } else { 3 * 13 }),
+                        elements: [140, 24][number % 2],
+                        dtype: [DType::BF16, DType::F32, DType::F16][number % 3],
+                        layout,
+                        overflow,
+                        quantization,
+                        quantized_tokens,
+                    };
+                    let layer = collectives.experts(&options).unwrap();
+                    let buffers = Buffers::new(comm, &options);
+                    for choices in [Choices::Careless, Choices::AllToOne(number % ranks)] {
+                        let all = inputs(&options, choices, ranks, number);
+                        round(comm, &layer, &options, &buffers, &all, &stream);
+                    }
+                }
+            }
+        });
+    }
+}
+
+/// Several dispatches may wait for their combines, which take their routings in any order.
+#[test]
+fn dispatches_are_combined_by_their_routings() {
+    let ranks = world(2);
+    threads(ranks, |comm| {
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let options = small(None, 24);
+        let layer = collectives.experts(&options).unwrap();
+        let batches: Vec<_> = (0..3)
+            .map(|number| {
+                let all = inputs(&options, Choices::Random, ranks, number);
+                let buffers = Buffers::new(comm, &options);
+                buffers.clear(comm);
+                buffers.fill(comm, &options, &all[comm.rank()]);
+                (buffers, all)
+            })
+            .collect();
+        let tokens = |all: &[Input]| all[comm.rank()].tokens.len() / options.elements;
+        for (buffers, all) in &batches {
+            buffers
+                .dispatch(&layer, &options, tokens(all), &stream)
+                .unwrap();
+        }
+        comm.synchronize(&stream).unwrap();
+        for (buffers, all) in batches.iter().rev() {
+            buffers.work(comm, &options, all);
+            buffers
+                .combine(&layer, &options, tokens(all), &stream)
+                .unwrap();
+            comm.synchronize(&stream).unwrap();
+            buffers.check(comm, &options, &all[comm.rank()]);
+        }
+    });
 }
 
 /// Two layers, of ranks that are processes. scripts/device-sanitizer.sh runs this: it is short.
@@ -80,6 +162,7 @@ fn processes_dispatch_and_combine() {
                 max_rows: None,
                 elements,
                 dtype,
+                ..ExpertOptions::default()
             };
             let layer = collectives.experts(&options).unwrap();
             let buffers = Buffers::new(comm, &options);
@@ -108,6 +191,7 @@ fn the_top_8_of_64_experts_are_reached() {
             max_rows: None,
             elements: 256,
             dtype: DType::BF16,
+            ..ExpertOptions::default()
         };
         let layer = collectives.experts(&options).unwrap();
         let buffers = Buffers::new(comm, &options);
@@ -132,6 +216,7 @@ fn a_graph_serves_every_routing() {
             max_rows: None,
             elements: 24,
             dtype: DType::F32,
+            ..ExpertOptions::default()
         };
         let layer = collectives.experts(&options).unwrap();
         let buffers = Buffers::new(comm, &options);
@@ -176,6 +261,7 @@ fn small(max_rows: Option<usize>, elements: usize) -> ExpertOptions {
         max_rows,
         elements,
         dtype: DType::BF16,
+        ..ExpertOptions::default()
     }
 }
 
@@ -313,11 +399,12 @@ fn only_what_was_dispatched_is_combined() {
             let error = done.unwrap_err();
             assert_error(&error, ErrorKind::InvalidArgument, &["combine", says]);
         };
-        let combine = |tokens| buffers.combine(&layer, &options, tokens, &stream);
-        refused(combine(tokens), "expected a dispatch before it");
+        let combine = |layer: &Experts, tokens| buffers.combine(layer, &options, tokens, &stream);
         buffers.dispatch(&layer, &options, tokens, &stream).unwrap();
-        refused(combine(tokens - 1), "as the last dispatch had");
-        combine(tokens).unwrap();
+        refused(combine(&layer, tokens - 1), "as the dispatch had");
+        let other = collectives.experts(&options).unwrap();
+        refused(combine(&other, tokens), "a routing of another layer");
+        combine(&layer, tokens).unwrap();
         comm.synchronize(&stream).unwrap();
     });
 }
@@ -355,6 +442,24 @@ fn layers_that_cannot_be_are_refused() {
             ErrorKind::Unsupported,
             "rows of 2097152 bytes",
         );
+        let quantization = Some(Quantization::Mxfp8);
+        refused(
+            ExpertOptions {
+                quantization,
+                ..good
+            },
+            invalid,
+            "quantization mxfp8; expected per_token, per_block or per_block_power_of_two",
+        );
+        let quantized_tokens = true;
+        refused(
+            ExpertOptions {
+                quantized_tokens,
+                ..good
+            },
+            invalid,
+            "tokens arrive quantised, and no quantization is given",
+        );
         let layer = collectives.experts(&good).unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let buffers = Buffers::new(comm, &good);
@@ -364,10 +469,20 @@ fn layers_that_cannot_be_are_refused() {
         };
         let none = buffers.tokens.slice(0..0).unwrap();
         let nobody = buffers.choices.slice(0..0).unwrap();
-        let error = layer.dispatch(&none, &nobody, &short, &stream).unwrap_err();
+        let sent = Tokens::new(&none, &nobody);
+        let error = layer.dispatch(&sent, &short, &stream).unwrap_err();
         assert_says(
             &error,
             &["dispatch", "the counts of rows have 4 bytes; expected 8"],
+        );
+        let counted = Dispatched {
+            dropped: Some(&buffers.counts),
+            ..buffers.dispatched()
+        };
+        let error = layer.dispatch(&sent, &counted, &stream).unwrap_err();
+        assert_says(
+            &error,
+            &["the counts of dropped rows are given; expected none with these options"],
         );
         if let Some(collectives) = library(comm) {
             let error = collectives.experts(&good).unwrap_err();

@@ -71,6 +71,7 @@ fn steps<'a>(comm: &'a Communicator, collectives: &'a Collectives, round: usize)
         max_rows: None,
         elements: 512,
         dtype: DType::BF16,
+        ..ExpertOptions::default()
     };
     let layer = Rc::new(collectives.experts(&options).unwrap());
     let buffers = Rc::new(Buffers::new(comm, &options));

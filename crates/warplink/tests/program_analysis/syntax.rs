@@ -264,8 +264,13 @@ fn movement() -> impl Strategy<Value = Move> {
 
 fn device_value() -> impl Strategy<Value = DeviceValue> {
     let range = || {
-        let parts = (any::<bool>(), expr(), expr());
-        parts.prop_map(|(inside, from, to)| WordRange { inside, from, to })
+        let parts = (any::<bool>(), any::<bool>(), expr(), expr());
+        parts.prop_map(|(rows, inside, from, to)| WordRange {
+            rows,
+            inside,
+            from,
+            to,
+        })
     };
     let gives = prop_oneof![
         expr().prop_map(WordValue::Word),

@@ -8,23 +8,26 @@ pub(super) struct Read {
     /// How many reads of the lane in the launch come before it.
     pub(super) number: usize,
     pub(super) word: Operand,
-    /// What it looks for among several words: those from one value to another, exclusive, or all others; and the number of
-    /// the one whose position it wants, else how many there are.
-    pub(super) among: Option<(bool, i64, i64, Option<i64>)>,
+    /// Words of a row, and what it looks for among several rows: those with a word from one value to another, exclusive, or
+    /// all others; and the number of the one whose position it wants, else how many there are.
+    pub(super) among: Option<(usize, bool, i64, i64, Option<i64>)>,
     pub(super) most: i64,
 }
 
 impl Read {
     /// What it gives for these words; less than 0 if there is nothing.
     pub(super) fn result(&self, words: &[i64]) -> i64 {
-        let Some((inside, from, to, nth)) = self.among else {
+        let Some((width, inside, from, to, nth)) = self.among else {
             return words[0];
         };
         let mut found = Vec::new();
-        for (position, word) in (0..).zip(words) {
-            let is_in = *word >= from && *word < to;
+        for position in 0..words.len() / width {
+            let mut is_in = false;
+            for word in &words[position * width..(position + 1) * width] {
+                is_in |= *word >= from && *word < to;
+            }
             if is_in == inside {
-                found.push(position);
+                found.push(position as i64);
             }
         }
         match nth {

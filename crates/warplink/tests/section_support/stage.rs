@@ -484,7 +484,7 @@ fn act(kind: &LaneStepKind, ranks: &[RankProgram], sections: &[&SectionInstance]
         } => Act::Value(Read {
             number: *number,
             word: operand(source),
-            among: matching.map(|it| (it.inside, it.from, it.to, it.nth)),
+            among: matching.map(|it| (it.row, it.inside, it.from, it.to, it.nth)),
             most: *most,
         }),
         LaneStepKind::Store { value, target } => {

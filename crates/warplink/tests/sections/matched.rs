@@ -254,14 +254,18 @@ fn integers_are_stored_and_read() {
 #[test]
 fn words_are_counted_and_found() {
     let words = [3, -1, 0, 7, 3, 2];
-    for (inside, from, to, places) in [
-        (true, 0, 4, &[0, 2, 4, 5][..]),
-        (false, 0, 4, &[1, 3]),
-        (true, 3, 3, &[]),
-        (true, i64::MIN, i64::MAX, &[0, 1, 2, 3, 4, 5]),
+    for (row, inside, from, to, places) in [
+        (1, true, 0, 4, &[0, 2, 4, 5][..]),
+        (1, false, 0, 4, &[1, 3]),
+        (1, true, 3, 3, &[]),
+        (1, true, i64::MIN, i64::MAX, &[0, 1, 2, 3, 4, 5]),
+        (2, true, 3, 4, &[0, 2]),
+        (2, false, 3, 4, &[1]),
+        (3, true, 7, 8, &[1]),
     ] {
         let of = |nth| {
             Matching {
+                row,
                 inside,
                 from,
                 to,

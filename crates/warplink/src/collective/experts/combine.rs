@@ -1,8 +1,12 @@
 //! Combine as a program: the shipped text with names in braces replaced according to the number of experts of a token,
 //! and its kernels.
 
-use super::ExpertOptions;
-use super::launch::{DTYPE, MAX_THREADS, SCRATCH_WORDS, TOP_K, UNIT, Wanted};
+use super::launch::{
+    DTYPE, MAX_THREADS, SCRATCH_WORDS, TOP_K, UNIT, UNWEIGHTED, Wanted, described_flags, flags,
+    top_k,
+};
+use super::text::filled;
+use super::{ExpertOptions, RowLayout};
 use crate::collective::choice::{Machine, part};
 use crate::collective::recent::Recent;
 use crate::device::{DeviceSlice, Stream};
@@ -13,7 +17,6 @@ use crate::program::section::MAX_LANE_STEPS;
 use crate::program::{Parameters, Program};
 use crate::sync::lock;
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::sync::{Arc, Mutex};
 
 const TEXT: &str = include_str!("combine.wlp");
@@ -38,10 +41,10 @@ pub(in crate::collective) const COMBINE: u32 = 0xe;
 pub(super) struct Rows<'a> {
     /// `[world, max_rows, elements]`.
     pub(super) results: &'a DeviceSlice,
-    /// `[tokens, top_k]`, 32 bits each.
+    /// `[tokens, top_k]`, or `[tokens, world]`, 32 bits each.
     pub(super) places: &'a DeviceSlice,
-    pub(super) weights: &'a DeviceSlice,
-    /// `[top_k]` places without an expert.
+    pub(super) weights: Option<&'a DeviceSlice>,
+    /// Places of a token without an expert.
     pub(super) nothing: &'a DeviceSlice,
     /// Number of tokens.
     pub(super) count: &'a DeviceSlice,
@@ -59,15 +62,19 @@ struct Shape {
     tokens: usize,
 }
 
-/// Cache key: the first token of the launch, the number of tokens of the call, and whether memory is aligned.
-type Key = (usize, usize, bool);
+/// Cache key: the first token of the launch, the number of tokens of the call, whether memory is aligned, and whether there
+/// are weights.
+type Key = (usize, usize, bool, bool);
 
 /// The program of a layer, and its kernels.
 pub(super) struct Combine {
     options: ExpertOptions,
     max_rows: usize,
     rank: Rank,
-    program: Program,
+    /// Rows of a token.
+    columns: usize,
+    /// Without weights and with them.
+    programs: [Program; 2],
     shape: Shape,
     kept: Mutex<Recent<Key, Arc<SharedKernel>>>,
     /// Kernels for the maximum number of tokens, whose code others share.
@@ -84,7 +91,11 @@ impl Combine {
             options: *options,
             max_rows: options.rows_per_peer(machine.world),
             rank,
-            program: program(options.top_k)?,
+            columns: options.rows_per_token(machine.world),
+            programs: [
+                program(options, machine.world, false)?,
+                program(options, machine.world, true)?,
+            ],
             shape: Shape::new(options, machine, shared)?,
             kept: Mutex::new(Recent::new(MAX_KEPT)),
             models: Mutex::default(),
@@ -93,7 +104,9 @@ impl Combine {
 
     /// Compiles the kernel for aligned memory.
     pub(super) fn prepare(&self, on: (&Machine, &SharedWorkspace)) -> Result<()> {
-        self.kernel(on, (0, self.options.max_tokens, true))
+        // Experts of a rank that gets a row once have applied the weights themselves.
+        let weighted = !self.options.sends_weights();
+        self.kernel(on, (0, self.options.max_tokens, true, weighted))
             .map(drop)
     }
 
@@ -104,24 +117,26 @@ impl Combine {
         rows: &Rows<'_>,
         on_stream: (&Stream, bool),
     ) -> Result<()> {
-        let (slots, row) = (4 * self.options.top_k, self.options.row_bytes());
+        let (slots, row) = (4 * self.columns, self.options.row_bytes());
         let tokens = rows.output.bytes() / row;
         // As many launches on every rank, however many tokens each has.
         for from in (0..self.options.max_tokens).step_by(self.shape.tokens) {
             let own = from.min(tokens)..tokens.min(from + self.shape.tokens);
             let cut =
                 |memory: &DeviceSlice, each: usize| memory.slice(own.start * each..own.end * each);
+            let weights = rows.weights.map(|weights| cut(weights, slots));
             let slices = [
-                rows.results.clone(),
-                cut(rows.places, slots)?,
-                cut(rows.weights, slots)?,
-                rows.nothing.clone(),
-                rows.count.clone(),
-                cut(rows.output, row)?,
+                Some(rows.results.clone()),
+                Some(cut(rows.places, slots)?),
+                weights.transpose()?,
+                Some(rows.nothing.clone()),
+                Some(rows.count.clone()),
+                Some(cut(rows.output, row)?),
             ];
+            let slices: Vec<DeviceSlice> = slices.into_iter().flatten().collect();
             let mut starts = slices.iter().map(DeviceSlice::address);
             let aligned = starts.all(|start| start.is_multiple_of(16));
-            let kernel = self.kernel(on, (from, tokens, aligned))?;
+            let kernel = self.kernel(on, (from, tokens, aligned, rows.weights.is_some()))?;
             let tensors: Vec<&DeviceSlice> = slices.iter().collect();
             kernel.enqueue(on_stream, &tensors, true)?;
         }
@@ -132,8 +147,8 @@ impl Combine {
         if let Some(kept) = lock(&self.kept).get(&key) {
             return Ok(kept.clone());
         }
-        let (from, _, aligned) = key;
-        let most = (from, self.options.max_tokens, aligned);
+        let (from, _, aligned, weighted) = key;
+        let most = (from, self.options.max_tokens, aligned, weighted);
         let mut models = lock(&self.models);
         let model = match models.get(&most) {
             Some(model) => model.clone(),
@@ -157,22 +172,21 @@ impl Combine {
     fn made(
         &self,
         on: (&Machine, &SharedWorkspace),
-        (from, tokens, aligned): Key,
+        (from, tokens, aligned, weighted): Key,
         model: Option<&SharedKernel>,
     ) -> Result<Arc<SharedKernel>> {
         let wanted = Wanted {
-            program: &self.program,
+            program: self.program(weighted),
             rank: self.rank,
-            parameters: &self.parameters(on.0, (from, tokens)),
+            parameters: &self.parameters(on.0, (from, tokens), weighted),
             aligned,
             model,
         };
         wanted.kernel(on)
     }
 
-    #[cfg(test)]
-    pub(super) fn program(&self) -> &Program {
-        &self.program
+    pub(super) fn program(&self, weighted: bool) -> &Program {
+        &self.programs[usize::from(weighted)]
     }
 
     /// Parameters of a launch from a token on, for a call of so many tokens at most.
@@ -180,14 +194,15 @@ impl Combine {
         &self,
         machine: &Machine,
         (from, tokens): (usize, usize),
+        weighted: bool,
     ) -> Parameters {
         let (options, shape) = (&self.options, &self.shape);
         let words = |count: usize| count.next_multiple_of(SCRATCH_WORDS);
-        let requests = words(shape.lanes * machine.world * options.top_k);
-        let sums = words(shape.lanes * sum_words(options)).max(SCRATCH_WORDS);
+        let requests = words(shape.lanes * machine.world * self.columns);
+        let sums = words(shape.lanes * sum_words(options, self.columns)).max(SCRATCH_WORDS);
         let room = (machine.plain_bytes - 4 * (requests + sums)) / options.dtype.size();
         let mut parameters = Parameters::new().with("T", options.dtype);
-        let announced = self.words().map(|word| i64::from(word as i32));
+        let announced = self.words(weighted).map(|word| i64::from(word as i32));
         let [what, length, upper, factor] = announced;
         for (name, value) in [
             ("tokens", tokens as i64),
@@ -211,10 +226,14 @@ impl Combine {
     }
 
     /// Integers that must be equal on all ranks; otherwise the layers differ.
-    fn words(&self) -> [u32; 4] {
+    fn words(&self, weighted: bool) -> [u32; 4] {
         let options = &self.options;
         [
-            COMBINE | (options.dtype as u32) << DTYPE | (options.top_k as u32) << TOP_K,
+            COMBINE
+                | (options.dtype as u32) << DTYPE
+                | (options.top_k as u32) << TOP_K
+                | flags(options)
+                | if weighted { 0 } else { UNWEIGHTED },
             options.max_tokens as u32,
             self.max_rows as u32,
             options.elements as u32,
@@ -224,8 +243,9 @@ impl Combine {
 
 impl Shape {
     fn new(options: &ExpertOptions, machine: &Machine, shared: bool) -> Result<Self> {
-        let (world, experts, row) = (machine.world, options.top_k, part(options.elements, 1));
-        let words = world * experts + sum_words(options);
+        let (world, row) = (machine.world, part(options.elements, 1));
+        let experts = options.rows_per_token(world);
+        let words = world * experts + sum_words(options, experts);
         let of_lane = experts * row * options.dtype.size() + 4 * words;
         // The words of all lanes are rounded up.
         let most = machine.plain_bytes.saturating_sub(8 * SCRATCH_WORDS) / of_lane;
@@ -264,131 +284,175 @@ impl Shape {
 }
 
 /// Words of scratch of a lane for the sum of a token whose rows are added up in several steps.
-fn sum_words(options: &ExpertOptions) -> usize {
-    if options.top_k > ADDED_AT_ONCE {
+fn sum_words(options: &ExpertOptions, rows: usize) -> usize {
+    if rows > ADDED_AT_ONCE {
         part(options.elements, 1)
     } else {
         0
     }
 }
 
-fn program(experts: usize) -> Result<Program> {
-    Program::parse(&text(experts)).map_err(|error| {
+fn program(options: &ExpertOptions, world: usize, weighted: bool) -> Result<Program> {
+    Program::parse(&text(options, world, weighted)).map_err(|error| {
         Error::new(ErrorKind::Internal, error.message().to_owned())
             .with_operation("write the program that combines")
     })
 }
 
-/// The programs of layers with several numbers of experts of a token, for tests of their kernels.
+/// The programs of layers with several numbers of experts of a token, and of both other layouts, for tests of their kernels.
 ///
 /// # Errors
 /// The first error of a program.
 #[doc(hidden)]
 pub fn expert_programs() -> Result<Vec<(String, Program)>> {
-    let all = [1, 8, ADDED_AT_ONCE + 1];
-    let named = |experts| Ok((format!("combine, top {experts}"), program(experts)?));
+    let all = [
+        (1, RowLayout::BySource),
+        (8, RowLayout::ByExpert),
+        (ADDED_AT_ONCE + 1, RowLayout::BySource),
+        (8, RowLayout::OncePerRank),
+    ];
+    let named = |(top_k, layout): (usize, RowLayout)| {
+        let options = ExpertOptions {
+            top_k,
+            layout,
+            ..ExpertOptions::default()
+        };
+        let weighted = layout != RowLayout::OncePerRank;
+        let program = program(&options, 8, weighted)?;
+        Ok((format!("combine, top {top_k}, {layout}"), program))
+    };
     all.into_iter().map(named).collect()
 }
 
-/// The program text for tokens of this many experts.
-pub(super) fn text(experts: usize) -> String {
+/// Rows of a token that are added up.
+struct Added {
+    rows: usize,
+    weighted: bool,
+}
+
+/// The program text for this many ranks.
+pub(super) fn text(options: &ExpertOptions, world: usize, weighted: bool) -> String {
+    let rows = options.rows_per_token(world);
+    let by_expert = options.layout == RowLayout::ByExpert;
+    let it = Added { rows, weighted };
     let each = |with: &dyn Fn(usize) -> String| {
-        let all: Vec<String> = (0..experts).map(with).collect();
+        let all: Vec<String> = (0..rows).map(with).collect();
         all.join("\n")
     };
+    // Position p among those of all ranks: the rank, and its row there among the rows for rank `of`.
+    let owner = |p: &str| format!("{p} / span");
+    let row = |p: &str, of: &str| {
+        let source = if by_expert {
+            format!("{p} % span / rows")
+        } else {
+            of.to_owned()
+        };
+        format!("X[{source}][{p} % rows]")
+    };
     let staged =
-        |k: usize| format!("B[slot][(i * {experts} + {k}) * row..(i * {experts} + {k}) * row + n]");
-    let direct = |k: usize| format!("X[rank][p{k} % rows] on p{k} / rows");
-    let expected = if experts <= MAX_STATED {
-        format!("expect Y[t] = stated({})", arguments(0..experts, &direct))
+        |k: usize| format!("B[slot][(i * {rows} + {k}) * row..(i * {rows} + {k}) * row + n]");
+    let direct = |k: usize| {
+        let p = format!("p{k}");
+        format!("{} on {}", row(&p, "rank"), owner(&p))
+    };
+    let expected = if rows <= MAX_STATED {
+        format!("expect Y[t] = stated({})", it.arguments(0..rows, &direct))
     } else {
         String::new()
     };
+    let asked = |k: usize| {
+        let (a, to) = (format!("a{k}"), staged(k));
+        let (owner, row) = (owner(&a), row(&a, "p"));
+        format!("if {owner} == rank {{ put {row} to {to} on p }}")
+    };
+    let weights = format!("input W: f32[most, {rows}]");
     let put_in = [
-        ("functions", functions(experts)),
+        ("weights", if weighted { weights } else { String::new() }),
+        (
+            "span",
+            if by_expert { "world * rows" } else { "rows" }.to_owned(),
+        ),
+        ("functions", it.functions()),
         (
             "places",
             each(&|k| format!("let p{k} = P[t][{k}] at most none")),
         ),
-        ("direct", added(experts, &direct)),
+        ("direct", it.steps(&direct)),
         (
             "asked",
             each(&|k| format!("let a{k} = R[slot][asked + {k}] at most none"))
                 + "\n"
-                + &each(&|k| {
-                    let to = staged(k);
-                    format!("if a{k} / rows == rank {{ put X[p][a{k} % rows] to {to} on p }}")
-                }),
+                + &each(&asked),
         ),
-        ("staged", added(experts, &staged)),
+        ("staged", it.steps(&staged)),
         ("expected", expected),
-        ("experts", experts.to_string()),
+        ("columns", rows.to_string()),
     ];
-    let mut made = String::new();
-    for line in TEXT.lines() {
-        let margin = " ".repeat(line.len() - line.trim_start().len());
-        let mut line = line.to_owned();
-        for (name, value) in &put_in {
-            let value = value.replace('\n', &format!("\n{margin}"));
-            line = line.replace(&format!("{{{name}}}"), &value);
-        }
-        let _ = writeln!(made, "{line}");
-    }
-    made
+    filled(TEXT, &put_in)
 }
 
-/// The functions of each step, and the one that states the result.
-fn functions(experts: usize) -> String {
-    let function = |name: &str, first: &str, experts: std::ops::Range<usize>| {
-        let pairs: Vec<String> = experts.clone().map(|k| format!("x{k}, w{k}")).collect();
-        let terms: String = experts.map(|k| format!(" + x{k} * w{k}")).collect();
-        let before = if first == "0" { "" } else { "before, " };
-        format!(
-            "function {name}({before}{}) {{ return {first}{terms} }}",
-            pairs.join(", ")
-        )
-    };
-    let mut all = Vec::new();
-    for (number, from) in (0..experts).step_by(ADDED_AT_ONCE).enumerate() {
-        let first = if number == 0 { "0" } else { "before" };
-        let these = from..experts.min(from + ADDED_AT_ONCE);
-        all.push(function(&format!("added{number}"), first, these));
-    }
-    if experts <= MAX_STATED {
-        all.push(function("stated", "0", 0..experts));
-    }
-    all.join("\n")
-}
-
-/// Steps that add up the rows of a token.
-fn added(experts: usize, row: &dyn Fn(usize) -> String) -> String {
-    let sum = "S[slot][i * row..i * row + n]";
-    let mut steps = Vec::new();
-    for (number, from) in (0..experts).step_by(ADDED_AT_ONCE).enumerate() {
-        let to = experts.min(from + ADDED_AT_ONCE);
-        let target = if to == experts { "Y[t]" } else { sum };
-        let before = if number == 0 {
-            String::new()
-        } else {
-            format!("{sum}, ")
+impl Added {
+    /// The functions of each step, and the one that states the result.
+    fn functions(&self) -> String {
+        let function = |name: &str, first: &str, rows: std::ops::Range<usize>| {
+            let of_row = |k: usize| {
+                if self.weighted {
+                    (format!("x{k}, w{k}"), format!(" + x{k} * w{k}"))
+                } else {
+                    (format!("x{k}"), format!(" + x{k}"))
+                }
+            };
+            let (arguments, terms): (Vec<String>, String) = rows.map(of_row).unzip();
+            let before = if first == "0" { "" } else { "before, " };
+            format!(
+                "function {name}({before}{}) {{ return {first}{terms} }}",
+                arguments.join(", ")
+            )
         };
-        steps.push(format!(
-            "{target} = added{number}({before}{})",
-            arguments(from..to, row)
-        ));
+        let mut all = Vec::new();
+        for (number, from) in (0..self.rows).step_by(ADDED_AT_ONCE).enumerate() {
+            let first = if number == 0 { "0" } else { "before" };
+            let these = from..self.rows.min(from + ADDED_AT_ONCE);
+            all.push(function(&format!("added{number}"), first, these));
+        }
+        if self.rows <= MAX_STATED {
+            all.push(function("stated", "0", 0..self.rows));
+        }
+        all.join("\n")
     }
-    steps.join("\n")
-}
 
-/// Rows and weights of experts, zeros without one.
-fn arguments(experts: std::ops::Range<usize>, row: &dyn Fn(usize) -> String) -> String {
-    let pairs = experts.map(|k| {
-        format!(
-            "{} if p{k} < none else 0, W[t][{k}] if p{k} < none else 0",
-            row(k)
-        )
-    });
-    pairs.collect::<Vec<_>>().join(", ")
+    /// Steps that add up the rows of a token.
+    fn steps(&self, row: &dyn Fn(usize) -> String) -> String {
+        let sum = "S[slot][i * row..i * row + n]";
+        let mut steps = Vec::new();
+        for (number, from) in (0..self.rows).step_by(ADDED_AT_ONCE).enumerate() {
+            let to = self.rows.min(from + ADDED_AT_ONCE);
+            let target = if to == self.rows { "Y[t]" } else { sum };
+            let before = if number == 0 {
+                String::new()
+            } else {
+                format!("{sum}, ")
+            };
+            steps.push(format!(
+                "{target} = added{number}({before}{})",
+                self.arguments(from..to, row)
+            ));
+        }
+        steps.join("\n")
+    }
+
+    /// Rows and weights, zeros where there is no row.
+    fn arguments(&self, rows: std::ops::Range<usize>, row: &dyn Fn(usize) -> String) -> String {
+        let each = rows.map(|k| {
+            let row = format!("{} if p{k} < none else 0", row(k));
+            if self.weighted {
+                format!("{row}, W[t][{k}] if p{k} < none else 0")
+            } else {
+                row
+            }
+        });
+        each.collect::<Vec<_>>().join(", ")
+    }
 }
 
 /// Description of a combine from its announcement.
@@ -396,8 +460,9 @@ pub(in crate::collective) fn describe_combine(words: &[u32]) -> String {
     let [what, tokens, rows, elements] = [0, 1, 2, 3].map(|at| words.get(at).copied().unwrap_or(0));
     let dtype = DType::ALL.get((what >> DTYPE & 0xf) as usize);
     format!(
-        "a combine of up to {tokens} tokens of {} experts, {rows} rows of a rank, of {elements} {}",
-        what >> TOP_K,
-        dtype.map_or("?", |dtype| dtype.name())
+        "a combine of up to {tokens} tokens of {} experts, {rows} rows of a rank, of {elements} {}{}",
+        top_k(what),
+        dtype.map_or("?", |dtype| dtype.name()),
+        described_flags(what)
     )
 }

@@ -1,8 +1,10 @@
-//! Dispatch as a program: the shipped text with names in braces replaced according to the number of ranks, and its
-//! kernels.
+//! Dispatch as a program, and its kernels.
 
-use super::ExpertOptions;
-use super::launch::{DTYPE, MAX_THREADS, SCRATCH_WORDS, TOP_K, UNIT, Wanted};
+use super::dispatch_text::{self as text, CELL_ROWS, CELL_WORDS};
+use super::launch::{
+    DTYPE, MAX_THREADS, SCRATCH_WORDS, TOP_K, UNIT, Wanted, described_flags, flags, top_k,
+};
+use super::{ExpertOptions, WORD};
 use crate::collective::choice::{Machine, part};
 use crate::device::{DeviceSlice, Stream};
 use crate::dtype::DType;
@@ -12,10 +14,7 @@ use crate::program::section::MAX_LANE_STEPS;
 use crate::program::{Parameters, Program};
 use crate::sync::lock;
 use std::collections::BTreeMap;
-use std::fmt::Write as _;
 use std::sync::{Arc, Mutex};
-
-const TEXT: &str = include_str!("dispatch.wlp");
 
 /// Maximum lanes that move data.
 const MAX_LANES: usize = 128;
@@ -26,6 +25,9 @@ const MAX_DEPTH: usize = 64;
 /// Steps of a lane for a slot that goes through scratch, at most, apart from those for each rank.
 const SLOT_STEPS: usize = 32;
 
+/// Steps of a lane for each expert, at most, apart from those for slots.
+const EXPERT_STEPS: usize = 16;
+
 /// Encoded in place of a collective's kind: a dispatch, and one that has more rows for a rank than there is memory for.
 pub(in crate::collective) const DISPATCH: u32 = 0xd;
 pub(in crate::collective) const EXCEEDED: u32 = DISPATCH - 1;
@@ -34,17 +36,22 @@ pub(in crate::collective) const EXCEEDED: u32 = DISPATCH - 1;
 pub(super) struct Routed<'a> {
     /// `[tokens, elements]`.
     pub(super) tokens: &'a DeviceSlice,
+    pub(super) token_scales: Option<&'a DeviceSlice>,
     /// `[tokens, top_k]`, 32 bits each.
     pub(super) experts: &'a DeviceSlice,
+    pub(super) token_weights: Option<&'a DeviceSlice>,
     /// Number of tokens.
     pub(super) count: &'a DeviceSlice,
     /// `[world, max_rows, elements]`.
     pub(super) rows: &'a DeviceSlice,
+    pub(super) scales: Option<&'a DeviceSlice>,
     /// `[world, max_rows]`.
     pub(super) locals: &'a DeviceSlice,
+    pub(super) weights: Option<&'a DeviceSlice>,
     /// `[world]`.
     pub(super) counts: &'a DeviceSlice,
-    /// `[tokens, top_k]`.
+    pub(super) dropped: Option<&'a DeviceSlice>,
+    /// `[tokens, top_k]`, or `[tokens, world]`.
     pub(super) places: &'a DeviceSlice,
 }
 
@@ -83,7 +90,7 @@ impl Dispatch {
             options: *options,
             max_rows: options.rows_per_peer(machine.world),
             rank,
-            program: program(machine.world)?,
+            program: program(options, machine.world)?,
             shape: Shape::new(options, machine, shared)?,
             kept: Mutex::default(),
         })
@@ -98,18 +105,25 @@ impl Dispatch {
     pub(super) fn enqueue(
         &self,
         on: (&Machine, &SharedWorkspace),
-        rows: &Routed<'_>,
+        call: &Routed<'_>,
         on_stream: (&Stream, bool),
     ) -> Result<()> {
+        // In the order of the text's declarations.
         let tensors = [
-            rows.tokens,
-            rows.experts,
-            rows.count,
-            rows.rows,
-            rows.locals,
-            rows.counts,
-            rows.places,
+            Some(call.tokens),
+            Some(call.experts),
+            Some(call.count),
+            call.token_scales,
+            call.token_weights,
+            Some(call.rows),
+            Some(call.locals),
+            Some(call.counts),
+            Some(call.places),
+            call.scales,
+            call.weights,
+            call.dropped,
         ];
+        let tensors: Vec<&DeviceSlice> = tensors.into_iter().flatten().collect();
         let mut starts = tensors.iter().map(|slice| slice.address());
         let aligned = starts.all(|start| start.is_multiple_of(16));
         // As many launches on every rank, however many tokens each has.
@@ -146,9 +160,10 @@ impl Dispatch {
     /// Parameters of a launch from a token on.
     pub(super) fn parameters(&self, machine: &Machine, from: usize) -> Parameters {
         let (options, shape) = (&self.options, &self.shape);
-        let words = scratch_words(machine.world, shape.lanes, shape.depth);
-        let room = (machine.plain_bytes - 4 * words) / options.dtype.size();
-        let mut parameters = Parameters::new().with("T", options.dtype);
+        let (words, floats) = scratch(options, machine.world, (shape.lanes, shape.depth));
+        let room = machine.plain_bytes - WORD * (words + floats);
+        let room = room / options.dispatched_dtype().size();
+        let mut parameters = Parameters::new().with("T", options.token_dtype());
         let announced = self.words().map(|word| i64::from(word as i32));
         let [what, length, upper, factor] = announced;
         for (name, value) in [
@@ -160,7 +175,10 @@ impl Dispatch {
             ("experts", options.experts as i64),
             ("slots", options.top_k as i64),
             ("words", words as i64),
+            ("floats", floats as i64),
             ("room", room as i64),
+            ("cells", cells(machine) as i64),
+            ("scales", options.scales() as i64),
             ("depth", shape.depth as i64),
             ("lanes", shape.lanes as i64 + 1),
             ("threads", shape.threads as i64),
@@ -178,7 +196,10 @@ impl Dispatch {
     fn words(&self) -> [u32; 4] {
         let options = &self.options;
         [
-            DISPATCH | (options.dtype as u32) << DTYPE | (options.top_k as u32) << TOP_K,
+            DISPATCH
+                | (options.dtype as u32) << DTYPE
+                | (options.top_k as u32) << TOP_K
+                | flags(options),
             options.max_tokens as u32,
             self.max_rows as u32,
             options.elements as u32,
@@ -188,18 +209,20 @@ impl Dispatch {
 
 impl Shape {
     fn new(options: &ExpertOptions, machine: &Machine, shared: bool) -> Result<Self> {
-        let (world, slots, row) = (machine.world, options.top_k, part(options.elements, 1));
-        let row = row * options.dtype.size();
+        let (world, slots) = (machine.world, options.top_k);
+        let row = part(options.elements, 1) * options.dispatched_dtype().size();
         let fits = |lanes: usize, depth: usize| {
-            let words = 4 * scratch_words(world, lanes, depth);
-            words + 2 * lanes * world * depth * row <= machine.plain_bytes
+            let (words, floats) = scratch(options, world, (lanes, depth));
+            let bytes = WORD * (words + floats) + 2 * lanes * world * depth * row;
+            bytes <= machine.plain_bytes && text::cells(options, lanes) <= cells(machine)
         };
         if !fits(1, 1) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "rows of {} bytes for {world} ranks have no room in the workspace",
-                    options.row_bytes()
+                    "rows of {} bytes for {world} ranks and {} experts have no room in the workspace",
+                    options.row_bytes(),
+                    options.experts
                 ),
             )
             .with_help("give the workspace more bytes (CollectiveOptions::workspace_bytes)"));
@@ -217,9 +240,11 @@ impl Shape {
         }
         let depth = (1..=MAX_DEPTH).take_while(|depth| fits(lanes, *depth));
         let depth = depth.last().unwrap_or(1);
-        let steps = SLOT_STEPS * slots * (1 + world.div_ceil(depth)) + SLOT_STEPS * world;
+        let of_token = options.rows_per_token(world) * (SLOT_STEPS + 4 * text::words(options));
+        let of_token = of_token.max(SLOT_STEPS * slots) * (1 + world.div_ceil(depth));
+        let others = SLOT_STEPS * world + EXPERT_STEPS * options.experts;
         let of_lane = if shared {
-            (MAX_LANE_STEPS / steps).max(1)
+            (MAX_LANE_STEPS.saturating_sub(others) / of_token).max(1)
         } else {
             options.max_tokens
         };
@@ -232,55 +257,40 @@ impl Shape {
     }
 }
 
-/// Words of scratch: the number of rows of each rank; for each lane and rank the numbers of rows before it and of it, and
-/// two lists of experts.
-fn scratch_words(world: usize, lanes: usize, depth: usize) -> usize {
-    (world + 2 * lanes * world * (1 + depth)).next_multiple_of(SCRATCH_WORDS)
+/// Words of scratch, and floats: the numbers of rows of ranks and experts; for each lane and rank the number of rows, and two
+/// lists of what belongs to rows.
+fn scratch(
+    options: &ExpertOptions,
+    world: usize,
+    (lanes, depth): (usize, usize),
+) -> (usize, usize) {
+    let rows = 2 * lanes * world * depth;
+    let words = text::heads(options, world) + lanes * world + rows * text::words(options);
+    let floats = rows * text::floats(options);
+    let up = |words: usize| words.next_multiple_of(SCRATCH_WORDS);
+    (up(words), up(floats))
 }
 
-fn program(world: usize) -> Result<Program> {
-    Program::parse(&text(world)).map_err(|error| {
+/// Cells of packets in half a workspace.
+const fn cells(machine: &Machine) -> usize {
+    machine.packet_bytes / (WORD * CELL_ROWS * CELL_WORDS)
+}
+
+fn program(options: &ExpertOptions, world: usize) -> Result<Program> {
+    Program::parse(&text::text(options, world)).map_err(|error| {
         Error::new(ErrorKind::Internal, error.message().to_owned())
             .with_operation("write the program that dispatches")
     })
 }
 
-/// The program of dispatch for this many ranks, for tests of its kernel.
+/// The program of dispatch for these options and this many ranks, for tests of its kernel.
 ///
 /// # Errors
 /// An error of the program.
 #[doc(hidden)]
-pub fn dispatch_program(world: usize) -> Result<(String, Program)> {
-    Ok(("dispatch".to_owned(), program(world)?))
-}
-
-/// The program text for this many ranks.
-pub(super) fn text(world: usize) -> String {
-    let margin = TEXT
-        .lines()
-        .find_map(|line| line.strip_suffix("{totals}"))
-        .unwrap_or_default();
-    let mut totals = String::new();
-    for rank in 0..world {
-        let lead = if rank == 0 { "" } else { margin };
-        let _ = writeln!(
-            totals,
-            "{lead}let rows{rank} = count(E[0..all] in {rank} * per..{} * per)",
-            rank + 1
-        );
-        let own = format!("rows{rank} * world + {rank}");
-        let worst = match rank.checked_sub(1) {
-            Some(before) => format!("max(worst{before}, {own})"),
-            None => own,
-        };
-        let number = if rank + 1 == world {
-            String::new()
-        } else {
-            rank.to_string()
-        };
-        let _ = writeln!(totals, "{margin}let worst{number} = {worst}");
-    }
-    TEXT.replace("{totals}\n", &totals)
+pub fn dispatch_program(options: &ExpertOptions, world: usize) -> Result<(String, Program)> {
+    let named = format!("dispatch, {}", options.layout);
+    Ok((named, program(options, world)?))
 }
 
 /// Describes two dispatches, one of which has more rows for a rank than there is memory for. `None` for others.
@@ -315,9 +325,10 @@ pub(in crate::collective) fn describe_dispatch(words: &[u32]) -> String {
     }
     let dtype = DType::ALL.get((what >> DTYPE & 0xf) as usize);
     format!(
-        "a dispatch of up to {tokens} tokens of {} experts, {rows} rows of a rank, of {elements} {}",
-        what >> TOP_K,
-        dtype.map_or("?", |dtype| dtype.name())
+        "a dispatch of up to {tokens} tokens of {} experts, {rows} rows of a rank, of {elements} {}{}",
+        top_k(what),
+        dtype.map_or("?", |dtype| dtype.name()),
+        described_flags(what)
     )
 }
 

@@ -1,9 +1,10 @@
 //! Static tests of the program that dispatches.
 
 use super::super::tests::with_lanes;
-use super::super::{ExpertOptions, combine::Combine};
-use super::{Dispatch, text};
+use super::super::{ExpertOptions, Overflow, RowLayout, combine::Combine};
+use super::{Dispatch, text::text};
 use crate::collective::choice::Machine;
+use crate::collective::fused::Quantization;
 use crate::dtype::DType;
 use crate::program::evaluate::Evaluator;
 use crate::program::verify::{verify, verify_sharing};
@@ -17,7 +18,46 @@ fn options(world: usize, (tokens, slots): (usize, usize), max_rows: usize) -> Ex
         max_tokens: tokens,
         max_rows: Some(max_rows),
         elements: 24,
-        dtype: DType::BF16,
+        ..ExpertOptions::default()
+    }
+}
+
+/// Layouts, treatments of overflow and quantisations, each with each other at least once; and whether tokens are quantised.
+fn variants() -> Vec<(RowLayout, Overflow, Option<Quantization>, bool)> {
+    use Overflow::{Drop, Fail};
+    use RowLayout::{ByExpert, BySource, OncePerRank};
+    let (row, block) = (Some(Quantization::PerToken), Some(Quantization::PerBlock));
+    vec![
+        (BySource, Fail, None, false),
+        (BySource, Drop, None, false),
+        (BySource, Fail, block, false),
+        (BySource, Drop, row, true),
+        (ByExpert, Fail, None, false),
+        (ByExpert, Drop, None, false),
+        (ByExpert, Fail, row, false),
+        (ByExpert, Drop, block, true),
+        (OncePerRank, Fail, None, false),
+        (OncePerRank, Drop, None, false),
+        (OncePerRank, Fail, block, true),
+        (OncePerRank, Drop, row, false),
+    ]
+}
+
+fn varied(
+    (layout, overflow, quantization, quantized_tokens): (
+        RowLayout,
+        Overflow,
+        Option<Quantization>,
+        bool,
+    ),
+    options: ExpertOptions,
+) -> ExpertOptions {
+    ExpertOptions {
+        layout,
+        overflow,
+        quantization,
+        quantized_tokens,
+        ..options
     }
 }
 
@@ -27,6 +67,13 @@ fn made(options: &ExpertOptions, machine: &Machine, from: usize) -> (Program, Pa
     let mut parameters = dispatch.parameters(machine, from);
     parameters.insert("depth", 1);
     (dispatch.program().clone(), parameters)
+}
+
+fn check_verified(options: &ExpertOptions, world: usize, lanes: usize) {
+    let (program, given) = made(options, &with_lanes(world, lanes), 0);
+    if let Err(found) = verify(&program, world, 1, &given) {
+        panic!("{world}, {given}: {}\n{program}", found[0]);
+    }
 }
 
 #[test]
@@ -41,13 +88,23 @@ fn dispatch_is_verified_for_every_world() {
         (2, 2, (2, 1), 2),
         (3, 1, (1, 1), 1),
     ] {
-        let (program, given) = made(
-            &options(world, shape, max_rows),
-            &with_lanes(world, lanes),
-            0,
-        );
-        if let Err(found) = verify(&program, world, 1, &given) {
-            panic!("{world}, {given}: {}\n{program}", found[0]);
+        check_verified(&options(world, shape, max_rows), world, lanes);
+    }
+}
+
+/// With all options on one rank, where rows overflow; and each layout on two, where they do if they may be dropped.
+#[test]
+#[cfg_attr(
+    warplink_tsan,
+    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
+)]
+fn every_variant_is_verified() {
+    for variant in variants() {
+        check_verified(&varied(variant, options(1, (2, 2), 3)), 1, 1);
+        if variant.2.is_none() {
+            let drops = variant.1 == Overflow::Drop;
+            let max_rows = if drops { 1 } else { 2 };
+            check_verified(&varied(variant, options(2, (2, 1), max_rows)), 2, 1);
         }
     }
 }
@@ -55,31 +112,34 @@ fn dispatch_is_verified_for_every_world() {
 /// The rows are the expected ones whatever memory is accessible, with slots without an expert among them.
 #[test]
 fn dispatch_meets_its_expectation() {
-    for (world, lanes, shape, from) in [
-        (1, 1, (3, 2), 0),
-        (2, 2, (5, 3), 0),
-        (2, 2, (5, 3), 2),
-        (3, 4, (4, 1), 0),
-    ] {
-        let inputs = |rank: usize, _: usize, tensor: &TensorInstance| {
-            let at = |element: usize| (7 * element + 5 * rank + element * element) % 11;
-            let elements = 0..tensor.bytes / tensor.dtype.size();
-            let bytes = |element: usize| match tensor.dtype {
-                DType::U32 => ((shape.0 - rank) as u32).to_le_bytes().to_vec(),
-                DType::I32 => (at(element) as i32 % (2 * world as i32 + 3) - 1)
-                    .to_le_bytes()
-                    .to_vec(),
-                dtype => dtype.encode([at(element) as f64 - 5.0]),
+    for (number, variant) in variants().into_iter().enumerate() {
+        for (world, lanes, shape, from) in [
+            (1, 1, (3, 2), 0),
+            (2, 2, (5, 3), 0),
+            (2, 2, (5, 3), 2),
+            (3, 4, (4, 1), 0),
+        ] {
+            let expert = |rank: usize, element: usize| {
+                let at = (7 * element + 5 * rank + element * element + number) % 11;
+                at as i32 % (2 * world as i32 + 3) - 1
             };
-            elements.flat_map(bytes).collect::<Vec<u8>>()
-        };
-        let options = options(world, shape, shape.0 * shape.1);
-        let (program, given) = made(&options, &with_lanes(world, lanes), from);
-        let evaluator = || Evaluator::new(&program, world, 1, &given).unwrap();
-        let hidden = evaluator().without_reaching(&["Y".to_owned(), "L".to_owned()]);
-        for evaluator in [evaluator(), hidden.unwrap()] {
-            if let Err(error) = evaluator.run(inputs) {
-                panic!("{world}, {lanes}: {error}\n{program}");
+            let inputs = |rank: usize, _: usize, tensor: &TensorInstance| {
+                let elements = 0..tensor.bytes / tensor.dtype.size();
+                let bytes = |element: usize| match tensor.dtype {
+                    DType::U32 => ((shape.0 - rank) as u32).to_le_bytes().to_vec(),
+                    DType::I32 => expert(rank, element).to_le_bytes().to_vec(),
+                    dtype => dtype.encode([((7 * element + 5 * rank) % 11) as f64 - 5.0]),
+                };
+                elements.flat_map(bytes).collect::<Vec<u8>>()
+            };
+            let options = varied(variant, options(world, shape, shape.0 * shape.1));
+            let (program, given) = made(&options, &with_lanes(world, lanes), from);
+            let evaluator = || Evaluator::new(&program, world, 1, &given).unwrap();
+            let hidden = evaluator().without_reaching(&["Y".to_owned(), "L".to_owned()]);
+            for evaluator in [evaluator(), hidden.unwrap()] {
+                if let Err(error) = evaluator.run(inputs) {
+                    panic!("{world}, {lanes}, {variant:?}: {error}\n{program}");
+                }
             }
         }
     }
@@ -92,13 +152,16 @@ fn dispatch_meets_its_expectation() {
     ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
 )]
 fn dispatch_shares_the_workspace_of_others() {
-    let (machine, options) = (with_lanes(2, 1), options(2, (1, 1), 1));
-    let (program, given) = made(&options, &machine, 0);
-    let combine = Combine::new(&options, &machine, (0, false)).unwrap();
-    let of_combine = combine.parameters(&machine, (0, options.max_tokens));
-    let both = [(&program, &given), (combine.program(), &of_combine)];
-    if let Err(found) = verify_sharing(&both, 2, 1) {
-        panic!("{}", found[0]);
+    let machine = with_lanes(2, 1);
+    for variant in [variants()[0], variants()[7], variants()[10]] {
+        let options = varied(variant, options(2, (1, 1), 1));
+        let (program, given) = made(&options, &machine, 0);
+        let combine = Combine::new(&options, &machine, (0, false)).unwrap();
+        let of_combine = combine.parameters(&machine, (0, options.max_tokens), true);
+        let both = [(&program, &given), (combine.program(true), &of_combine)];
+        if let Err(found) = verify_sharing(&both, 2, 1) {
+            panic!("{variant:?}: {}", found[0]);
+        }
     }
 }
 
@@ -110,53 +173,108 @@ fn dispatch_shares_the_workspace_of_others() {
 )]
 fn faulty_variants_are_refused() {
     let before = "let before = count(E[0..start] in q * per..(q + 1) * per)";
-    let variants = [
+    let [by_source, drops, by_expert, once] = [0, 1, 5, 9].map(|number| variants()[number]);
+    let faults = [
         // Rows of two lanes begin at the same place.
         (
+            by_source,
             before,
             "let before = count(E[0..first] in q * per..(q + 1) * per)",
             "race",
         ),
         // Numbers of rows are copied before they have arrived.
         (
+            by_source,
             "barrier\n                for p in 0..world { K",
             "for p in 0..world { K",
             "race",
         ),
         // The receiver leaves before all rows are there.
         (
+            by_source,
             "                barrier\n            } else",
             "            } else",
             "race",
         ),
         // Rows are copied before they have arrived.
         (
+            by_source,
             "                    barrier\n                    for p",
             "                    for p",
             "race",
         ),
         // Rows of two ranks are put in one place.
         (
+            by_source,
             "put X[t] to Y[rank][before + j] on q",
             "put X[t] to Y[0][before + j] on q",
             "race",
         ),
         // The receiver copies as many rows as it sends itself.
         (
-            "let own = R[slot][head + 1] at most tokens * slots",
-            "let own = count(E[start..stop] in p * per..(p + 1) * per)",
+            by_source,
+            "let kept = R[slot][world + 0 + i * world + p] at most tokens * slots",
+            "let kept = count(E[start..stop] in p * per..(p + 1) * per)",
             "race",
         ),
         // A word that names no expert is taken for one.
         (
-            "let e = E[t][s % slots] at most experts - 1",
-            "let e = E[t][(s + 1) % slots] at most experts - 1",
+            by_source,
+            "let x = E[t][s % slots] at most experts - 1",
+            "let x = E[t][(s + 1) % slots] at most experts - 1",
             "out-of-bounds",
         ),
+        // Rows that are dropped are stored behind the others.
+        (
+            drops,
+            "if before + j < rows {",
+            "if before + j <= rows {",
+            "out-of-bounds",
+        ),
+        // An expert's rows begin where those of the expert before it do.
+        (
+            by_expert,
+            "= integer(base + came)",
+            "= integer(base)",
+            "race",
+        ),
+        // A rank states how many rows it has, and not how many it sends.
+        (
+            by_expert,
+            "= integer(came - lost)",
+            "= integer(came)",
+            "out-of-bounds",
+        ),
+        // Two lanes count the rows of one expert before their own.
+        (
+            by_expert,
+            "let earlier = count(E[0..start] in x..x + 1)",
+            "let earlier = count(E[0..first] in x..x + 1)",
+            "race",
+        ),
+        // A token of two experts of a rank has two rows there.
+        (
+            once,
+            "let own = count(rows of E[start..stop]",
+            "let own = count(E[start..stop]",
+            "out-of-bounds",
+        ),
+        // The other half of the workspace is another launch's.
+        (
+            by_expert,
+            "M[slot][each + (k) / 8][(k) % 8][0]",
+            "M[0][each + (k) / 8][(k) % 8][0]",
+            "deadlock",
+        ),
     ];
-    let (_, given) = made(&options(2, (2, 2), 4), &with_lanes(2, 2), 0);
-    let text = text(2);
-    for (right, wrong, kind) in variants {
+    for (variant, right, wrong, kind) in faults {
+        let options = varied(variant, options(2, (2, 2), 4));
+        let options = ExpertOptions {
+            max_rows: Some(if variant == by_source { 4 } else { 3 }),
+            ..options
+        };
+        let (_, given) = made(&options, &with_lanes(2, 2), 0);
+        let text = text(&options, 2);
         assert!(text.contains(right), "{right}:\n{text}");
         let program = Program::parse(&text.replacen(right, wrong, 1)).unwrap();
         let Err(found) = verify(&program, 2, 1, &given) else {

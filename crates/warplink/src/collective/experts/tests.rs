@@ -1,7 +1,7 @@
 //! Static tests of the program that combines.
 
-use super::ExpertOptions;
 use super::combine::{Combine, text};
+use super::{ExpertOptions, RowLayout};
 use crate::collective::Algorithm;
 use crate::collective::algorithm::tests::machine;
 use crate::collective::call::{Call, CollectiveKind};
@@ -21,24 +21,35 @@ pub(super) fn with_lanes(world: usize, lanes: usize) -> Machine {
     }
 }
 
-/// The program of a layer with this number of experts of a token, and its parameters for the launch from a token on.
-fn made(
-    world: usize,
-    (experts, lanes, from): (usize, usize, usize),
-    elements: usize,
-) -> (Program, Parameters) {
-    let machine = with_lanes(world, lanes);
-    let options = ExpertOptions {
+/// A layer with this number of experts of a token, the lanes of its kernels, and the first token of a launch.
+type Shape = (usize, usize, usize);
+
+const PLAIN: (RowLayout, bool) = (RowLayout::BySource, true);
+
+fn options(world: usize, experts: usize, layout: RowLayout, elements: usize) -> ExpertOptions {
+    ExpertOptions {
         experts: experts * world,
         top_k: experts,
         max_tokens: 3,
         max_rows: Some(4),
         elements,
-        dtype: DType::BF16,
-    };
+        layout,
+        ..ExpertOptions::default()
+    }
+}
+
+/// The program of a layer with rows in a layout, with or without weights, and its parameters for the launch from a token on.
+fn made(
+    world: usize,
+    (experts, lanes, from): Shape,
+    (layout, weighted): (RowLayout, bool),
+    elements: usize,
+) -> (Program, Parameters) {
+    let machine = with_lanes(world, lanes);
+    let options = options(world, experts, layout, elements);
     let combine = Combine::new(&options, &machine, (0, false)).unwrap();
-    let parameters = combine.parameters(&machine, (from, options.max_tokens));
-    (combine.program().clone(), parameters)
+    let parameters = combine.parameters(&machine, (from, options.max_tokens), weighted);
+    (combine.program(weighted).clone(), parameters)
 }
 
 #[test]
@@ -47,14 +58,19 @@ fn made(
     ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
 )]
 fn combine_is_verified_for_every_world() {
-    for (world, shape) in [
-        (1, (1, 1, 0)),
-        (2, (1, 2, 0)),
-        (2, (3, 1, 1)),
-        (2, (9, 1, 2)),
-        (3, (2, 1, 1)),
+    for (world, shape, kind) in [
+        (1, (1, 1, 0), PLAIN),
+        (2, (1, 2, 0), PLAIN),
+        (2, (3, 1, 1), PLAIN),
+        (2, (9, 1, 2), PLAIN),
+        (3, (2, 1, 1), PLAIN),
+        (2, (2, 1, 0), (RowLayout::BySource, false)),
+        (2, (2, 1, 1), (RowLayout::ByExpert, true)),
+        (3, (1, 1, 0), (RowLayout::ByExpert, false)),
+        (2, (3, 2, 0), (RowLayout::OncePerRank, false)),
+        (3, (1, 1, 1), (RowLayout::OncePerRank, true)),
     ] {
-        let (program, given) = made(world, shape, 24);
+        let (program, given) = made(world, shape, kind, 24);
         if let Err(found) = verify(&program, world, 1, &given) {
             panic!("{world}, {given}: {}\n{program}", found[0]);
         }
@@ -64,21 +80,31 @@ fn combine_is_verified_for_every_world() {
 /// The sums are the expected ones whatever memory is accessible, with slots without an expert among them.
 #[test]
 fn combine_meets_its_expectation() {
-    for (world, experts, from) in [(1, 1, 0), (2, 3, 0), (2, 9, 1), (3, 2, 0)] {
+    for (world, experts, from, kind) in [
+        (1, 1, 0, PLAIN),
+        (2, 3, 0, PLAIN),
+        (2, 9, 1, PLAIN),
+        (3, 2, 0, PLAIN),
+        (2, 2, 0, (RowLayout::BySource, false)),
+        (3, 2, 1, (RowLayout::ByExpert, true)),
+        (2, 3, 0, (RowLayout::OncePerRank, false)),
+        (3, 1, 0, (RowLayout::OncePerRank, true)),
+    ] {
+        let places = world * options(world, experts, kind.0, 137).span(world);
         let inputs = |rank: usize, number: usize, tensor: &TensorInstance| {
             let at = |element: usize| (7 * element + 5 * number + 3 * rank) % 11;
             let elements = 0..tensor.bytes / tensor.dtype.size();
             let bytes = |element: usize| match tensor.dtype {
                 DType::I32 => ((3 - rank) as u32).to_le_bytes().to_vec(),
-                // Four rows of each rank, and no expert.
-                DType::U32 => (at(element) as u32 % (4 * world as u32 + 1))
+                // Any row of any rank, and none.
+                DType::U32 => ((at(element) + element) as u32 % (places as u32 + 1))
                     .to_le_bytes()
                     .to_vec(),
                 dtype => dtype.encode([at(element) as f64 - 5.0]),
             };
             elements.flat_map(bytes).collect::<Vec<u8>>()
         };
-        let (program, given) = made(world, (experts, 2, from), 137);
+        let (program, given) = made(world, (experts, 2, from), kind, 137);
         let evaluator = || Evaluator::new(&program, world, 1, &given).unwrap();
         for evaluator in [
             evaluator(),
@@ -99,7 +125,7 @@ fn combine_meets_its_expectation() {
 )]
 fn combine_shares_the_workspace_of_collectives() {
     let machine = with_lanes(2, 1);
-    let (combine, of_combine) = made(2, (1, 1, 2), 24);
+    let (combine, of_combine) = made(2, (1, 1, 2), PLAIN, 24);
     let call = Call {
         kind: CollectiveKind::AllReduce,
         op: Some(ReduceOp::Sum),
@@ -165,8 +191,8 @@ fn faulty_variants_are_refused() {
             "unwritten-read",
         ),
     ];
-    let (_, given) = made(2, (2, 2, 0), 24);
-    let text = text(2);
+    let (_, given) = made(2, (2, 2, 0), PLAIN, 24);
+    let text = text(&options(2, 2, RowLayout::BySource, 24), 2, true);
     for (right, wrong, kind) in variants {
         assert!(text.contains(right), "{right}:\n{text}");
         let program = Program::parse(&text.replacen(right, wrong, 1)).unwrap();

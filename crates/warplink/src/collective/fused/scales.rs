@@ -5,16 +5,16 @@ use super::{QUANTIZED_BLOCK, Quantization};
 
 /// Quantisation of a row within a function.
 #[derive(Default)]
-pub(super) struct Scaled {
+pub(in crate::collective) struct Scaled {
     /// Lines that compute the scale.
-    pub(super) lines: Vec<String>,
+    pub(in crate::collective) lines: Vec<String>,
     /// Results: the quantised row, and its scale.
-    pub(super) stored: [String; 2],
+    pub(in crate::collective) stored: [String; 2],
 }
 
 impl Quantization {
     /// The lines and results for `row`; a given scale is named `s`.
-    pub(super) fn scaled(self, row: &str) -> Scaled {
+    pub(in crate::collective) fn scaled(self, row: &str) -> Scaled {
         let block = |size: usize| format!("block_max(abs({row}), {size})");
         let scale = match self {
             Self::Static => None,

@@ -205,15 +205,17 @@ pub struct DeviceValue {
 pub enum WordValue {
     /// `C[rank] at most rows`: a single word, from 0 to this value. Any other value is an error of the launch.
     Word(Expr),
-    /// `count(E[a..b] in lo..hi)`: the number of words in a range.
+    /// `count(E[a..b] in lo..hi)`: the number of words in a range, or of rows with one.
     Count(WordRange),
-    /// `position(j of E[a..b] in lo..hi)`: the position of the j-th of these words, counted from 0, among all of them.
+    /// `position(j of E[a..b] in lo..hi)`: the position of the j-th of these, counted from 0, among all words or rows.
     Position(Expr, WordRange),
 }
 
 /// `in from..to`, `not in from..to`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WordRange {
+    /// Whether rows are looked for, along the first axis, instead of words: a row is in the range if any of its words is.
+    pub rows: bool,
     /// Whether words of the range are meant, or all others.
     pub inside: bool,
     /// Least value of the range.

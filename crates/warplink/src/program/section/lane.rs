@@ -136,31 +136,40 @@ impl LaneStepKind {
 /// Words that a lane looks for among several.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Matching {
+    /// Words of a row: it is in the range if any of them is. 1 if single words are looked for.
+    pub row: usize,
     /// Whether words of the range are meant, or all others.
     pub inside: bool,
     /// Least value of the range.
     pub from: i64,
     /// Its end, exclusive.
     pub to: i64,
-    /// The number of the word whose position is the result; `None` if the result is the number of words.
+    /// The number of the word or row whose position is the result; `None` if the result is how many there are.
     pub nth: Option<i64>,
 }
 
 impl Matching {
-    /// Whether a word is one of them.
-    pub const fn holds(&self, word: i64) -> bool {
-        (self.from <= word && word < self.to) == self.inside
+    /// Whether a row of words, or a single one, is one of them.
+    pub fn holds(&self, row: &[i64]) -> bool {
+        row.iter().any(|word| (self.from..self.to).contains(word)) == self.inside
     }
 
-    /// The result for these words; -1 if there is no such word.
+    /// The result for these words; -1 if there is no such word or row.
     pub fn of(&self, words: impl IntoIterator<Item = i64>) -> i64 {
-        let words = words.into_iter().enumerate();
-        let mut matching = words.filter(|(_, word)| self.holds(*word));
+        let words: Vec<i64> = words.into_iter().collect();
+        let rows = words.chunks(self.row.max(1)).enumerate();
+        let mut matching = rows.filter(|(_, row)| self.holds(row));
         let Some(nth) = self.nth else {
             return matching.count() as i64;
         };
         let found = usize::try_from(nth).ok().and_then(|nth| matching.nth(nth));
         found.map_or(-1, |(position, _)| position as i64)
+    }
+
+    /// The greatest result for this many words.
+    pub fn most(&self, words: usize) -> i64 {
+        let rows = words / self.row.max(1);
+        rows.saturating_sub(usize::from(self.nth.is_some())) as i64
     }
 }
 

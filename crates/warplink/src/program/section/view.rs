@@ -64,6 +64,12 @@ impl View {
         self.length
     }
 
+    /// Elements of each slice of the leading axis; `None` if that has single elements, or there is no axis.
+    pub(super) fn row(&self) -> Option<usize> {
+        let inner = self.extents.get(1..).filter(|inner| !inner.is_empty());
+        inner.map(|inner| inner.iter().product())
+    }
+
     /// Whether it is a single element, with no axis left.
     pub(super) fn is_single(&self) -> bool {
         self.extents.is_empty()

@@ -4,7 +4,7 @@
 //! words     = place "at" "most" integer                one word
 //!           | "count" "(" range ")"                    how many words are in a range
 //!           | "position" "(" integer "of" range ")"    where one of them is, from 0 on
-//! range     = place ["not"] "in" integer ".." integer
+//! range     = ["rows" "of"] place ["not"] "in" integer ".." integer
 //! ```
 
 use super::operand::{Parsed, Parser};
@@ -61,13 +61,21 @@ impl Parser<'_> {
         Ok(DeviceValue { name, place, gives })
     }
 
-    /// `E[a..b] in lo..hi`, `E not in lo..hi`.
+    /// `E[a..b] in lo..hi`, `rows of E not in lo..hi`.
     fn word_range(&mut self) -> Parsed<(Place, WordRange)> {
+        let rows = (self.peek().text, self.peek_at(1).text) == ("rows", "of");
+        self.at += if rows { 2 } else { 0 };
         let place = self.place()?;
         let inside = !self.take("not");
         self.expect("in")?;
         let (from, to) = self.bounds()?;
-        Ok((place, WordRange { inside, from, to }))
+        let range = WordRange {
+            rows,
+            inside,
+            from,
+            to,
+        };
+        Ok((place, range))
     }
 }
 
@@ -77,17 +85,26 @@ impl Display for DeviceValue {
         write!(f, "let {name} = ")?;
         match gives {
             WordValue::Word(most) => write!(f, "{place} at most {most}"),
-            WordValue::Count(range) => write!(f, "count({place} {range})"),
+            WordValue::Count(range) => write!(f, "count({}{place} {range})", range.unit()),
             WordValue::Position(number, range) => {
-                write!(f, "position({number} of {place} {range})")
+                write!(f, "position({number} of {}{place} {range})", range.unit())
             }
         }
     }
 }
 
+impl WordRange {
+    /// Before the place that is searched.
+    const fn unit(&self) -> &'static str {
+        if self.rows { "rows of " } else { "" }
+    }
+}
+
 impl Display for WordRange {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Self { inside, from, to } = self;
+        let Self {
+            inside, from, to, ..
+        } = self;
         let not = if *inside { "" } else { "not " };
         write!(f, "{not}in {from}..{to}")
     }

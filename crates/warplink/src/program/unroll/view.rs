@@ -44,6 +44,12 @@ impl View {
         self.shape.iter().product()
     }
 
+    /// Elements of each slice of the leading axis; `None` if that has single elements, or there is no axis.
+    pub(super) fn row(&self) -> Option<usize> {
+        let inner = self.shape.get(1..).filter(|inner| !inner.is_empty());
+        inner.map(|inner| inner.iter().product())
+    }
+
     /// Exchanges the last two axes, if there are two.
     pub(super) fn transpose(&mut self) -> bool {
         let axes = self.shape.len();

@@ -166,13 +166,19 @@ impl<'p> Unroller<'p> {
         range: &WordRange,
         nth: Option<i64>,
     ) -> Result<i64, Diagnostic> {
+        let (view, operand) = self.input_at(place)?;
+        let row = if range.rows { view.row() } else { Some(1) };
+        let row = row.ok_or_else(|| {
+            let message = format!("{place} has no rows of words; expected two axes");
+            self.diagnostic(DiagnosticKind::Mismatch, message)
+        })?;
         let matching = Matching {
+            row,
             inside: range.inside,
             from: self.integer(&range.from)?,
             to: self.integer(&range.to)?,
             nth,
         };
-        let (view, operand) = self.input_at(place)?;
         if view.range().is_none() || !VALUE_TYPES.contains(&view.dtype) {
             let message = format!(
                 "{place} is of {}; expected contiguous integers of {}",
@@ -184,8 +190,7 @@ impl<'p> Unroller<'p> {
         self.words.are_read.set(true);
         let elements = view.elements();
         let Some(read) = self.words.known else {
-            let most = elements - usize::from(nth.is_some()).min(elements);
-            return Ok(most as i64);
+            return Ok(matching.most(elements));
         };
         let wrong = |message| self.diagnostic(DiagnosticKind::Expectation, message);
         let value = matching.of(read(&operand).map_err(wrong)?);

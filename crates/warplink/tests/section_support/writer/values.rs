@@ -181,8 +181,9 @@ impl Writer<'_> {
         }
     }
 
-    /// A lane's piece of `words` words, from `from{number}` to `to{number}`; and how many before it and in it are in a range.
-    fn matched_piece(&mut self, number: usize, words: usize) -> &'static str {
+    /// A lane's piece of `words` words, or rows of them, from `from{number}` to `to{number}`; and how many before it and in it
+    /// are in a range.
+    fn matched_piece(&mut self, number: usize, words: usize, unit: &str) -> &'static str {
         let range = ["in 0..2", "in 0..1", "in 1..3", "not in 0..2"][self.random.below(4)];
         let before = ["0..from", "0..from", "0..from", "0..to", "from..to"][self.random.below(5)];
         let longer = usize::from(self.random.chance(6));
@@ -191,12 +192,12 @@ impl Writer<'_> {
             format!("let from{number} = min(lane * share{number}, {words})"),
             format!("let to{number} = min(from{number} + share{number} + {longer}, {words})"),
             format!(
-                "let before{number} = count(E{number}[{}] {range})",
+                "let before{number} = count({unit}E{number}[{}] {range})",
                 before
                     .replace("from", &format!("from{number}"))
                     .replace("to", &format!("to{number}"))
             ),
-            format!("let own{number} = count(E{number}[from{number}..to{number}] {range})"),
+            format!("let own{number} = count({unit}E{number}[from{number}..to{number}] {range})"),
         ] {
             self.line(line);
         }
@@ -207,21 +208,22 @@ impl Writer<'_> {
     pub(super) fn matched_rows(&mut self) {
         let number = self.pieces;
         let words = 2 + self.random.below(3);
+        let (unit, row) = [("", ""), ("rows of ", ", 2")][usize::from(self.random.chance(3))];
         for line in [
-            format!("input E{number}: i32[{words}]"),
+            format!("input E{number}: i32[{words}{row}]"),
             format!("output G{number}: T[{words}, n]"),
             format!("output P{number}: i32[{words}]"),
         ] {
             self.declare(line);
         }
-        let range = self.matched_piece(number, words);
+        let range = self.matched_piece(number, words, unit);
         let far = self.random.chance(2);
         if far {
             self.barrier();
         }
         self.line(format!("for j in 0..own{number} {{"));
         self.line(format!(
-            "let s = position(j of E{number}[from{number}..to{number}] {range})"
+            "let s = position(j of {unit}E{number}[from{number}..to{number}] {range})"
         ));
         let on = if far { " on next" } else { "" };
         self.line(if far {

@@ -176,6 +176,7 @@ impl ExpertParallel {
             max_rows: None,
             elements: self.elements as usize,
             dtype: self.dtype,
+            ..ExpertOptions::default()
         }
     }
 }

@@ -211,13 +211,22 @@ impl<'s> Resolver<'s> {
 
     /// The number of words in a range, or the position of one of them.
     fn matched(&mut self, it: &DeviceValue, range: &WordRange, nth: Option<i64>) -> Resolved<i64> {
+        let (from, to) = (self.integer(&range.from)?, self.integer(&range.to)?);
+        let words = self.operand(&it.place)?;
+        let row = if range.rows {
+            let row = self.view(&it.place.tensor)?.row();
+            let message = || format!("{} has no rows of words; expected two axes", it.place);
+            row.ok_or_else(|| self.wrong(DiagnosticKind::Mismatch, message()))?
+        } else {
+            1
+        };
         let matching = Matching {
+            row,
             inside: range.inside,
-            from: self.integer(&range.from)?,
-            to: self.integer(&range.to)?,
+            from,
+            to,
             nth,
         };
-        let words = self.operand(&it.place)?;
         if !VALUE_TYPES.contains(&words.dtype) || self.packets(&words.part) {
             let message = format!(
                 "words of {} are counted in {}; expected plain memory of {}",
@@ -227,12 +236,11 @@ impl<'s> Resolver<'s> {
             );
             return Err(self.wrong(DiagnosticKind::Mismatch, message));
         }
-        let elements = words.part.elements as i64;
+        let elements = words.part.elements;
         let value = match (elements, nth) {
             (0, None) => 0,
             (0, Some(_)) => -1,
-            (_, None) => self.known(words.part, Some(matching), elements)?,
-            (_, Some(_)) => self.known(words.part, Some(matching), elements - 1)?,
+            _ => self.known(words.part, Some(matching), matching.most(elements))?,
         };
         if value >= 0 {
             return Ok(value);

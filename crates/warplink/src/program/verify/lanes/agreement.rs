@@ -6,10 +6,10 @@ use crate::error::Rank;
 use crate::named::comma;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::machine::Actor;
-use crate::program::section::{FreeNames, Part};
+use crate::program::section::{FreeNames, Part, SectionInstance};
 use crate::program::site::Site;
 use crate::program::verify::diagnostics::Diagnostics;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// Limit on recorded differences.
 const MAX_KEPT: usize = 4096;
@@ -70,6 +70,14 @@ impl LaneRun<'_> {
                 self.announcements.met.insert((of, actor.rank));
             }
         }
+    }
+
+    /// Lanes of a section that announce tensors on any rank: only these may find other tensors reachable than others.
+    pub(super) fn locating(&self, section: &SectionInstance) -> BTreeSet<usize> {
+        let launched = |launch: u32| self.kernels[self.sequence[launch as usize]].sections[0];
+        let located = self.announcements.located.keys();
+        let of_section = located.filter(|(launch, ..)| std::ptr::eq(launched(*launch), section));
+        of_section.map(|(_, lane, _)| *lane as usize).collect()
     }
 
     /// Compares the announcement received in this launch with the one that a lane expects.

@@ -372,10 +372,10 @@ fn circles(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
             first[one.max(other)] = one.min(other);
         }
         let roots: Vec<usize> = (0..section.lanes).map(|lane| root(&first, lane)).collect();
+        let locating = run.locating(section);
         let together = |of: usize| {
-            (0..section.lanes)
-                .filter(|lane| roots[*lane] == of)
-                .collect()
+            let lanes = locating.iter().copied();
+            lanes.filter(|lane| roots[*lane] == of).collect()
         };
         let many = (0..section.lanes)
             .map(together)

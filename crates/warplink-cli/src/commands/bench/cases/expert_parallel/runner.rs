@@ -1,13 +1,15 @@
 //! Runs dispatch and combine: once for the result, and then for their times.
 
-use super::data::Tokens;
+use super::data::Tokens as Data;
 use super::{ExpertPeer, ExpertTimes, Routing};
 use crate::commands::bench::clock::{BenchClock, Submission, Work};
 use crate::commands::bench::peers::{allocate, download, gather, optional, total, vendor};
 use crate::commands::bench::report::{Row, micros};
 use crate::names::name_of;
-use anyhow::Result;
-use warplink::collective::{CollectiveOptions, Dispatched, ExpertOptions, Experts, Parts};
+use anyhow::{Context, Result};
+use std::cell::RefCell;
+use warplink::collective::Routing as Dispatch;
+use warplink::collective::{CollectiveOptions, Dispatched, ExpertOptions, Experts, Parts, Tokens};
 use warplink::device::{DeviceSlice, Priority, Stream};
 use warplink::{Collectives, Communicator, DType};
 
@@ -28,6 +30,8 @@ pub(super) struct ExpertRunner<'a> {
     rows: DeviceSlice,
     locals: DeviceSlice,
     counts: DeviceSlice,
+    /// The last dispatch. Dispatches that are captured into graphs have the same memory as it.
+    last: RefCell<Option<Dispatch>>,
     vendor: Option<Vendor>,
 }
 
@@ -81,6 +85,7 @@ impl<'a> ExpertRunner<'a> {
             rows: allocate(rows * layer.row_bytes())?,
             locals: allocate(WORD * rows)?,
             counts: allocate(WORD * world)?,
+            last: RefCell::default(),
             vendor,
         })
     }
@@ -94,7 +99,7 @@ impl<'a> ExpertRunner<'a> {
     pub(super) fn load(&self, count: usize) -> Result<LoadedExperts> {
         let (comm, layer) = (self.clock.comm, &self.layer);
         let place = (comm.rank(), comm.world());
-        let tokens = Tokens::new(layer, self.routing, place, count);
+        let tokens = Data::new(layer, self.routing, place, count);
         let device = comm.device();
         let upload = |memory: &DeviceSlice, bytes: &[u8]| {
             device.upload(&memory.slice(0..bytes.len())?, bytes)
@@ -186,28 +191,30 @@ impl<'a> ExpertRunner<'a> {
     }
 
     fn dispatched(&self) -> Dispatched<'_> {
-        Dispatched {
-            rows: &self.rows,
-            experts: &self.locals,
-            counts: &self.counts,
-        }
+        Dispatched::new(&self.rows, &self.locals, &self.counts)
     }
 
     fn dispatch(&self, count: usize, stream: &Stream) -> Result<()> {
         let tokens = self.tokens.slice(0..count * self.layer.row_bytes())?;
         let numbers = self.numbers.slice(0..WORD * count * self.layer.top_k)?;
-        Ok(self
-            .experts
-            .dispatch(&tokens, &numbers, &self.dispatched(), stream)?)
+        // The memory of the routing is used again.
+        self.last.take();
+        let tokens = Tokens::new(&tokens, &numbers);
+        let routing = self.experts.dispatch(&tokens, &self.dispatched(), stream)?;
+        self.last.replace(Some(routing));
+        Ok(())
     }
 
     /// For experts that return the rows unchanged.
     fn combine(&self, count: usize, stream: &Stream) -> Result<()> {
         let output = self.output.slice(0..count * self.layer.row_bytes())?;
         let weights = self.weights.slice(0..WORD * count * self.layer.top_k)?;
+        let last = self.last.borrow();
+        let routing = last.as_ref().context("a combine before any dispatch")?;
+        let weights = Some(&weights);
         Ok(self
             .experts
-            .combine(&output, &self.dispatched(), &weights, stream)?)
+            .combine(&output, &self.rows, routing, weights, stream)?)
     }
 
     /// The counts to the other ranks and to the host, and then the packed rows and their experts.

@@ -32,7 +32,12 @@ impl Emitter<'_> {
             }
             (WordValue::Position(number, range), ..) => {
                 let (number, words) = (self.integer(number)?, self.matched(&word, range)?);
-                let most = format!("{}.elements() - 1", word.part.text);
+                let part = &word.part.text;
+                let most = if range.rows {
+                    format!("{part}.length - 1")
+                } else {
+                    format!("{part}.elements() - 1")
+                };
                 let (number, bound) = (bare(&number).to_owned(), self.bound(&most));
                 let search = format!("search{}", self.searches);
                 self.searches += 1;
@@ -69,11 +74,22 @@ impl Emitter<'_> {
         }
         let ends = [&range.from, &range.to].map(|end| self.wide_integer(end));
         let [from, to] = ends;
+        let part = &words.part.text;
+        let (count, row) = match (range.rows, words.part.axes) {
+            (false, _) => (format!("{part}.elements()"), "1".to_owned()),
+            (true, 2..) => (
+                format!("(u64){part}.length"),
+                format!("{part}.elements() / greatest({part}.length, 1)"),
+            ),
+            (true, _) => {
+                let text = format!("rows of '{name}' are counted, which has none");
+                return Err(self.refuse(text, "leave two axes"));
+            }
+        };
         Ok(format!(
-            "Words<{}>{{{}, {}.elements(), {}, {}, {}}}",
+            "Words<{}>{{{}, {count}, {row}, {}, {}, {}}}",
             self.loaded_word(words),
             self.address("plain", words),
-            words.part.text,
             from?,
             to?,
             range.inside

@@ -1,0 +1,164 @@
+//! Steps of the program that dispatches, of which a text has some. Names in braces are replaced by `dispatch_text`.
+
+/// The range of experts that rank q has.
+pub(super) const OF_RANK: &str = "in q * per..(q + 1) * per";
+
+/// Numbers of rows by source rank: each rank states its own to the others.
+pub(super) const COUNTS_BY_SOURCE: &str = "\
+if first == 0 {
+    for r in 0..world {
+        let q = (rank + r) % world
+        let came = count({of}E[0..all] {of rank})
+        R[slot][rank] on q = integer(min(came, rows))
+    }
+    barrier
+    for p in 0..world { K[p] = copy(R[slot][p]) }
+}";
+
+/// Numbers of rows by expert: lanes state them to the expert's rank, which tells every rank where its rows begin.
+pub(super) const COUNTS_BY_EXPERT: &str = "\
+R[slot][world] = integer(0)
+for k in 0..experts {
+    let came = {count k} at most rows
+    let base = R[slot][world + k] at most world * rows
+    R[slot][world + k + 1] = integer(base + came)
+    let x = rank * per + k / world
+    {base} on k % world = integer(base)
+}
+for x in 0..per {
+    let head = R[slot][world + x * world] at most world * rows
+    let tail = R[slot][world + (x + 1) * world] at most world * rows
+    K[x] = integer(tail - head)
+}";
+
+/// Rows of each expert that this lane counts, and those of them that are dropped: they are the last ones for its rank.
+pub(super) const COUNTED: &str = "\
+for k in 0..(experts - i + each - 1) / each {
+    let x = i + k * each
+    let q = x / per
+    let wanted = count({of}E[0..all] {of rank})
+    {came}
+    if wanted > rows {
+        let cut = position(rows of {of}E[0..all] {of rank})
+        {lost}
+        {dropped}
+        {stated}
+    } else {
+        {none dropped}
+        {all stated}
+    }
+}";
+
+/// Slots behind a position, of one expert.
+pub(super) const LOST_SLOTS: &str = "\
+let t = cut / slots
+let rest = count(E[t][cut % slots..slots] in x..x + 1)
+let later = count(E[t + 1..all] in x..x + 1)
+let lost = rest + later";
+
+/// Slots without an expert have no row.
+pub(super) const NOBODY_OF_SLOTS: &str = "\
+let nobody = count(E[start..stop] not in 0..experts)
+for j in 0..nobody {
+    let s = position(j of E[start..stop] not in 0..experts)
+    P[start + s / slots][s % slots] = integer(none)
+}";
+
+/// Tokens without an expert of a rank have no row there.
+pub(super) const NOBODY_OF_RANKS: &str = "\
+for q in 0..world {
+    let nobody = count(rows of E[start..stop] not {of rank})
+    for j in 0..nobody {
+        let s = position(j of rows of E[start..stop] not {of rank})
+        P[start + s][q] = integer(none)
+    }
+}";
+
+/// Rows for rank q, straight into its outputs.
+pub(super) const STORED_BY_SOURCE: &str = "\
+let before = count({of}E[0..start] {of rank})
+let own = count({of}E[start..stop] {of rank})
+for j in 0..own {
+    let s = position(j of {of}E[start..stop] {of rank})
+    let t = start + {token}
+    if before + j < rows {
+        {expert}
+        {stored}
+        P[t][{column}] = integer(q * rows + before + j)
+    } else {
+        P[t][{column}] = integer(none)
+    }
+}";
+
+/// The same by expert. The condition on the place holds unless an integer is wrong: it keeps all stores within the memory.
+pub(super) const STORED_BY_EXPERT: &str = "\
+let before = count(E[0..start] {of rank})
+let own = count(E[start..stop] {of rank})
+let kept = min(own, max(rows - before, 0))
+if own > 0 {
+    let last = position(max(kept, 1) - 1 of E[start..stop] {of rank})
+    for x in q * per..(q + 1) * per {
+        let ours = count(E[start..stop] in x..x + 1)
+        if ours > 0 {
+            let base = {base} at most world * rows
+            let earlier = count(E[0..start] in x..x + 1)
+            for j in 0..ours {
+                let s = position(j of E[start..stop] in x..x + 1)
+                let t = start + s / slots
+                let place = base + earlier + j
+                if kept > 0 and s <= last and place < world * rows {
+                    {stored}
+                    P[t][s % slots] = integer(q * span + place)
+                } else {
+                    P[t][s % slots] = integer(none)
+                }
+            }
+        }
+    }
+}";
+
+/// The place of the row of a slot, for rows that go through scratch.
+pub(super) const PLACE_BY_EXPERT: &str = "\
+{expert}
+let base = {base} at most world * rows
+let earlier = count(E[0..t] in x..x + 1)
+let same = count(E[t][0..s % slots] in x..x + 1)
+let place = base + earlier + same";
+
+/// The experts of a row among those of rank q.
+pub(super) const LOCALS: &str = "\
+for k in 0..slots {
+    let here = count(E[t][k..k + 1] {of rank})
+    if here > 0 {
+        let x = E[t][k] at most experts - 1
+        {local} on q = integer(x - q * per)
+    } else {
+        {local} on q = integer(-1)
+    }
+}";
+
+/// Rows of all source ranks.
+pub(super) const EXPECTED_BY_SOURCE: &str = "\
+for r in 0..world {
+    let all = N[0] on r at most tokens
+    if all > 0 {
+        let m = count({of}E[0..all] on r in rank * per..(rank + 1) * per)
+        for j in 0..min(m, rows) {
+            let s = position(j of {of}E[0..all] on r in rank * per..(rank + 1) * per)
+            if first <= {token} and {token} < first + most {
+                {expect}
+            }
+        }
+    }
+}";
+
+/// Of one source rank. The remainder changes nothing but where the verifier takes integers to be as large as they may be.
+pub(super) const EXPECTED_BY_EXPERT: &str = "\
+let head{p} = {head}
+for j in 0..of{p} * min(all{p}, 1) {
+    let s = position(j of E[0..all{p}] on {p} in x..x + 1)
+    let place = head{p} + j
+    if first <= s / slots and s / slots < first + most {
+        {expect}
+    }
+}";
