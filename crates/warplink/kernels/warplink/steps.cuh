@@ -492,6 +492,7 @@ __device__ __forceinline__ void copy(Lane &lane, const Sources &from, const Targ
 template <u32 PEERS> struct Inbound {
     u64 word;
     u64 awaited;
+    bool waited = false;
 
     // Signals from `number` on, one for each peer.
     __device__ __forceinline__ Inbound(Signals signals, u32 number) : word(signals.word(number + threadIdx.x)), awaited(0) {
@@ -502,6 +503,7 @@ template <u32 PEERS> struct Inbound {
     __device__ __forceinline__ void wait(Lane &lane, u32 peers = PEERS == 32 ? 0xffffffffu : (1u << PEERS) - 1) {
         if (threadIdx.x < PEERS && peers >> threadIdx.x & 1u) {
             awaited++;
+            waited = true;
             for (u32 polls = 1; !lane.ended; polls++) {
                 const u64 seen = detail::load_acquire(word);
                 if (seen >= detail::ended_epoch) {
@@ -515,8 +517,10 @@ template <u32 PEERS> struct Inbound {
         lane.agree();
     }
 
+    // Counts of words that this lane did not wait for are left alone: in a kernel of messages another lane may have raised them
+    // since this one loaded them.
     __device__ __forceinline__ void finish() const {
-        if (threadIdx.x < PEERS) *(volatile u64 *)(word + detail::awaited_offset) = awaited;
+        if (waited) *(volatile u64 *)(word + detail::awaited_offset) = awaited;
     }
 };
 

@@ -206,6 +206,35 @@ fn groups_in_graphs_are_replayed() {
     });
 }
 
+/// Messages in both directions, each time of memory that is not published yet: both lanes of a pair of ranks wait many
+/// times, and leave the counts of one another's signals alone.
+#[test]
+fn long_messages_both_ways_go_through_chunks_again_and_again() {
+    let ranks = world(2);
+    threads(ranks, |comm| {
+        let collectives = by(comm, None, 512 << 10);
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let (bytes, rounds) = match kind() {
+            DeviceKind::Host => (300_001, 5),
+            DeviceKind::Cuda => (64 << 20, 20),
+        };
+        for round in 0..rounds {
+            let message = |from| Planned {
+                from,
+                to: (from + 1) % ranks,
+                bytes,
+                seed: 19 * (from as u64 + 1) + round,
+            };
+            let plan: Vec<Planned> = (0..ranks).map(message).collect();
+            let group = held(comm, &plan, round);
+            group.iter().for_each(|held| held.reset(comm));
+            enqueue(&collectives, &group, &stream).unwrap();
+            comm.synchronize(&stream).unwrap();
+            group.iter().for_each(|held| held.check(comm));
+        }
+    });
+}
+
 /// Long messages go through the workspace until their receiver's memory is published, and from then on straight to where
 /// they belong, in graphs that were recorded before too; short ones go as packets, which count as neither.
 #[test]
