@@ -121,9 +121,16 @@ fn integers_are_chosen_wherever_lanes_read_them() {
         for t in 0..k { Y = copy(R[epoch % 2]) }
         barrier
         agree rank, n in A[epoch % 2]";
+    // The words of a position have their edges although the text behind it is wrong.
+    let before_an_error = "
+        let s = position(0 of C not in 0..1)
+        H[epoch % 2][0] on next = integer(0)
+        Y = copy(R[k])
+        let k = H[epoch % 2][0] at most 1";
     for (lines, expected) in [
         (copied, "refused, deadlock"),
         (before_its_signal, "refused, race: "),
+        (before_an_error, "refused, rule: "),
     ] {
         let text = format!(
             "program sample(n) {{

@@ -110,8 +110,8 @@ pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
             Meaning::of((&evaluator, ranks), 1, (choice, &outputs))?;
             let mut beyond_bounds = None;
             if stage.reads_values {
-                let played = wide.as_ref().unwrap_or(&stage);
-                others(played, wide.is_some(), sample.seed, (&evaluator, &outputs))?;
+                let wide = wide.as_ref();
+                others(&stage, wide, sample.seed, (&evaluator, &outputs))?;
                 beyond_bounds = beyond(ranks, &evaluator, sample.seed)?;
             }
             Ok(Shown {
@@ -141,10 +141,10 @@ fn fitting(stage: &Stage<'_>, seed: u64) -> Choice {
 }
 
 /// Plays an accepted program with further choices of the integers that lanes read, each of which may leave some outputs
-/// unwritten. Choices that do not fit together may end a launch if the bounds are `wide`.
+/// unwritten; within `wide` bounds, if they differ and the choice fits together.
 fn others(
     stage: &Stage<'_>,
-    wide: bool,
+    wide: Option<&Stage<'_>>,
     seed: u64,
     (evaluator, outputs): (&Evaluator, &[Vec<f64>]),
 ) -> Result<(), String> {
@@ -168,13 +168,17 @@ fn others(
         if !few && (all_written() || number >= MAX_OTHERS) {
             break;
         }
-        let stage = stage.with(choice);
         let first = seed % ORDERS + number as u64 * ORDERS_OF_OTHERS;
         let orders = first..first + ORDERS_OF_OTHERS;
         let with = |how: String| format!("{how}, with {choice:?}");
-        if wide && !stage.fits() {
+        let mut bounds = wide.into_iter().chain([stage]);
+        let fitting = bounds.find_map(|stage| {
+            let stage = stage.with(choice);
+            (wide.is_none() || stage.fits()).then_some(stage)
+        });
+        let Some(stage) = fitting else {
             continue;
-        }
+        };
         let outputs = Case::of(stage.ranks, &stage).runs(orders).map_err(with)?;
         Meaning::of((evaluator, stage.ranks), 1, (choice, &outputs)).map_err(with)?;
         note(&mut unwritten, &outputs);

@@ -15,6 +15,9 @@ use warplink::program::section::{
 };
 use warplink::program::{Diagnostic, DiagnosticKind, OperationKind, RankProgram, Site};
 
+/// How many combinations of values that break a rule are tried of each lane until others lead on.
+const MAX_WRONG: usize = 100;
+
 /// The steps of the lanes, for each launch and rank, with integers that lanes read chosen in one way.
 pub(crate) struct Stage<'a> {
     pub(super) ranks: &'a [RankProgram],
@@ -176,18 +179,21 @@ impl<'a> Stage<'a> {
             for rank in 0..self.ranks.len() {
                 let ways = (0..self.lanes(launch, rank)).flat_map(|lane| [(lane, 0), (lane, 1)]);
                 for (lane, share) in ways {
-                    let mut values = Vec::new();
+                    let (mut values, mut wrong) = (Vec::new(), 0);
                     loop {
                         let steps = match self.steps_after((launch, rank, lane), &values) {
                             Ok(steps) => steps,
                             Err(rule) => {
                                 survey.rules.push(rule);
-                                // A lesser value may lead on.
-                                let last = values.last_mut().filter(|last: &&mut i64| **last > 0);
-                                let Some(last) = last else {
-                                    break;
-                                };
-                                *last -= 1;
+                                wrong += 1;
+                                // Lesser values may lead on, of this word or of an earlier one.
+                                while values.last() == Some(&0) {
+                                    values.pop();
+                                }
+                                match values.last_mut().filter(|_| wrong < MAX_WRONG) {
+                                    Some(last) => *last -= 1,
+                                    None => break,
+                                }
                                 continue;
                             }
                         };
@@ -223,19 +229,7 @@ impl<'a> Stage<'a> {
             let most = bounds.entry(read.word.memory()).or_insert(read.most);
             *most = read.most.min(*most);
         }
-        // A copy may be copied again.
-        let mut found = true;
-        while found {
-            found = false;
-            for (target, source) in &copies {
-                let Some(most) = bounds.get(target).copied() else {
-                    continue;
-                };
-                let bound = bounds.entry(*source).or_insert(i64::MAX);
-                found |= most < *bound;
-                *bound = most.min(*bound);
-            }
-        }
+        spread(&mut bounds, &copies, i64::min);
         let mut ranks = self.ranks.to_vec();
         let mut any = false;
         for ((rank, memory), most) in bounds {
@@ -254,12 +248,13 @@ impl<'a> Stage<'a> {
         let mut ranks = self.ranks.to_vec();
         let mut wider = false;
         let mut bounds: BTreeMap<Memory, i64> = BTreeMap::new();
-        let reads = self.survey().reads.into_iter();
-        for read in reads.filter(|read| read.among.is_none()) {
+        let Survey { reads, copies, .. } = self.survey();
+        for read in reads.into_iter().filter(|read| read.among.is_none()) {
             let most = bounds.entry(read.word.memory()).or_insert(read.most);
             wider |= read.most != *most;
             *most = read.most.max(*most);
         }
+        spread(&mut bounds, &copies, i64::max);
         for ((rank, memory), most) in bounds {
             if let Some(tensor) = ranks[rank].tensors.get_mut(memory) {
                 wider |= tensor.value_bound != Some(most);
@@ -438,6 +433,27 @@ fn sections(program: &RankProgram) -> Vec<&SectionInstance> {
         _ => None,
     });
     kernels.collect()
+}
+
+/// Extends bounds of copies to what they are copied from, which may be copies as well.
+fn spread(
+    bounds: &mut BTreeMap<Memory, i64>,
+    copies: &BTreeSet<(Memory, Memory)>,
+    joined: fn(i64, i64) -> i64,
+) {
+    let mut found = true;
+    while found {
+        found = false;
+        for (target, source) in copies {
+            let Some(bound) = bounds.get(target).copied() else {
+                continue;
+            };
+            let before = bounds.get(source).copied();
+            let after = before.map_or(bound, |before| joined(before, bound));
+            found |= before != Some(after);
+            bounds.insert(*source, after);
+        }
+    }
 }
 
 /// The memory that a step copies, target first.

@@ -138,7 +138,8 @@ fn rows_arrive(
     })
 }
 
-/// A launch ends where it reads a value that is out of range; it names the word, and writes no row.
+/// A launch ends where it reads a value that is out of range, though another lane waits for the one that does; it names the
+/// word, and writes no row.
 #[test]
 fn a_value_out_of_range_ends_the_launch_and_names_its_word() {
     let texts = [
@@ -170,7 +171,8 @@ fn a_value_out_of_range_ends_the_launch_and_names_its_word() {
     for (name, body, word, most) in texts {
         let text = format!(
             "program wrong() {{\n input X: f32[9, 20]\n input C: i32[3]\n output Y: f32[9, 20]\n \
-             scratch H: packets16 i32[1]\n kernel lane in 0..1 threads 32 {{\n{body}\n barrier\n }}\n}}"
+             scratch H: packets16 i32[1]\n kernel lane in 0..2 threads 32 {{\n if lane == 0 {{\n{body}\n \
+             signal rank at 1\n }} else {{\n wait rank\n }}\n barrier\n }}\n}}"
         );
         let program = Program::parse(&text).unwrap();
         for wrong in [most + 1, 1000, -1, i32::MIN, i32::MAX] {

@@ -11,6 +11,7 @@ use super::operation;
 use super::signals;
 use crate::device::{Argument, HostLanes, LaneFuture, Launch};
 use crate::error::Result;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, Waker};
 
 /// Threads and polling for the lanes of a launch.
@@ -30,7 +31,7 @@ impl Share {
     }
 }
 
-/// Runs all lanes, and returns the error of the first that failed.
+/// Runs all lanes, and returns the error of the first that failed. Others end at their next wait, which may be for that one.
 pub(super) fn run(
     lanes: &dyn HostLanes,
     share: Share,
@@ -44,21 +45,22 @@ pub(super) fn run(
         None => share.threads.min(launch.blocks as usize),
     };
     let bell = &signals::doorbell(arguments)?;
+    let failed = &AtomicBool::new(false);
     together(threads, |thread| {
         let blocks = (thread..launch.blocks as usize).step_by(threads.max(1));
         let blocks =
             blocks.map(|index| Block::new(index as u32, launch, arguments, context.for_block()));
         let blocks: Vec<Block<'_>> = blocks.collect();
-        move || by_turns(lanes, &blocks, bell, share.looks)
+        move || by_turns(lanes, &blocks, failed, (bell, share.looks))
     })
 }
 
-/// Polls the lanes of `blocks` round-robin until all are done.
+/// Polls the lanes of `blocks` round-robin until all are done, or any lane of the launch has `failed`.
 fn by_turns(
     lanes: &dyn HostLanes,
     blocks: &[Block<'_>],
-    bell: &Doorbell,
-    looks: u32,
+    failed: &AtomicBool,
+    (bell, looks): (&Doorbell, u32),
 ) -> Result<()> {
     let mut outcome = Ok(());
     let mut running: Vec<LaneFuture<'_>> = blocks.iter().map(|block| lanes.run(block)).collect();
@@ -75,7 +77,9 @@ fn by_turns(
                 false
             }
         });
-        if running.is_empty() {
+        // Relaxed: it publishes nothing. It does not ring: a sleeper sees it after its nap.
+        failed.fetch_or(outcome.is_err(), Ordering::Relaxed);
+        if running.is_empty() || failed.load(Ordering::Relaxed) {
             return outcome;
         }
         doorbell::rest(bell, seen, looks);

@@ -12,6 +12,7 @@ use crate::program::section::ir::{
 };
 use crate::program::section::lane::{LaneStepKind, Matching, Part};
 use crate::program::section::view::View;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 use std::sync::Arc;
@@ -37,18 +38,17 @@ pub struct ReadWord {
 /// Values of words that lanes read; `None` for one that is not known yet.
 pub type ReadValues<'a> = dyn Fn(&ReadWord) -> Option<i64> + 'a;
 
-/// Resolves steps with values that are as large as they may be together: a word may have a lower bound where it comes from
-/// than where it is read.
+/// Divisors of the greatest values of words, in the order in which they are tried: values that each fit may not fit
+/// together, as a word may have a lower bound where it comes from than where it is read.
+const SHARES: [i64; 4] = [1, 2, 4, i64::MAX];
+
+/// Resolves steps with values that are as large as they may be together.
 pub(super) fn with_large_values<T>(
     resolve: impl Fn(&ReadValues<'_>) -> Result<T, Diagnostic>,
 ) -> Result<T, Diagnostic> {
     let with = |share: i64| resolve(&|word| Some(word.most / share));
-    let smaller = || {
-        [2, 4, i64::MAX]
-            .into_iter()
-            .find_map(|share| with(share).ok())
-    };
-    with(1).or_else(|wrong| smaller().ok_or(wrong))
+    let smaller = || SHARES[1..].iter().find_map(|share| with(*share).ok());
+    with(SHARES[0]).or_else(|wrong| smaller().ok_or(wrong))
 }
 
 /// Why a lane is not resolved further.
@@ -288,14 +288,14 @@ impl SectionInstance {
     /// greatest values that they expect; of words that they only look for, the ends of all ranges are among them.
     pub(crate) fn value_bounds(&self) -> BTreeMap<usize, i64> {
         let (mut bounds, mut ends) = (BTreeMap::new(), BTreeMap::new());
-        self.each_read(|source, matching, most| match matching {
+        self.each_read(|word| match word.matching {
             Some(Matching { to, .. }) => {
-                let end = ends.entry(source.tensor).or_insert(*to);
-                *end = (*to).max(*end);
+                let end = ends.entry(word.part.tensor).or_insert(to);
+                *end = to.max(*end);
             }
             None => {
-                let bound = bounds.entry(source.tensor).or_insert(most);
-                *bound = most.min(*bound);
+                let bound = bounds.entry(word.part.tensor).or_insert(word.most);
+                *bound = word.most.min(*bound);
             }
         });
         for (tensor, end) in ends {
@@ -315,42 +315,38 @@ impl SectionInstance {
         if !steps.any(looks) {
             return (tensors, edges);
         }
-        self.each_read(|source, matching, _| {
-            if let Some(Matching { from, to, .. }) = matching {
-                tensors.insert(source.tensor);
-                edges.extend([from.saturating_sub(1), *from, to.saturating_sub(1), *to]);
+        self.each_read(|word| {
+            if let Some(Matching { from, to, .. }) = word.matching {
+                tensors.insert(word.part.tensor);
+                edges.extend([from.saturating_sub(1), from, to.saturating_sub(1), to]);
             }
         });
         (tensors, edges)
     }
 
-    /// Passes the words that lanes read in the first launches of a period. What is wrong with the text is left to the
-    /// verifier.
-    fn each_read(&self, mut with: impl FnMut(&Part, &Option<Matching>, i64)) {
+    /// Passes the words that lanes read in the first launches of a period if they find 0 everywhere, or values that are as
+    /// large as they may be together. Where the text is wrong, which is left to the verifier, those read before it.
+    fn each_read(&self, mut with: impl FnMut(&ReadWord)) {
         if self.read_as_values().is_empty() {
             return;
         }
-        // A bound may be what another value leaves.
-        let valuations: [fn(&ReadWord) -> i64; 2] = [|_| 0, |word| word.most];
         let launches = (0..self.lanes).flat_map(|lane| {
             let epochs = 0..self.period.max(1);
             epochs.map(move |epoch| (lane, epoch))
         });
         for (lane, epoch) in launches {
-            for value in valuations {
-                let steps = self.steps_with(lane, epoch, &|word| Some(value(word)));
-                for step in steps.unwrap_or_default() {
-                    if let LaneStepKind::Value {
-                        source,
-                        matching,
-                        most,
-                        ..
-                    } = &step.kind
-                    {
-                        with(source, matching, *most);
-                    }
-                }
-            }
+            let mut read = |share: i64| {
+                let words = RefCell::new(Vec::new());
+                let resolved = self.steps_with(lane, epoch, &|word| {
+                    words.borrow_mut().push(*word);
+                    Some(word.most / share)
+                });
+                words.into_inner().iter().for_each(&mut with);
+                resolved.is_ok()
+            };
+            let [large @ .., zero] = SHARES;
+            large.into_iter().any(&mut read);
+            read(zero);
         }
     }
 }
