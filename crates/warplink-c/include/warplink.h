@@ -262,6 +262,25 @@ typedef enum {
     WARPLINK_QUANTIZATION_NVFP4 = 6,
 } warplink_quantization;
 
+/// Order of the rows that a rank receives for its experts.
+typedef enum {
+    /// By source rank: for each expert of a token one row, in the order of the tokens.
+    WARPLINK_ROW_LAYOUT_BY_SOURCE = 0,
+    /// By local expert, contiguous, as a grouped matmul reads them: for each expert of a token one row, an
+    /// expert's rows by source rank and in the order of the tokens.
+    WARPLINK_ROW_LAYOUT_BY_EXPERT = 1,
+    /// By source rank: one row for each token, however many of this rank's experts it has.
+    WARPLINK_ROW_LAYOUT_ONCE_PER_RANK = 2,
+} warplink_row_layout;
+
+/// Treatment of rows from one rank to another beyond the maximum of a layer of experts.
+typedef enum {
+    /// The call fails.
+    WARPLINK_OVERFLOW_FAIL = 0,
+    /// They are dropped and counted: those of the last tokens.
+    WARPLINK_OVERFLOW_DROP = 1,
+} warplink_overflow;
+
 /// Wire format of the rows of a fused collective. All ranks get bit-identical results with either.
 typedef enum {
     /// No rounding beyond that of the call itself.
@@ -577,8 +596,17 @@ typedef struct {
     uint64_t max_rows;
     /// Elements of a row.
     uint64_t elements;
-    /// Element type of the rows, a `warplink_element_type`: F32, F16 or BF16.
+    /// Element type of the experts' results, and of tokens that are not quantised, a `warplink_element_type`: F32, F16 or
+    /// BF16.
     int32_t element_type;
+    /// Order of the received rows, a `warplink_row_layout`; 0 is by source rank.
+    int32_t layout;
+    /// Treatment of rows beyond `max_rows`, a `warplink_overflow`; 0 fails the call.
+    int32_t overflow;
+    /// How rows are quantised, a `warplink_quantization`: none (0), PER_TOKEN, PER_BLOCK or PER_BLOCK_POWER_OF_TWO.
+    int32_t quantization;
+    /// Not 0 if tokens arrive quantised.
+    int32_t quantized_tokens;
 } warplink_expert_options;
 
 /// A layer of experts. Zero is invalid.
@@ -586,16 +614,44 @@ typedef struct {
     uint64_t id;
 } warplink_experts;
 
-/// Device memory for the rows sent to the experts of this rank, grouped by source rank.
+/// Tokens that a rank dispatches; device memory, which may be null if `count` is 0.
+typedef struct {
+    /// Their rows: `[count, elements]`.
+    const void *rows;
+    /// The numbers of their experts: `[count, top_k]`. A number that is no expert, such as -1, marks an unused slot.
+    const int32_t *numbers;
+    /// If they arrive quantised, their scales: `[count, scales]`, else null.
+    const float *scales;
+    /// With the layout ONCE_PER_RANK, the weights of their experts: `[count, top_k]`, else null.
+    const float *weights;
+    /// The number of tokens, up to `max_tokens`.
+    uint64_t count;
+} warplink_tokens;
+
+/// Device memory for the rows sent to the experts of this rank. Shapes are those of the layouts by source rank; by expert,
+/// the first two dimensions are one, in which the rows of one expert follow those of the one before.
 typedef struct {
     /// The rows: `[size, max_rows, elements]`. The first `counts[p]` rows of part p come from rank p, in the order of
     /// its tokens. `warplink_experts_max_rows` returns `max_rows`.
     void *rows;
-    /// For each row, the index of its expert among this rank's experts, from 0: `[size, max_rows]`.
+    /// For each row, the index of its expert among this rank's experts, from 0: `[size, max_rows]`. With the layout
+    /// ONCE_PER_RANK of the expert in each slot, -1 for other ranks' and unused slots: `[size, max_rows, top_k]`.
     int32_t *experts;
-    /// The number of rows received from each rank: `[size]`.
+    /// The number of rows received from each rank: `[size]`. By expert, of each of this rank's experts: `[experts / size]`.
     int32_t *counts;
+    /// With a quantisation, the scales of rows: `[size, max_rows, scales]`, one for each row or 128 elements. Else null.
+    float *scales;
+    /// With the layout ONCE_PER_RANK, the weights of a row's token: `[size, max_rows, top_k]`. Else null.
+    float *weights;
+    /// With the overflow DROP, how many rows of this rank's tokens were dropped for each of all experts: `[experts]`. Else
+    /// null.
+    int32_t *dropped;
 } warplink_dispatched;
+
+/// Where the rows of a dispatch are. Zero is invalid.
+typedef struct {
+    uint64_t id;
+} warplink_routing;
 
 /// Receives each log message: a `warplink_log_level`, one line without a line terminator, valid during the call, and
 /// the pointer passed to `warplink_set_log_handler`. It may be called on any thread and concurrently. It may call
@@ -1240,29 +1296,33 @@ warplink_status warplink_experts_free(warplink_experts experts);
 /// The most rows that one rank sends to one other rank in a call. Does not block.
 warplink_status warplink_experts_max_rows(warplink_experts experts, uint64_t *max_rows);
 
-/// Sends each of the `count` rows of `tokens` (`[count, elements]`) to the ranks of its experts, once per expert;
-/// `numbers` (`[count, top_k]`) holds the experts' numbers. A number that is no expert, such as -1, marks an unused
-/// slot. All memory is device memory and stays allocated until the stream is synchronized. Collective: `count` may
-/// differ between ranks and be anything up to `max_tokens`; if it is 0, tokens and numbers may be null. Does not block.
-/// If a rank gets more rows than `max_rows`, or options differ, `warplink_stream_synchronize` returns
-/// WARPLINK_STATUS_MISMATCH on both ranks, and none of these rows is delivered.
+/// Sends each token to the ranks of its experts, in the layer's layout. The rows, how many they are, and what else describes
+/// them arrive in `target`; `routing` is a handle for `warplink_experts_combine`, which `warplink_routing_free` frees. All
+/// memory is device memory and stays allocated until the stream is synchronized. Collective: the number of tokens may
+/// differ between ranks. Does not block. If a rank gets more rows than `max_rows`, unless they are dropped, or options differ,
+/// `warplink_stream_synchronize` returns WARPLINK_STATUS_MISMATCH on both ranks, and none of these rows is delivered.
 warplink_status warplink_experts_dispatch(warplink_experts experts,
-                                          const void *tokens,
-                                          const int32_t *numbers,
-                                          uint64_t count,
+                                          const warplink_tokens *tokens,
                                           const warplink_dispatched *target,
+                                          warplink_routing *routing,
                                           warplink_stream stream);
 
-/// Sets `output` (`[count, elements]`), for each token of the last dispatch, to the sum of its rows, each multiplied by
-/// its weight in `weights` (`[count, top_k]`): in `float`, in slot order, rounded once. `source` is the target of the
-/// dispatch, with its rows replaced by the experts' results. A token without experts gets zeros. Collective. Does not
-/// block. Returns WARPLINK_STATUS_INVALID_ARGUMENT if there was no dispatch, or its `count` differs.
+/// Sets `output` (`[count, elements]`), for each of the `count` tokens of the dispatch that `routing` is of, to the sum of its
+/// rows, each multiplied by its weight in `weights` (`[count, top_k]`, or `[count, size]` with the layout ONCE_PER_RANK; null
+/// adds rows up as they are): in `float`, in slot order, rounded once. `results` are the experts' results in place of the
+/// dispatched rows, of the layer's element type. Dropped rows are left out, and other weights stay as they are. A token
+/// without rows gets zeros. Collective. Does not block. Returns WARPLINK_STATUS_INVALID_ARGUMENT if the routing is of
+/// another layer.
 warplink_status warplink_experts_combine(warplink_experts experts,
                                          void *output,
-                                         const warplink_dispatched *source,
+                                         const void *results,
                                          const float *weights,
-                                         uint64_t count,
+                                         warplink_routing routing,
                                          warplink_stream stream);
+
+/// Frees the routing of a dispatch, whose memory a later dispatch uses again. Enqueued calls still complete. Keep it as long as
+/// a graph of that dispatch or of its combine may be launched. Does not block.
+warplink_status warplink_routing_free(warplink_routing routing);
 
 /// Sets the handler of log messages and the pointer passed to it. Null restores the default handler. Blocks while the
 /// previous handler runs on any thread: it is never called after this returns. WARPLINK_LOG sets the level: "error",

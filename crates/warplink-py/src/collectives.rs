@@ -551,20 +551,11 @@ impl Collectives {
         self.enqueue_fused(py, stream, call, (sources, targets))
     }
 
-    /// A layer of experts on these ranks, with memory for its calls.
-    ///
-    /// `experts` is the number of experts, a multiple of the number of ranks: rank r owns `experts / size` of them,
+    /// A layer of experts on these ranks, with memory for its calls. `experts` is the number of experts, a multiple of the number of ranks: rank r owns `experts / size` of them,
     /// starting at `r * experts / size`. A token goes to `top_k` of them. `max_tokens` is the most tokens per rank in
-    /// one call, `elements` the length of a token's row, and `dtype` its type: "f32", "f16" or "bf16". `max_rows` is
-    /// the most rows that one rank sends to one other in a call; None selects the upper bound that follows from the
-    /// other options. All ranks pass the same options. Does not communicate; blocks while kernels are compiled, the
-    /// first time on a machine.
-    ///
-    /// `layout` orders the received rows. "by_source": by source rank, a row for each expert of a token. "by_expert": the
-    /// same rows by local expert, contiguous, as a grouped matmul reads them. "once_per_rank": by source rank, a row for each
-    /// token, however many of this rank's experts it has. `overflow` is "fail", or "drop": rows beyond `max_rows` are
-    /// dropped, and counted by expert. `quantization` ("per_token", "per_block" of 128, "per_block_power_of_two") sends rows as
-    /// f8e4m3 with f32 scales; with `quantized_tokens`, tokens arrive so.
+    /// one call, `elements` the length of a token's row, and `dtype` its type: "f32", "f16" or "bf16". Experts describes
+    /// the other options, which all ranks pass alike. Does not communicate; blocks while kernels are compiled, the first
+    /// time on a machine.
     ///
     /// Raises InvalidArgumentError for inconsistent options, ParseError for an unknown type or name, UnsupportedError if
     /// `path` is "engine" or rows are longer than a chunk of the workspace, and OutOfMemoryError.
@@ -585,7 +576,6 @@ impl Collectives {
         quantization: Option<&str>,
         quantized_tokens: bool,
     ) -> PyResult<Experts> {
-        let inner = self.inner()?;
         let options = ExpertOptions {
             experts,
             top_k,
@@ -598,14 +588,8 @@ impl Collectives {
             quantization: quantization.map(str::parse).transpose().map_err(raise)?,
             quantized_tokens,
         };
-        let layer = py.detach(|| inner.experts(&options)).map_err(raise)?;
-        Ok(Experts::new(
-            layer,
-            options,
-            &self.place,
-            self.world,
-            &self.nothing,
-        ))
+        let of = (&self.place, self.world, &self.nothing);
+        Experts::new(py, &self.inner()?, options, of)
     }
 
     fn __repr__(&self) -> PyResult<String> {

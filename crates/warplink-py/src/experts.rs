@@ -18,7 +18,14 @@ type Arrays<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 
 /// A layer of experts: sends rows of tokens to the ranks of their experts, and returns weighted sums.
 ///
-/// Created by Collectives.experts. The routing is known only in device memory, and no host waits for it. Calls of one
+/// Created by Collectives.experts. `max_rows` is the most rows that one rank sends to one other in a call; None selects the
+/// upper bound that follows from the other options. `layout` orders the received rows. "by_source": by source rank, a row for each expert of a
+/// token. "by_expert": the same rows by local expert, contiguous, as a grouped matmul reads them. "once_per_rank": by source
+/// rank, a row for each token, however many of this rank's experts it has. `overflow` is "fail", or "drop": rows beyond
+/// `max_rows` are dropped, and counted by expert. `quantization` ("per_token", "per_block" of 128 elements,
+/// "per_block_power_of_two") sends rows as f8e4m3 with f32 scales; with `quantized_tokens`, tokens arrive so.
+///
+/// The routing is known only in device memory, and no host waits for it. Calls of one
 /// layer execute one after another; for concurrent calls, create several layers. Arrays are anything that
 /// Communicator.borrow accepts, and are kept alive until the stream has
 /// passed the call. Memory without an element type must have the same number of bytes.
@@ -95,20 +102,20 @@ impl Rows {
 
 impl Experts {
     pub(crate) fn new(
-        inner: collective::Experts,
+        py: Python<'_>,
+        collectives: &collective::Collectives,
         options: ExpertOptions,
-        place: &Place,
-        world: usize,
-        nothing: &DeviceSlice,
-    ) -> Self {
-        Self {
-            inner: Detached::new(inner),
+        (place, world, nothing): (&Place, usize, &DeviceSlice),
+    ) -> PyResult<Self> {
+        let made = py.detach(|| collectives.experts(&options));
+        Ok(Self {
+            inner: Detached::new(made.map_err(raise)?),
             options,
             place: place.clone(),
             world,
             nothing: nothing.clone(),
             last: Mutex::default(),
-        }
+        })
     }
 
     fn inner(&self) -> PyResult<collective::Experts> {

@@ -583,13 +583,6 @@ impl<'s> Emitter<'s> {
         text.map_err(|name| self.unknown(&name))
     }
 
-    fn unknown(&self, name: &str) -> Refusal {
-        self.refuse(
-            format!("'{name}' is not known in the kernel"),
-            "bind it with 'let' outside of the kernel",
-        )
-    }
-
     fn refuse(&self, text: impl Into<String>, help: &'static str) -> Refusal {
         Refusal::Final(self.error(text, help))
     }

@@ -2,7 +2,7 @@
 
 use super::code::{Code, bare};
 use super::names::element_name;
-use super::{EmittedOperand, Emitter, Part, Result};
+use super::{EmittedOperand, Emitter, Part, Refusal, Result};
 use crate::dtype::DType;
 use crate::program::construct::Selection;
 use crate::program::expr::Expr;
@@ -174,6 +174,13 @@ impl Emitter<'_> {
             }),
             (None, None) => Err(self.unknown(name)),
         }
+    }
+
+    pub(super) fn unknown(&self, name: &str) -> Refusal {
+        self.refuse(
+            format!("'{name}' is not known in the kernel"),
+            "bind it with 'let' outside of the kernel",
+        )
     }
 
     /// The call that reads a word.
