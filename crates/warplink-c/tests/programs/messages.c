@@ -186,8 +186,10 @@ static void layers(warplink_collectives collectives, const warplink_expert_optio
     for (int turn = 0; turn < TURNS; turn++) {
         const int count = tokens_of(rank, turn);
         const size_t row = ELEMENTS * sizeof(float);
-        warplink_dispatched dispatched = {0};
-        warplink_tokens sent = {0};
+        warplink_dispatched dispatched;
+        memset(&dispatched, 0, sizeof dispatched);
+        warplink_tokens sent;
+        memset(&sent, 0, sizeof sent);
         warplink_routing handle;
         begin();
         const size_t tokens = room((size_t)count * row, 0), output = room((size_t)count * row, 0);
@@ -266,7 +268,8 @@ static void misuse(warplink_collectives collectives, warplink_expert_options opt
     warplink_message message;
     warplink_experts layer;
     warplink_dispatched dispatched;
-    warplink_tokens sent = {0};
+    warplink_tokens sent;
+    memset(&sent, 0, sizeof sent);
     warplink_routing handle = {0};
     message.peer = size;
     message.direction = WARPLINK_DIRECTION_SEND;
