@@ -21,7 +21,7 @@
 // | call | guarantee on return |
 // |---|---|
 // | put | none; neither the source nor the target may be accessed until a later call guarantees it |
-// | signal | the group's earlier puts, and its writes to the peer, are visible to whoever waits for the signal |
+// | signal | the group's earlier puts, and its writes to the peer, are visible to the group that waits for the signal |
 // | flush | sources of the group's earlier puts may be overwritten, results of its gets may be read |
 // | wait | the peer's accesses before the awaited signal are visible to the group |
 // | get | none until a flush |

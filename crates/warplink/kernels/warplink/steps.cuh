@@ -8,7 +8,7 @@
 // | call | orders |
 // |---|---|
 // | put_packets, reduce of packets | a packet is read after it has arrived; nothing else |
-// | signal | all earlier stores of the lane, here and at peers, are visible to whoever waits for it |
+// | signal | all earlier stores of the lane, here and at peers, are visible to the lane that waits for it |
 // | wait | all accesses of the peers before their signals are visible to the lane |
 // | sync | stores of one thread of the lane are visible to the others |
 // | reduce, put, copy | nothing; a thread handles the same elements in each of them only if count and alignment are the same |

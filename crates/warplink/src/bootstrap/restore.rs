@@ -60,7 +60,7 @@ impl Restoring {
         } in entries
         {
             self.version = self.version.max(version);
-            // Versions are the lost store's, so their order is that of the changes, whoever reports them.
+            // Versions are the lost store's, so their order is that of the changes, whichever rank reports them.
             let known = self.entries.get(&key).map(|known| known.0);
             if known.is_none_or(|known| known < version) {
                 self.entries.insert(key, (version, value, rank));

@@ -196,7 +196,7 @@ impl Backing for CudaBacking {
                     borrowed::identity(&self.gpu, self.base, self.bytes, borrowed.ipc_capable);
                 let is_there = now == Some(self.identity);
                 if !is_there {
-                    // Relaxed: a hint to borrow it again; whoever needs the allocation asks here.
+                    // Relaxed: a hint to borrow it again. Callers that need this allocation call this function.
                     self.gone.store(true, Ordering::Relaxed);
                 }
                 is_there

@@ -351,7 +351,7 @@ fn join_here(
 
 impl Drop for NcclComm {
     fn drop(&mut self) {
-        // As in `abort`: whoever takes the pointer is the only one to end the communicator.
+        // As in `abort`: only the thread that takes the pointer ends the communicator.
         let raw = AtomicPtr::new(self.raw.swap(std::ptr::null_mut(), Ordering::AcqRel));
         // Relaxed: `swap` above has already synchronized.
         if raw.load(Ordering::Relaxed).is_null() || self.is_adopted {
