@@ -23,7 +23,7 @@ type Arrays<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 /// token. "by_expert": the same rows by local expert, contiguous, as a grouped matmul reads them. "once_per_rank": by source
 /// rank, a row for each token, however many of this rank's experts it has. `overflow` is "fail", or "drop": rows beyond
 /// `max_rows` are dropped, and counted by expert. `quantization` ("per_token", "per_block" of 128 elements,
-/// "per_block_power_of_two") sends rows as f8e4m3 with f32 scales; with `quantized_tokens`, tokens arrive so.
+/// "per_block_power_of_two") sends rows as f8e4m3, in arrays of u8, with f32 scales; with `quantized_tokens`, tokens arrive so.
 ///
 /// The routing is known only in device memory, and no host waits for it. Calls of one
 /// layer execute one after another; for concurrent calls, create several layers. Arrays are anything that
@@ -77,6 +77,14 @@ struct Part {
     name: &'static str,
     dtype: DType,
     shape: Vec<usize>,
+}
+
+/// The element type of arrays of `dtype`: floats of 8 bits have none, and are bytes.
+fn array_type(dtype: DType) -> DType {
+    match dtype {
+        DType::F8E4M3 => DType::U8,
+        _ => dtype,
+    }
 }
 
 /// Memory of dispatched rows, read from the caller's arrays.
@@ -139,7 +147,7 @@ impl Experts {
             of_rows.push(options.top_k);
         }
         [
-            part("rows", options.dispatched_dtype(), row),
+            part("rows", array_type(options.dispatched_dtype()), row),
             part("experts", DType::I32, of_rows),
             part("counts", DType::I32, vec![options.counts(world)]),
         ]
@@ -191,7 +199,10 @@ impl Experts {
     fn view(&self, py: Python<'_>, shape: Vec<usize>, dtype: DType) -> PyResult<View> {
         let device = &self.place.device;
         let bytes = View::bytes_of(&shape, dtype.name())?;
-        let slice = py.detach(|| device.allocate(bytes, AllocationKind::Plain));
+        let slice = match bytes {
+            0 => Ok(self.nothing.clone()),
+            _ => py.detach(|| device.allocate(bytes, AllocationKind::Plain)),
+        };
         View::new(&slice.map_err(raise)?, &self.place, shape, dtype.name())
     }
 }
@@ -249,7 +260,13 @@ impl Experts {
         let (inner, live) = (self.inner()?, stream.live()?);
         let (reader, options) = (self.reader(stream), &self.options);
         let target = self.rows(&reader.for_targets(), target)?;
-        let tokens = read_tokens(&reader, tokens, "tokens", options, options.token_dtype())?;
+        let tokens = read_tokens(
+            &reader,
+            tokens,
+            "tokens",
+            options,
+            array_type(options.token_dtype()),
+        )?;
         let row = options.elements * options.token_dtype().size();
         let count = tokens.slice.bytes() / row;
         let slots = [count, options.top_k];

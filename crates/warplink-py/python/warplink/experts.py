@@ -24,8 +24,8 @@ class Dispatched(_Arrays):
     expert, the first ``counts[0]`` rows are those of the first of this rank's experts, the next ``counts[1]`` those of the
     second, and so on. Entries that no row came for are undefined.
 
-    - ``rows``: of the layer's type, or f8e4m3 if it quantises, and ``[size, max_rows, elements]``; by expert
-      ``[size * max_rows, elements]``.
+    - ``rows``: of the layer's type, or, if it quantises, the bytes of f8e4m3 as u8 (``.view(torch.float8_e4m3fn)``), and
+      ``[size, max_rows, elements]``; by expert ``[size * max_rows, elements]``.
     - ``experts``: for each row, which of this rank's experts it is for, from 0 on: i32 of ``[size, max_rows]``, by expert
       ``[size * max_rows]``. Once per rank, for each slot of the token, -1 for experts of other ranks and unused slots:
       ``[size, max_rows, top_k]``.
