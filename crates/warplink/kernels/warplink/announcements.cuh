@@ -13,7 +13,7 @@ namespace detail {
 
 // Words of 8 bytes that a verdict stores of an announcement, and bytes of a verdict: the other rank's words, a byte for
 // each packet, and this rank's words in packets that differ. Must match the host.
-constexpr u32 verdict_words = 4;
+constexpr u32 verdict_words = 8;
 constexpr u32 verdict_own = 8 * verdict_words + 8;
 constexpr u32 verdict_bytes = verdict_own + 8 * verdict_words;
 
@@ -56,7 +56,7 @@ template <u32 COUNT, u32 PACKETS> struct OnePacket {
 // Integers that ranks announce to one another in a launch.
 template <u32 COUNT> struct Announced {
     static constexpr u32 packets = (COUNT + 1) / 2;
-    static_assert(packets <= detail::verdict_words, "up to 8 integers");
+    static_assert(packets <= detail::verdict_words, "up to 16 integers");
     u32 word[COUNT];
     __device__ __forceinline__ Unit<8> unit(u32 packet) const { return {{word[2 * packet], 2 * packet + 1 < COUNT ? word[2 * packet + 1] : 0}}; }
 };
@@ -178,7 +178,7 @@ template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<
 template <u32 INTEGERS, u32 TENSORS, u32 WORLD> struct AnnouncedTensors {
     static constexpr u32 first = (INTEGERS + 1) / 2;
     static constexpr u32 packets = first + TENSORS;
-    static_assert(packets <= detail::verdict_words, "up to 4 packets");
+    static_assert(packets <= detail::verdict_words, "up to 8 packets");
     u32 word[2 * first + 1];
     Located<WORLD> *tensor[TENSORS];
     __device__ __forceinline__ Unit<8> unit(u32 packet) const {

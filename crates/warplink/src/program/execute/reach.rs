@@ -19,7 +19,7 @@ pub(super) const VERDICT_BYTES: usize = 2 * VERDICT_WORDS_BYTES + 8;
 const UNKNOWN_MEMORY: u8 = 2;
 
 /// Bytes of an announcement in a verdict. Must match `agree` too.
-const VERDICT_WORDS_BYTES: usize = 32;
+const VERDICT_WORDS_BYTES: usize = 64;
 
 /// Bytes of the count of lanes that found all announced tensors reachable; it follows the verdicts.
 pub(super) const DIRECT_BYTES: usize = 8;

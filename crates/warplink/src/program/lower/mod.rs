@@ -20,6 +20,8 @@ pub use problem::{AllGatherMatmul, MatmulReduceScatter, Problem};
 
 use super::ir::Program;
 use super::parameters::{Parameter, Parameters, Value};
+#[cfg(doc)]
+use crate::error::ErrorKind;
 use crate::error::{Error, Result};
 use crate::named::named;
 use std::fmt;

@@ -7,7 +7,7 @@ use crate::program::section::compile::scope::Scope;
 use crate::program::section::{Announcement, Step, StepKind};
 
 /// Maximum number of words in an announcement.
-const MAX_ANNOUNCED: usize = 8;
+const MAX_ANNOUNCED: usize = 16;
 
 /// Whether any signal names its target lane.
 pub(super) fn names_lanes(steps: &[Step]) -> bool {
