@@ -370,6 +370,7 @@ int main(int argc, char **argv) {
     base = (uint8_t *)memory;
     OK(warplink_stream_create(comm, &stream));
 
+    memset(&experts, 0, sizeof experts);
     experts.experts = (uint64_t)size * EACH;
     experts.top_k = TOP_K;
     experts.max_tokens = MAX_TOKENS;
