@@ -1,10 +1,12 @@
 //! The real NCCL, for calls that Warplink does not support.
 //!
 //! It is opened by absolute path, never by the SONAME that this library shares, and with `RTLD_LOCAL` and
-//! `RTLD_DEEPBIND`, so that its internal calls bind to itself.
+//! `RTLD_DEEPBIND`, so that its internal calls bind to itself. Where another library has loaded it before without these, its
+//! calls of its own public functions reach this library instead; the functions that it calls so return them to it
+//! ([`own_call`]).
 
 use crate::abi::{Handle, UniqueId};
-use crate::communicator::{Joined, RealHandle, gather, lock};
+use crate::communicator::{FIRST, Joined, RealHandle, gather, lock};
 use crate::leave;
 use crate::status::{Failure, Outcome};
 use crate::table::real;
@@ -13,6 +15,7 @@ use std::ffi::{c_int, c_void};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use warplink::{Error, ErrorKind, Result, variables};
 
 /// Environment variable with the path of the library.
@@ -94,6 +97,21 @@ fn loaded() -> Result<&'static Loaded> {
 /// Whether the library is available.
 pub(crate) fn is_there() -> bool {
     loaded().is_ok()
+}
+
+/// Whether the library has a communicator, since when it may call public functions with it.
+static HAS_COMMUNICATORS: AtomicBool = AtomicBool::new(false);
+
+/// Returns a call of the function `name` to the library if that made it itself, which its communicator shows: its handles are
+/// addresses, and ours are not.
+pub(crate) fn own_call(
+    comm: Handle,
+    name: &str,
+    call: impl FnOnce() -> Outcome<c_int>,
+) -> Option<Outcome> {
+    let is_own =
+        !comm.is_null() && (comm as usize) < FIRST && HAS_COMMUNICATORS.load(Ordering::Relaxed);
+    is_own.then(|| Failure::check_real(call()?, name))
 }
 
 /// The error of `what`, which needs the library.
@@ -279,6 +297,8 @@ impl Joined {
         }
         id.bytes.copy_from_slice(&all[0]);
         let mut handle = std::ptr::null_mut();
+        // Only ranks and threads of that communicator's calls need to see it, which follow.
+        HAS_COMMUNICATORS.store(true, Ordering::Relaxed);
         // SAFETY: `handle` is valid for a write of one handle, and the id is that of rank 0.
         let code = unsafe { real::CommInitRank(&mut handle, world as c_int, id, rank as c_int) }?;
         Failure::check_real(code, "ncclCommInitRank")?;
