@@ -101,11 +101,15 @@ def run_ranks(
 
     identity = warplink.UniqueId.create()
     identity.release()
-    # Ranks are forks of a process that has imported PyTorch and made nothing: that takes most of the time.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["numpy", "torch", "torch.distributed", "torch._inductor.compile_fx", "jax.numpy", "warplink"]
-    )
+    if os.environ.get("WARPLINK_TEST_DEVICE") == "cuda":
+        # JAX starts the driver when it is imported, and a fork cannot use that.
+        context = multiprocessing.get_context("spawn")
+    else:
+        # Ranks are forks of a process that has imported PyTorch and made nothing: that takes most of the time.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            ["numpy", "torch", "torch.distributed", "torch._inductor.compile_fx", "jax.numpy", "warplink"]
+        )
     results = context.Queue()
     ranks = [
         context.Process(
