@@ -11,9 +11,14 @@ fn bench(more: &str) -> std::process::Output {
 
 #[test]
 fn dispatch_and_combine_are_right_and_measured_beside_their_peer() {
-    for (ranks, routing, dtype) in [("2", "random", "bf16"), ("3", "one-rank", "f32")] {
-        let arguments = format!("-n {ranks} --routing {routing} --dtype {dtype} --json");
-        let report = object(&bench(&arguments));
+    for (ranks, routing, dtype, layout) in [
+        ("2", "random", "bf16", "by_source"),
+        ("3", "one-rank", "f32", "by_expert"),
+        ("2", "random", "f16", "once_per_rank"),
+    ] {
+        let arguments = format!("-n {ranks} --routing {routing} --dtype {dtype} --layout {layout}");
+        let report = object(&bench(&format!("{arguments} --json")));
+        assert_eq!(report["layout"], layout);
         assert_eq!(report["benchmark"], "expert-parallel");
         assert_eq!(report["top_k"], 3);
         let rows = report["rows"].as_array().unwrap();
@@ -35,7 +40,7 @@ fn dispatch_and_combine_are_right_and_measured_beside_their_peer() {
                 assert_eq!(row["rows"].as_u64().unwrap(), all, "{row}");
             }
         }
-        let table = bench(&format!("-n {ranks} --routing {routing} --dtype {dtype}"));
+        let table = bench(&arguments);
         assert!(stdout(&table).contains("top 3 of 12 experts"));
     }
 }

@@ -15,7 +15,7 @@ use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
 use runner::ExpertRunner;
 use serde::Serialize;
-use warplink::collective::ExpertOptions;
+use warplink::collective::{ExpertOptions, RowLayout};
 use warplink::{Communicator, DType};
 
 /// Measure dispatch and combine of a mixture-of-experts layer
@@ -26,7 +26,8 @@ use warplink::{Communicator, DType};
 ///
 /// The peer is the vendor's library, used in the usual way: the ranks exchange their counts, the host waits for them,
 /// and groups of sends and receives move the rows. It cannot be captured. It starts from rows that are packed for each
-/// rank, and does not add up the results, so it does less work than Warplink.
+/// rank, and does not add up the results, so it does less work than Warplink. With '--layout once_per_rank' it, too, sends
+/// one row of a token to a rank.
 ///
 /// Warplink's result is compared once for each size with the exact sums: 'wrong' is the number of elements that differ.
 /// 'speedup' is the peer's time for dispatch and combine divided by Warplink's: below 1, the peer is faster.
@@ -51,6 +52,9 @@ pub(crate) struct ExpertParallel {
     /// Distribution of tokens over experts
     #[arg(long, value_enum, default_value = "random")]
     routing: Routing,
+    /// Order of the received rows
+    #[arg(long, value_name = "LAYOUT", default_value = "by_source", value_parser = OneOf(&RowLayout::ALL))]
+    layout: RowLayout,
     /// Method to compare with
     #[arg(long, value_enum, default_value = "nccl")]
     peer: ExpertPeer,
@@ -152,7 +156,8 @@ impl Case for ExpertParallel {
         } = layer;
         let peer = runner.peer();
         let title = format!(
-            "rows of {elements} {dtype}, top {top_k} of {experts} experts, {}{}",
+            "rows of {elements} {dtype} {}, top {top_k} of {experts} experts, {}{}",
+            layer.layout.name().replace('_', " "),
             job(comm),
             compared(peer.as_slice())
         );
@@ -161,6 +166,7 @@ impl Case for ExpertParallel {
             .key("elements", elements)
             .key("experts", experts)
             .key("top_k", top_k)
+            .key("layout", layer.layout)
             .key("routing", name_of(&self.routing))
             .optional("peer", peer);
         Ok(Figures::of_rows(title, object, rows))
@@ -176,6 +182,7 @@ impl ExpertParallel {
             max_rows: None,
             elements: self.elements as usize,
             dtype: self.dtype,
+            layout: self.layout,
             ..ExpertOptions::default()
         }
     }

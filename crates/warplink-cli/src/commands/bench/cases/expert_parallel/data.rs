@@ -3,7 +3,7 @@
 use super::Routing;
 use crate::commands::bench::cases::collective::data::different;
 use crate::gemm::inputs::Random;
-use warplink::collective::ExpertOptions;
+use warplink::collective::{ExpertOptions, RowLayout};
 
 /// The tokens of one rank.
 pub(super) struct Tokens {
@@ -47,17 +47,42 @@ impl Tokens {
     /// The number of rows for each rank.
     pub(super) fn counts(&self, layer: &ExpertOptions, world: usize) -> Vec<usize> {
         let mut counts = vec![0; world];
-        for expert in &self.experts {
-            counts[*expert as usize / (layer.experts / world)] += 1;
+        for experts in self.experts.chunks_exact(layer.top_k) {
+            let ranks = experts
+                .iter()
+                .map(|expert| *expert as usize / (layer.experts / world));
+            let mut ranks: Vec<usize> = ranks.collect();
+            if layer.layout == RowLayout::OncePerRank {
+                ranks.sort_unstable();
+                ranks.dedup();
+            }
+            for rank in ranks {
+                counts[rank] += 1;
+            }
         }
         counts
     }
 
+    /// The weights of the rows that a token gets back, for experts that return their rows unchanged: those of its slots, or
+    /// for each rank the sum of those of the rank's experts.
+    pub(super) fn returned_weights(&self, layer: &ExpertOptions, world: usize) -> Vec<f32> {
+        if layer.layout != RowLayout::OncePerRank {
+            return self.weights.clone();
+        }
+        let mut sums = vec![0.0; self.weights.len() / layer.top_k * world];
+        for (slot, (expert, weight)) in self.experts.iter().zip(&self.weights).enumerate() {
+            let rank = *expert as usize / (layer.experts / world);
+            sums[slot / layer.top_k * world + rank] += weight;
+        }
+        sums
+    }
+
     /// The number of elements of `got` that are wrong, for experts that return their rows unchanged.
-    pub(super) fn different(&self, layer: &ExpertOptions, got: &[u8]) -> u64 {
+    pub(super) fn different(&self, layer: &ExpertOptions, world: usize, got: &[u8]) -> u64 {
         let row = layer.elements * layer.dtype.size();
         let tokens = self.rows.chunks_exact(row).zip(got.chunks_exact(row));
-        let weights = self.weights.chunks_exact(layer.top_k);
+        let weights = self.returned_weights(layer, world);
+        let weights = weights.chunks_exact(layer.rows_per_token(world));
         let wrong = tokens.zip(weights).map(|((values, got), weights)| {
             let sums = layer.dtype.decode(values).map(|value| {
                 let terms = weights.iter().map(|weight| weight * value as f32);

@@ -9,7 +9,9 @@ use crate::names::name_of;
 use anyhow::{Context, Result};
 use std::cell::RefCell;
 use warplink::collective::Routing as Dispatch;
-use warplink::collective::{CollectiveOptions, Dispatched, ExpertOptions, Experts, Parts, Tokens};
+use warplink::collective::{
+    CollectiveOptions, Dispatched, ExpertOptions, Experts, Parts, RowLayout, Tokens,
+};
 use warplink::device::{DeviceSlice, Priority, Stream};
 use warplink::{Collectives, Communicator, DType};
 
@@ -22,13 +24,16 @@ pub(super) struct ExpertRunner<'a> {
     layer: ExpertOptions,
     routing: Routing,
     experts: Experts,
-    /// For the calls: tokens, their experts and weights, the output, and the dispatched rows.
+    /// For the calls: tokens, their experts, the weights of these and of the returned rows, the output, and the dispatched
+    /// rows with the weights of all slots.
     tokens: DeviceSlice,
     numbers: DeviceSlice,
+    slot_weights: DeviceSlice,
     weights: DeviceSlice,
     output: DeviceSlice,
     rows: DeviceSlice,
     locals: DeviceSlice,
+    row_weights: DeviceSlice,
     counts: DeviceSlice,
     /// The last dispatch. Dispatches that are captured into graphs have the same memory as it.
     last: RefCell<Option<Dispatch>>,
@@ -80,11 +85,13 @@ impl<'a> ExpertRunner<'a> {
             experts: comm.collectives_with(options)?.experts(&layer)?,
             tokens: allocate(layer.max_tokens * layer.row_bytes())?,
             numbers: allocate(WORD * slots)?,
-            weights: allocate(WORD * slots)?,
+            slot_weights: allocate(WORD * slots)?,
+            weights: allocate(WORD * layer.max_tokens * layer.rows_per_token(world))?,
             output: allocate(layer.max_tokens * layer.row_bytes())?,
             rows: allocate(rows * layer.row_bytes())?,
-            locals: allocate(WORD * rows)?,
-            counts: allocate(WORD * world)?,
+            locals: allocate(WORD * rows * layer.experts_per_row())?,
+            row_weights: allocate(WORD * rows * layer.experts_per_row())?,
+            counts: allocate(WORD * layer.counts(world))?,
             last: RefCell::default(),
             vendor,
         })
@@ -107,14 +114,20 @@ impl<'a> ExpertRunner<'a> {
         upload(&self.tokens, &tokens.rows)?;
         let numbers = tokens.experts.iter().flat_map(|n| n.to_le_bytes());
         upload(&self.numbers, &numbers.collect::<Vec<_>>())?;
-        let weights = tokens.weights.iter().flat_map(|w| w.to_le_bytes());
-        upload(&self.weights, &weights.collect::<Vec<_>>())?;
+        let returned = tokens.returned_weights(layer, comm.world());
+        for (memory, weights) in [
+            (&self.slot_weights, &tokens.weights),
+            (&self.weights, &returned),
+        ] {
+            let bytes = weights.iter().flat_map(|weight| weight.to_le_bytes());
+            upload(memory, &bytes.collect::<Vec<_>>())?;
+        }
         let stream = &self.clock.stream;
         self.dispatch(count, stream)?;
         self.combine(count, stream)?;
         comm.synchronize(stream)?;
         let got = download(comm, &self.output.slice(0..tokens.rows.len())?)?;
-        let own = tokens.different(layer, &got);
+        let own = tokens.different(layer, comm.world(), &got);
         let sends = tokens.counts(layer, comm.world());
         let counts: Vec<f64> = sends.iter().map(|count| *count as f64).collect();
         let all = gather(comm, &counts)?;
@@ -190,17 +203,21 @@ impl<'a> ExpertRunner<'a> {
         Ok(row.speedup(&sums))
     }
 
-    fn dispatched(&self) -> Dispatched<'_> {
-        Dispatched::new(&self.rows, &self.locals, &self.counts)
-    }
-
     fn dispatch(&self, count: usize, stream: &Stream) -> Result<()> {
         let tokens = self.tokens.slice(0..count * self.layer.row_bytes())?;
         let numbers = self.numbers.slice(0..WORD * count * self.layer.top_k)?;
         // The memory of the routing is used again.
         self.last.take();
-        let tokens = Tokens::new(&tokens, &numbers);
-        let routing = self.experts.dispatch(&tokens, &self.dispatched(), stream)?;
+        let weights = self
+            .slot_weights
+            .slice(0..WORD * count * self.layer.top_k)?;
+        let mut tokens = Tokens::new(&tokens, &numbers);
+        let mut dispatched = Dispatched::new(&self.rows, &self.locals, &self.counts);
+        if self.layer.layout == RowLayout::OncePerRank {
+            tokens.weights = Some(&weights);
+            dispatched.weights = Some(&self.row_weights);
+        }
+        let routing = self.experts.dispatch(&tokens, &dispatched, stream)?;
         self.last.replace(Some(routing));
         Ok(())
     }
@@ -208,7 +225,8 @@ impl<'a> ExpertRunner<'a> {
     /// For experts that return the rows unchanged.
     fn combine(&self, count: usize, stream: &Stream) -> Result<()> {
         let output = self.output.slice(0..count * self.layer.row_bytes())?;
-        let weights = self.weights.slice(0..WORD * count * self.layer.top_k)?;
+        let columns = self.layer.rows_per_token(self.clock.comm.world());
+        let weights = self.weights.slice(0..WORD * count * columns)?;
         let last = self.last.borrow();
         let routing = last.as_ref().context("a combine before any dispatch")?;
         let weights = Some(&weights);
