@@ -27,6 +27,12 @@ const ADDED_AT_ONCE: usize = 8;
 /// Maximum rows of the function that states the result, whose arguments are limited.
 const MAX_STATED: usize = 12;
 
+/// Maximum lanes that add up one token.
+const MAX_PARTS: usize = 8;
+
+/// Alignment of parts of a row, in bytes.
+const PART_BYTES: usize = 16;
+
 /// Maximum number of cached kernels.
 const MAX_KEPT: usize = 1024;
 
@@ -60,6 +66,8 @@ struct Shape {
     threads: usize,
     /// Maximum tokens of a launch.
     tokens: usize,
+    /// Lanes that add up one token, if there are enough.
+    parts: usize,
 }
 
 /// Cache key: the first token of the launch, the number of tokens of the call, whether memory is aligned, and whether there
@@ -106,8 +114,10 @@ impl Combine {
     pub(super) fn prepare(&self, on: (&Machine, &SharedWorkspace)) -> Result<()> {
         // Experts of a rank that gets a row once have applied the weights themselves.
         let weighted = !self.options.sends_weights();
-        self.kernel(on, (0, self.options.max_tokens, true, weighted))
-            .map(drop)
+        for tokens in [self.options.max_tokens, 1] {
+            self.kernel(on, (0, tokens, true, weighted))?;
+        }
+        Ok(())
     }
 
     /// Enqueues the sums of all tokens.
@@ -147,8 +157,9 @@ impl Combine {
         if let Some(kept) = lock(&self.kept).get(&key) {
             return Ok(kept.clone());
         }
-        let (from, _, aligned, weighted) = key;
-        let most = (from, self.options.max_tokens, aligned, weighted);
+        let (from, tokens, aligned, weighted) = key;
+        let most = self.shape.most_tokens(tokens, self.options.max_tokens);
+        let most = (from, most, aligned, weighted);
         let mut models = lock(&self.models);
         let model = match models.get(&most) {
             Some(model) => model.clone(),
@@ -210,6 +221,7 @@ impl Combine {
             ("most", shape.tokens.min(options.max_tokens - from) as i64),
             ("rows", self.max_rows as i64),
             ("n", options.elements as i64),
+            ("parts", shape.parts_for(tokens) as i64),
             ("requests", requests as i64),
             ("sums", sums as i64),
             ("room", room as i64),
@@ -259,7 +271,8 @@ impl Shape {
             )
             .with_help("give the workspace more bytes (CollectiveOptions::workspace_bytes)"));
         }
-        let mut lanes = machine.lanes(options.max_tokens, most);
+        let wanted = options.max_tokens * if shared { 1 } else { MAX_PARTS };
+        let mut lanes = machine.lanes(wanted, most);
         if lanes > most {
             // More are forced than have space.
             let open = Machine {
@@ -279,8 +292,36 @@ impl Shape {
             lanes,
             threads: machine.threads(MAX_THREADS.min(options.elements.div_ceil(UNIT))),
             tokens: options.max_tokens.min(lanes * of_lane),
+            parts: if shared { 1 } else { parts(options, lanes) },
         })
     }
+
+    /// Lanes that add up one token of a call of so many.
+    const fn parts_for(&self, tokens: usize) -> usize {
+        if tokens <= self.lanes / self.parts {
+            self.parts
+        } else {
+            1
+        }
+    }
+
+    /// The most tokens, up to `limit`, that are divided as those of a call of so many.
+    fn most_tokens(&self, tokens: usize, limit: usize) -> usize {
+        match self.parts_for(tokens) {
+            1 => limit,
+            parts => limit.min(self.lanes / parts),
+        }
+    }
+}
+
+/// Equal parts of a row of which each has a lane.
+fn parts(options: &ExpertOptions, lanes: usize) -> usize {
+    let divides = |parts: &usize| {
+        lanes.is_multiple_of(*parts)
+            && options.elements.is_multiple_of(*parts)
+            && (options.row_bytes() / parts).is_multiple_of(PART_BYTES)
+    };
+    (1..=MAX_PARTS).rev().find(divides).unwrap_or(1)
 }
 
 /// Words of scratch of a lane for the sum of a token whose rows are added up in several steps.
@@ -349,19 +390,23 @@ pub(super) fn text(options: &ExpertOptions, world: usize, weighted: bool) -> Str
         };
         format!("X[{source}][{p} % rows]")
     };
-    let staged =
-        |k: usize| format!("B[slot][(i * {rows} + {k}) * row..(i * {rows} + {k}) * row + n]");
+    let room = |k: usize, from: &str, length: &str| {
+        let start = format!("(i * {rows} + {k}) * row{from}");
+        format!("B[slot][{start}..{start} + {length}]")
+    };
+    let staged = |k: usize| room(k, " + piece * width", "width");
     let direct = |k: usize| {
         let p = format!("p{k}");
-        format!("{} on {}", row(&p, "rank"), owner(&p))
+        format!("{}[piece] on {}", row(&p, "rank"), owner(&p))
     };
     let expected = if rows <= MAX_STATED {
-        format!("expect Y[t] = stated({})", it.arguments(0..rows, &direct))
+        let stated = it.arguments(0..rows, &direct);
+        format!("for piece in 0..parts {{ expect Y[t][piece] = stated({stated}) }}")
     } else {
         String::new()
     };
     let asked = |k: usize| {
-        let (a, to) = (format!("a{k}"), staged(k));
+        let (a, to) = (format!("a{k}"), room(k, "", "n"));
         let (owner, row) = (owner(&a), row(&a, "p"));
         format!("if {owner} == rank {{ put {row} to {to} on p }}")
     };
@@ -423,11 +468,11 @@ impl Added {
 
     /// Steps that add up the rows of a token.
     fn steps(&self, row: &dyn Fn(usize) -> String) -> String {
-        let sum = "S[slot][i * row..i * row + n]";
+        let sum = "S[slot][i * row..i * row + width]";
         let mut steps = Vec::new();
         for (number, from) in (0..self.rows).step_by(ADDED_AT_ONCE).enumerate() {
             let to = self.rows.min(from + ADDED_AT_ONCE);
-            let target = if to == self.rows { "Y[t]" } else { sum };
+            let target = if to == self.rows { "Y[t][piece]" } else { sum };
             let before = if number == 0 {
                 String::new()
             } else {

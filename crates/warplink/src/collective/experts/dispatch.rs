@@ -229,7 +229,8 @@ impl Shape {
         }
         let most = (1..=MAX_LANES).take_while(|lanes| fits(*lanes, 1));
         let most = most.last().unwrap_or(1);
-        let mut lanes = machine.lanes(options.max_tokens, most);
+        let wanted = options.max_tokens * text::divided(options);
+        let mut lanes = machine.lanes(wanted, most);
         if lanes > most {
             // More are forced than have space.
             let open = Machine {

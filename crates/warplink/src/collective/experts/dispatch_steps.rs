@@ -8,7 +8,7 @@ pub(super) const COUNTS_BY_SOURCE: &str = "\
 if first == 0 {
     for r in 0..world {
         let q = (rank + r) % world
-        let came = count({of}E[0..all] {of rank})
+        let came = count({of}E[0..whole] {of rank})
         R[slot][rank] on q = integer(min(came, rows))
     }
     barrier
@@ -36,10 +36,10 @@ pub(super) const COUNTED: &str = "\
 for k in 0..(experts - i + each - 1) / each {
     let x = i + k * each
     let q = x / per
-    let wanted = count({of}E[0..all] {of rank})
+    let wanted = count({of}E[0..whole] {of rank})
     {came}
     if wanted > rows {
-        let cut = position(rows of {of}E[0..all] {of rank})
+        let cut = position(rows of {of}E[0..whole] {of rank})
         {lost}
         {dropped}
         {stated}
@@ -49,19 +49,12 @@ for k in 0..(experts - i + each - 1) / each {
     }
 }";
 
-/// Slots behind a position, of one expert.
-pub(super) const LOST_SLOTS: &str = "\
-let t = cut / slots
-let rest = count(E[t][cut % slots..slots] in x..x + 1)
-let later = count(E[t + 1..all] in x..x + 1)
-let lost = rest + later";
-
 /// Slots without an expert have no row.
 pub(super) const NOBODY_OF_SLOTS: &str = "\
 let nobody = count(E[start..stop] not in 0..experts)
 for j in 0..nobody {
     let s = position(j of E[start..stop] not in 0..experts)
-    P[start + s / slots][s % slots] = integer(none)
+    P[start + s] = integer(none)
 }";
 
 /// Tokens without an expert of a rank have no row there.
@@ -80,13 +73,13 @@ let before = count({of}E[0..start] {of rank})
 let own = count({of}E[start..stop] {of rank})
 for j in 0..own {
     let s = position(j of {of}E[start..stop] {of rank})
-    let t = start + {token}
+    let t = {token}
     if before + j < rows {
         {expert}
         {stored}
-        P[t][{column}] = integer(q * rows + before + j)
+        P[{position}] = integer(q * rows + before + j)
     } else {
-        P[t][{column}] = integer(none)
+        P[{position}] = integer(none)
     }
 }";
 
@@ -104,13 +97,13 @@ if own > 0 {
             let earlier = count(E[0..start] in x..x + 1)
             for j in 0..ours {
                 let s = position(j of E[start..stop] in x..x + 1)
-                let t = start + s / slots
+                let t = {token}
                 let place = base + earlier + j
                 if kept > 0 and s <= last and place < world * rows {
                     {stored}
-                    P[t][s % slots] = integer(q * span + place)
+                    P[{position}] = integer(q * span + place)
                 } else {
-                    P[t][s % slots] = integer(none)
+                    P[{position}] = integer(none)
                 }
             }
         }
@@ -121,9 +114,8 @@ if own > 0 {
 pub(super) const PLACE_BY_EXPERT: &str = "\
 {expert}
 let base = {base} at most world * rows
-let earlier = count(E[0..t] in x..x + 1)
-let same = count(E[t][0..s % slots] in x..x + 1)
-let place = base + earlier + same";
+let earlier = count(E[0..start + s] in x..x + 1)
+let place = base + earlier";
 
 /// The experts of a row among those of rank q.
 pub(super) const LOCALS: &str = "\
@@ -142,10 +134,11 @@ pub(super) const EXPECTED_BY_SOURCE: &str = "\
 for r in 0..world {
     let all = N[0] on r at most tokens
     if all > 0 {
-        let m = count({of}E[0..all] on r in rank * per..(rank + 1) * per)
+        let m = count({of}E[0..all * {unit}] on r in rank * per..(rank + 1) * per)
         for j in 0..min(m, rows) {
-            let s = position(j of {of}E[0..all] on r in rank * per..(rank + 1) * per)
-            if first <= {token} and {token} < first + most {
+            let s = position(j of {of}E[0..all * {unit}] on r in rank * per..(rank + 1) * per)
+            let t = s / {unit}
+            if first <= t and t < first + most {
                 {expect}
             }
         }
@@ -156,7 +149,7 @@ for r in 0..world {
 pub(super) const EXPECTED_BY_EXPERT: &str = "\
 let head{p} = {head}
 for j in 0..of{p} * min(all{p}, 1) {
-    let s = position(j of E[0..all{p}] on {p} in x..x + 1)
+    let s = position(j of E[0..all{p} * slots] on {p} in x..x + 1)
     let place = head{p} + j
     if first <= s / slots and s / slots < first + most {
         {expect}

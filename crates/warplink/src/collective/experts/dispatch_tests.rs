@@ -226,8 +226,8 @@ fn faulty_variants_are_refused() {
         // A word that names no expert is taken for one.
         (
             by_source,
-            "let x = E[t][s % slots] at most experts - 1",
-            "let x = E[t][(s + 1) % slots] at most experts - 1",
+            "let x = E[start + s] at most experts - 1",
+            "let x = E[(start + s + 1) % (tokens * slots)] at most experts - 1",
             "out-of-bounds",
         ),
         // Rows that are dropped are stored behind the others.

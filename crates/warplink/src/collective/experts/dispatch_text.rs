@@ -225,17 +225,27 @@ pub(super) fn text(options: &ExpertOptions, world: usize) -> String {
         ("row", either(it.quantizes, "f8e4m3", "T")),
         ("each expert", either(it.is_once, ", slots", "")),
         ("groups", either(it.by_expert, "per", "world")),
-        ("columns", either(it.is_once, "world", "slots")),
         ("span", either(it.by_expert, "world * rows", "rows")),
-        ("rows of lane", either(it.is_once, "piece", "piece * slots")),
         ("chain", either(it.by_expert, "experts + 1", "0")),
-        ("token", either(it.is_once, "s", "s / slots")),
-        ("column", either(it.is_once, "q", "s % slots")),
+        ("unit", either(it.is_once, "1", "slots")),
+        (
+            "choices",
+            either(it.is_once, "tokens, slots", "tokens * slots"),
+        ),
+        (
+            "positions",
+            either(it.is_once, "tokens, world", "tokens * slots"),
+        ),
+        (
+            "token",
+            either(it.is_once, "start + s", "(start + s) / slots"),
+        ),
+        ("position", either(it.is_once, "t][q", "start + s")),
         ("wide", either(it.is_once, "(1 + slots)", "2")),
         ("floats", either(is_long, "F: f32[2, floats], ", "")),
         (
             "expert",
-            "let x = E[t][s % slots] at most experts - 1".to_owned(),
+            "let x = E[start + s] at most experts - 1".to_owned(),
         ),
         ("count k", integer("k")),
         ("base", integer("experts + x")),
@@ -262,6 +272,15 @@ pub(super) fn cells(options: &ExpertOptions, lanes: usize) -> usize {
 pub(super) fn floats(options: &ExpertOptions) -> usize {
     let it = Variant::of(options);
     options.scales() + if it.is_once { options.top_k } else { 0 }
+}
+
+/// Parts of a token that lanes divide among themselves: slots, where each has a row of its own.
+pub(super) fn divided(options: &ExpertOptions) -> usize {
+    if Variant::of(options).is_once {
+        1
+    } else {
+        options.top_k
+    }
 }
 
 /// Words of a row in scratch: its position, and its experts.
@@ -298,7 +317,7 @@ fn totals(it: Variant, world: usize) -> String {
     let mut all = Vec::new();
     for rank in 0..world {
         let range = format!("in {rank} * per..{} * per", rank + 1);
-        all.push(format!("let rows{rank} = count({{of}}E[0..all] {range})"));
+        all.push(format!("let rows{rank} = count({{of}}E[0..whole] {range})"));
         let own = format!("rows{rank} * world + {rank}");
         let worst = match rank.checked_sub(1) {
             Some(before) => format!("max(worst{before}, {own})"),
@@ -334,15 +353,15 @@ fn counted(it: Variant) -> String {
     let values = [
         (
             "came",
-            either(it.by_expert, "let came = count(E[0..all] in x..x + 1)", ""),
+            either(
+                it.by_expert,
+                "let came = count(E[0..whole] in x..x + 1)",
+                "",
+            ),
         ),
         (
             "lost",
-            either(
-                it.is_once,
-                "let lost = count(E[cut..all] in x..x + 1)",
-                steps::LOST_SLOTS,
-            ),
+            "let lost = count(E[cut..whole] in x..x + 1)".to_owned(),
         ),
         ("dropped", either(it.drops, "D[x] = integer(lost)", "")),
         ("none dropped", either(it.drops, "D[x] = integer(0)", "")),
@@ -427,10 +446,9 @@ fn taken(it: Variant) -> String {
 /// What outputs are to be.
 fn expected(it: Variant, world: usize) -> String {
     if !it.by_expert {
-        let token = either(it.is_once, "s", "s / slots");
         return filled(
             steps::EXPECTED_BY_SOURCE,
-            &[("expect", it.expect("[r][j]", &token, "r"))],
+            &[("expect", it.expect("[r][j]", "t", "r"))],
         )
         .trim_end()
         .to_owned();
@@ -440,13 +458,13 @@ fn expected(it: Variant, world: usize) -> String {
     let known = ranks().map(|p| {
         format!(
             "let all{p} = N[0] on {p} at most tokens\n\
-             let wanted{p} = count(E[0..max(all{p}, 1)] on {p} in rank * per..(rank + 1) * per)"
+             let wanted{p} = count(E[0..max(all{p} * slots, 1)] on {p} in rank * per..(rank + 1) * per)"
         )
     });
     let counted = ranks().map(|p| {
         format!(
-            "let before{p} = count(E[0..max(all{p}, 1)] on {p} in rank * per..x)\n\
-             let of{p} = count(E[0..max(all{p}, 1)] on {p} in x..x + 1)"
+            "let before{p} = count(E[0..max(all{p} * slots, 1)] on {p} in rank * per..x)\n\
+             let of{p} = count(E[0..max(all{p} * slots, 1)] on {p} in x..x + 1)"
         )
     });
     let each = ranks().map(|p| {

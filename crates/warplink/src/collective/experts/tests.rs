@@ -9,6 +9,7 @@ use crate::collective::choice::Machine;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::evaluate::Evaluator;
+use crate::program::parameters::Value;
 use crate::program::verify::{verify, verify_sharing};
 use crate::program::{Parameters, Program, TensorInstance};
 
@@ -42,13 +43,28 @@ fn options(world: usize, experts: usize, layout: RowLayout, elements: usize) -> 
 fn made(
     world: usize,
     (experts, lanes, from): Shape,
+    kind: (RowLayout, bool),
+    elements: usize,
+) -> (Program, Parameters) {
+    let tokens = options(world, experts, kind.0, elements).max_tokens;
+    made_for(tokens, world, (experts, lanes, from), kind, elements)
+}
+
+/// The same for a call of so many tokens.
+fn made_for(
+    tokens: usize,
+    world: usize,
+    (experts, lanes, from): Shape,
     (layout, weighted): (RowLayout, bool),
     elements: usize,
 ) -> (Program, Parameters) {
     let machine = with_lanes(world, lanes);
-    let options = options(world, experts, layout, elements);
+    let options = ExpertOptions {
+        max_tokens: tokens,
+        ..options(world, experts, layout, elements)
+    };
     let combine = Combine::new(&options, &machine, (0, false)).unwrap();
-    let parameters = combine.parameters(&machine, (from, options.max_tokens), weighted);
+    let parameters = combine.parameters(&machine, (from, tokens), weighted);
     (combine.program(weighted).clone(), parameters)
 }
 
@@ -90,30 +106,58 @@ fn combine_meets_its_expectation() {
         (2, 3, 0, (RowLayout::OncePerRank, false)),
         (3, 1, 0, (RowLayout::OncePerRank, true)),
     ] {
-        let places = world * options(world, experts, kind.0, 137).span(world);
-        let inputs = |rank: usize, number: usize, tensor: &TensorInstance| {
-            let at = |element: usize| (7 * element + 5 * number + 3 * rank) % 11;
-            let elements = 0..tensor.bytes / tensor.dtype.size();
-            let bytes = |element: usize| match tensor.dtype {
-                DType::I32 => ((3 - rank) as u32).to_le_bytes().to_vec(),
-                // Any row of any rank, and none.
-                DType::U32 => ((at(element) + element) as u32 % (places as u32 + 1))
-                    .to_le_bytes()
-                    .to_vec(),
-                dtype => dtype.encode([at(element) as f64 - 5.0]),
-            };
-            elements.flat_map(bytes).collect::<Vec<u8>>()
+        let places = options(world, experts, kind.0, 137).span(world);
+        let made = made(world, (experts, 2, from), kind, 137);
+        check_sums(made, (world, world * places), 3);
+    }
+}
+
+/// The evaluator finds what is expected on ranks of which the first has so many tokens, and each other one less.
+fn check_sums(
+    (program, given): (Program, Parameters),
+    (world, places): (usize, usize),
+    tokens: usize,
+) {
+    let inputs = |rank: usize, number: usize, tensor: &TensorInstance| {
+        let at = |element: usize| (7 * element + 5 * number + 3 * rank) % 11;
+        let elements = 0..tensor.bytes / tensor.dtype.size();
+        let bytes = |element: usize| match tensor.dtype {
+            DType::I32 => (tokens.saturating_sub(rank) as u32).to_le_bytes().to_vec(),
+            // Any row of any rank, and none.
+            DType::U32 => ((at(element) + element) as u32 % (places as u32 + 1))
+                .to_le_bytes()
+                .to_vec(),
+            dtype => dtype.encode([at(element) as f64 - 5.0]),
         };
-        let (program, given) = made(world, (experts, 2, from), kind, 137);
-        let evaluator = || Evaluator::new(&program, world, 1, &given).unwrap();
-        for evaluator in [
-            evaluator(),
-            evaluator().without_reaching(&["X".to_owned()]).unwrap(),
-        ] {
-            if let Err(error) = evaluator.run(inputs) {
-                panic!("{world}, {experts}, {from}: {error}\n{program}");
-            }
+        elements.flat_map(bytes).collect::<Vec<u8>>()
+    };
+    let evaluator = || Evaluator::new(&program, world, 1, &given).unwrap();
+    for evaluator in [
+        evaluator(),
+        evaluator().without_reaching(&["X".to_owned()]).unwrap(),
+    ] {
+        if let Err(error) = evaluator.run(inputs) {
+            panic!("{given}: {error}\n{program}");
         }
+    }
+}
+
+/// Lanes may add up parts of one token.
+#[test]
+fn several_lanes_add_up_a_token() {
+    for (experts, kind) in [
+        (2, PLAIN),
+        (9, PLAIN),
+        (2, (RowLayout::ByExpert, false)),
+        (2, (RowLayout::OncePerRank, true)),
+    ] {
+        let (program, given) = made_for(1, 2, (experts, 2, 0), kind, 16);
+        assert_eq!(given.value("parts"), Some(&Value::from(2)), "{given}");
+        if let Err(found) = verify(&program, 2, 1, &given) {
+            panic!("{given}: {}\n{program}", found[0]);
+        }
+        let places = options(2, experts, kind.0, 16).span(2);
+        check_sums((program, given), (2, 2 * places), 1);
     }
 }
 
