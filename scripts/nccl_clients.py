@@ -172,7 +172,10 @@ class Library:
 
     def __call__(self, name, *arguments):
         code = getattr(self.loaded, f"nccl{name}")(*arguments)
-        assert code == 0, f"nccl{name} gives {code}"
+        if code != 0:
+            last = self.loaded.ncclGetLastError
+            last.restype = ctypes.c_char_p
+            raise RuntimeError(f"nccl{name} gives {code}: {(last(None) or b'').decode()}")
 
     def memory(self, tensor):
         """Pointer, count and type of a tensor, as arguments."""
