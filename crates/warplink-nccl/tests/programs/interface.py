@@ -529,8 +529,11 @@ def wrong_arguments(comm, rank, ranks):
     """Each is refused, and the communicator goes on."""
     place, _ = memory([1] * COUNT)
     freed, _ = memory([1] * COUNT)
-    ok("MemFree", freed)
     other, stream, more, number = (rank + 1) % ranks, stream_of(70, rank), c_void_p(), c_int()
+    # Ranks are threads, and none may allocate where another one has freed: all have what they need after a call.
+    ok("AllReduce", place, place, c_size_t(1), INT32, SUM, comm, stream)
+    synchronize(stream)
+    ok("MemFree", freed)
     at = place.value
     for memory_, count in [
         (None, 1),
