@@ -31,6 +31,17 @@ template <typename T, bool CONSTANT = false> __device__ __forceinline__ i64 load
     }
 }
 
+// Four words, of which the first is at a multiple of 16 bytes.
+template <typename T> struct FourWords {
+    T word[4];
+};
+template <typename T, bool CONSTANT> __device__ __forceinline__ FourWords<T> load_four_words(u64 at) {
+    u32 a, b, c, d;
+    if constexpr (CONSTANT) asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(at));
+    else asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(at) : "memory");
+    return {{(T)a, (T)b, (T)c, (T)d}};
+}
+
 // The value, if it is from 0 to `most`. If not, records it, ends the lane, which stores nothing from here on, and
 // aborts the waits of this rank's other lanes.
 __device__ __forceinline__ Index checked(Lane &lane, i64 value, i64 most, u64 place, u64 note) {
@@ -79,44 +90,78 @@ template <typename T, bool CONSTANT = false> struct Words {
     i64 from, to;
     bool inside;
 
-    // A word of a row, one in the range if there is any. The address is always within the words, so that loads of single words
-    // need no branch and several are in flight.
-    __device__ __forceinline__ i64 load(u64 number) const {
+    __device__ __forceinline__ bool in_range(i64 word) const { return from <= word && word < to; }
+
+    // Whether groups of four words from `at` on can be loaded at once.
+    __device__ __forceinline__ bool by_four() const { return sizeof(T) == 4 && at % 16 == 0; }
+
+    // Whether row `number` has a word in the range. Loads do not depend on one another, so that they are in flight together; the
+    // address is always within the words, so that no branch is needed either.
+    __device__ __forceinline__ bool found(u64 number) const {
         const u64 first = at + sizeof(T) * row * (number < count ? number : count - 1);
-        i64 word = detail::load_word<T, CONSTANT>(first);
-        for (u64 i = 1; i < row && !(from <= word && word < to); i++) word = detail::load_word<T, CONSTANT>(first + sizeof(T) * i);
-        return word;
+        if (row == 1) return in_range(detail::load_word<T, CONSTANT>(first));
+        bool any = false;
+        if (by_four() && row % 4 == 0) {
+#pragma unroll 2
+            for (u64 i = 0; i < row; i += 4) {
+                const detail::FourWords<T> four = detail::load_four_words<T, CONSTANT>(first + sizeof(T) * i);
+                any |= in_range(four.word[0]) | in_range(four.word[1]) | in_range(four.word[2]) | in_range(four.word[3]);
+            }
+        } else {
+#pragma unroll 4
+            for (u64 i = 0; i < row; i++) any |= in_range(detail::load_word<T, CONSTANT>(first + sizeof(T) * i));
+        }
+        return any;
     }
 
-    __device__ __forceinline__ bool holds(u64 number, i64 word) const {
-        return number < count && (from <= word && word < to) == inside;
+    __device__ __forceinline__ bool holds(u64 number) const {
+        const bool any = found(number);
+        return number < count && any == inside;
     }
 };
 
-// How many such rows there are.
+// How many such rows there are. Every warp counts few CONSTANT ones for itself, which takes less time than a barrier.
 template <typename T, bool CONSTANT> __device__ __forceinline__ Index count(Lane &lane, const Words<T, CONSTANT> &words) {
     if (words.count == 0) return 0;
-    if (words.count <= blockDim.x) return __syncthreads_count(words.holds(threadIdx.x, words.load(threadIdx.x)));
-    // Enough to hide most of a load's latency in the time that the other warps take.
-    constexpr u32 together = 8;
-    __shared__ u32 of_warps[32];
     u32 own = 0;
+    if (CONSTANT && words.count <= 128) {
 #pragma unroll 1
-    for (u64 first = threadIdx.x; first < words.count; first += together * blockDim.x) {
-        i64 loaded[together];
-#pragma unroll
-        for (u32 i = 0; i < together; i++) loaded[i] = words.load(first + i * blockDim.x);
-#pragma unroll
-        for (u32 i = 0; i < together; i++) own += words.holds(first + i * blockDim.x, loaded[i]);
+        for (u64 first = 0; first < words.count; first += 32) own += words.holds(first + threadIdx.x % 32);
+        return (Index)__reduce_add_sync(~0u, own);
     }
+    if (words.count <= blockDim.x) return __syncthreads_count(words.holds(threadIdx.x));
+    // Loads of so many steps are in flight together.
+    constexpr u32 together = 4;
+    u64 counted = 0;
+    if (words.row == 1 && words.by_four()) {
+        const u64 fours = words.count / 4;
+#pragma unroll 1
+        for (u64 first = threadIdx.x; first < fours; first += together * blockDim.x) {
+            detail::FourWords<T> loaded[together];
+#pragma unroll
+            for (u32 i = 0; i < together; i++) {
+                const u64 number = first + i * blockDim.x;
+                loaded[i] = detail::load_four_words<T, CONSTANT>(words.at + 4 * sizeof(T) * (number < fours ? number : fours - 1));
+            }
+#pragma unroll
+            for (u32 i = 0; i < together; i++) {
+                u32 here = 0;
+                for (u32 j = 0; j < 4; j++) here += words.in_range(loaded[i].word[j]) == words.inside;
+                if (first + i * blockDim.x < fours) own += here;
+            }
+        }
+        counted = 4 * fours;
+    }
+#pragma unroll together
+    for (u64 number = counted + threadIdx.x; number < words.count; number += blockDim.x) own += words.holds(number);
     own = __reduce_add_sync(~0u, own);
+    __shared__ u32 of_warps[32];
     // The sums of an earlier call may still be read.
     __syncthreads();
     if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = own;
     __syncthreads();
-    u32 all = 0;
-    for (u32 warp = 0; warp < blockDim.x / 32; warp++) all += of_warps[warp];
-    return (Index)all;
+    own = threadIdx.x % 32 < blockDim.x / 32 ? of_warps[threadIdx.x % 32] : 0;
+    return (Index)__reduce_add_sync(~0u, own);
 }
 
 // A search among such rows: of those before `next`, the last 32 are passed but for the bits of `left`, and `before` that match
@@ -151,15 +196,15 @@ __device__ __forceinline__ Index position(Lane &lane, Search &search, const Word
         search.left = 0;
         if (search.next >= words.count) break;
         const u64 own = search.next + threadIdx.x % 32;
-        search.left = __ballot_sync(~0u, words.holds(own, words.load(own)));
+        search.left = __ballot_sync(~0u, words.holds(own));
         search.next += 32;
     }
     return detail::checked(lane, position, most, place, note);
 }
 
-// Stores an integer in one element.
+// Stores an integer in one element. The lane's first thread stores all of them, so that they need no barrier among themselves.
 template <typename T> __device__ __forceinline__ void store_integer(Lane &lane, u64 at, i64 value) {
-    if (!lane.ended && threadIdx.x == 0) *(volatile T *)at = (T)value;
+    if (!lane.ended && lane.rank() == 0) *(volatile T *)at = (T)value;
 }
 
 // The same in a packet with `DATA` bytes of data.
@@ -168,7 +213,7 @@ template <typename T, u32 DATA> __device__ __forceinline__ void store_packet_int
     Unit<DATA> unit{};
     unit.word[0] = (u32)value;
     if constexpr (sizeof(T) == 8) unit.word[1] = (u32)((u64)value >> 32);
-    if (!lane.ended && threadIdx.x == 0) detail::store_packet(at, unit, Flag(lane.epoch()));
+    if (!lane.ended && lane.rank() == 0) detail::store_packet(at, unit, Flag(lane.epoch()));
 }
 
 }  // namespace warplink

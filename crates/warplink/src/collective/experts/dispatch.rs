@@ -214,7 +214,7 @@ impl Shape {
         let fits = |lanes: usize, depth: usize| {
             let (words, floats) = scratch(options, world, (lanes, depth));
             let bytes = WORD * (words + floats) + 2 * lanes * world * depth * row;
-            bytes <= machine.plain_bytes && text::cells(options, lanes) <= cells(machine)
+            bytes <= machine.plain_bytes && text::cells(options, world, lanes) <= cells(machine)
         };
         if !fits(1, 1) {
             return Err(Error::new(
@@ -258,7 +258,7 @@ impl Shape {
     }
 }
 
-/// Words of scratch, and floats: the numbers of rows of ranks and experts; for each lane and rank the number of rows, and two
+/// Words of scratch, and floats: the numbers of rows of ranks; for each lane and rank the number of rows, and two
 /// lists of what belongs to rows.
 fn scratch(
     options: &ExpertOptions,
@@ -266,7 +266,7 @@ fn scratch(
     (lanes, depth): (usize, usize),
 ) -> (usize, usize) {
     let rows = 2 * lanes * world * depth;
-    let words = text::heads(options, world) + lanes * world + rows * text::words(options);
+    let words = world + lanes * world + rows * text::words(options);
     let floats = rows * text::floats(options);
     let up = |words: usize| words.next_multiple_of(SCRATCH_WORDS);
     (up(words), up(floats))

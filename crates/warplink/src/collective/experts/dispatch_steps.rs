@@ -15,37 +15,43 @@ if first == 0 {
     for p in 0..world { K[p] = copy(R[slot][p]) }
 }";
 
-/// Numbers of rows by expert: lanes state them to the expert's rank, which tells every rank where its rows begin.
-pub(super) const COUNTS_BY_EXPERT: &str = "\
-R[slot][world] = integer(0)
-for k in 0..experts {
-    let came = {count k} at most rows
-    let base = R[slot][world + k] at most world * rows
-    R[slot][world + k + 1] = integer(base + came)
-    let x = rank * per + k / world
-    {base} on k % world = integer(base)
-}
-for x in 0..per {
-    let head = R[slot][world + x * world] at most world * rows
-    let tail = R[slot][world + (x + 1) * world] at most world * rows
-    K[x] = integer(tail - head)
-}";
-
-/// Rows of each expert that this lane counts, and those of them that are dropped: they are the last ones for its rank.
+/// For each expert that this lane counts, rows that are dropped, which are the last ones for its rank; and what lanes state to all
+/// ranks about the others.
 pub(super) const COUNTED: &str = "\
 for k in 0..(experts - i + each - 1) / each {
     let x = i + k * each
     let q = x / per
     let wanted = count({of}E[0..whole] {of rank})
-    {came}
     if wanted > rows {
         let cut = position(rows of {of}E[0..whole] {of rank})
-        {lost}
         {dropped}
         {stated}
     } else {
         {none dropped}
         {all stated}
+    }
+}";
+
+/// Rows up to slot {end} for the experts of rank q up to x, and none before the first of these.
+pub(super) const STATED: &str = "\
+let up = count(E[0..{end}] in q * per..x + 1)
+for r in 0..world {
+    let o = (rank + r) % world
+    {up} on o = integer(up)
+    if x == q * per { {none} on o = integer(0) }
+}";
+
+/// Where rows of this rank begin among those of expert x: behind those of earlier experts, and those of earlier ranks. And how many
+/// rows an expert of this rank has.
+pub(super) const BASES: &str = "\
+for k in 0..(experts - i + each - 1) / each {
+    let x = i + k * each
+    let q = x / per
+    {earlier}
+    {base} = integer({sum})
+    if q == rank {
+        {ends}
+        K[x - rank * per] = integer({difference})
     }
 }";
 

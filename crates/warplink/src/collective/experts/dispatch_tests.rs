@@ -219,7 +219,7 @@ fn faulty_variants_are_refused() {
         // The receiver copies as many rows as it sends itself.
         (
             by_source,
-            "let kept = R[slot][world + 0 + i * world + p] at most tokens * slots",
+            "let kept = R[slot][world + i * world + p] at most tokens * slots",
             "let kept = count(E[start..stop] in p * per..(p + 1) * per)",
             "race",
         ),
@@ -237,18 +237,13 @@ fn faulty_variants_are_refused() {
             "if before + j <= rows {",
             "out-of-bounds",
         ),
-        // An expert's rows begin where those of the expert before it do.
-        (
-            by_expert,
-            "= integer(base + came)",
-            "= integer(base)",
-            "race",
-        ),
+        // An expert's rows begin behind those of one rank.
+        (by_expert, "= integer(up0 + up1)", "= integer(up0)", "race"),
         // A rank states how many rows it has, and not how many it sends.
         (
             by_expert,
-            "= integer(came - lost)",
-            "= integer(came)",
+            "let up = count(E[0..cut] in",
+            "let up = count(E[0..whole] in",
             "out-of-bounds",
         ),
         // Two lanes count the rows of one expert before their own.
@@ -268,8 +263,8 @@ fn faulty_variants_are_refused() {
         // The other half of the workspace is another launch's.
         (
             by_expert,
-            "M[slot][each + (k) / 8][(k) % 8][0]",
-            "M[0][each + (k) / 8][(k) % 8][0]",
+            "M[slot][each + ((rank * world",
+            "M[0][each + ((rank * world",
             "deadlock",
         ),
     ];

@@ -14,6 +14,9 @@ const LONG_ANNOUNCEMENT: usize = 12;
 pub(super) const CELL_ROWS: usize = 8;
 pub(super) const CELL_WORDS: usize = 16;
 
+/// Integers in a row of a cell, each of which has a packet, of two words.
+const CELL_INTEGERS: usize = CELL_WORDS / 2;
+
 /// Where a row and what belongs to it is stored; `local` is for the expert of slot k.
 struct Stored {
     row: String,
@@ -160,11 +163,7 @@ pub(super) fn text(options: &ExpertOptions, world: usize) -> String {
         .iter()
         .map(|output| format!("reachable({output})"))
         .collect();
-    let counts = either(
-        it.by_expert,
-        steps::COUNTS_BY_EXPERT,
-        steps::COUNTS_BY_SOURCE,
-    );
+    let counts = either(it.by_expert, "", steps::COUNTS_BY_SOURCE);
     let lines_of = [
         (
             "inputs",
@@ -206,7 +205,7 @@ pub(super) fn text(options: &ExpertOptions, world: usize) -> String {
         ),
         ("totals", totals(it, world)),
         ("counts", counts),
-        ("counted", counted(it)),
+        ("counted", counted(it, world)),
         (
             "nobody",
             either(it.is_once, steps::NOBODY_OF_RANKS, steps::NOBODY_OF_SLOTS),
@@ -226,7 +225,6 @@ pub(super) fn text(options: &ExpertOptions, world: usize) -> String {
         ("each expert", either(it.is_once, ", slots", "")),
         ("groups", either(it.by_expert, "per", "world")),
         ("span", either(it.by_expert, "world * rows", "rows")),
-        ("chain", either(it.by_expert, "experts + 1", "0")),
         ("unit", either(it.is_once, "1", "slots")),
         (
             "choices",
@@ -247,24 +245,37 @@ pub(super) fn text(options: &ExpertOptions, world: usize) -> String {
             "expert",
             "let x = E[start + s] at most experts - 1".to_owned(),
         ),
-        ("count k", integer("k")),
-        ("base", integer("experts + x")),
+        ("base", integer(BASE)),
     ];
     filled(&filled(TEXT, &lines_of), &words)
 }
 
 /// An integer that packets carry, behind the announcements.
 fn integer(number: &str) -> String {
-    format!("M[slot][each + ({number}) / {CELL_ROWS}][({number}) % {CELL_ROWS}][0]")
+    let cell = CELL_ROWS * CELL_INTEGERS;
+    format!(
+        "M[slot][each + ({number}) / {cell}][({number}) / {CELL_INTEGERS} % {CELL_ROWS}][({number}) % {CELL_INTEGERS} * 2]"
+    )
 }
 
+/// The number of such an integer that rank `from` states: its rows for the first experts of rank q, `further` more than those before x.
+fn stated(from: &str, further: &str) -> String {
+    integer(&format!(
+        "({from} * world + q) * (per + 1) + x - q * per + {further}"
+    ))
+}
+
+/// The number of the integer with the place of this rank's first row for expert x, behind the stated ones.
+const BASE: &str = "world * (experts + world) + x";
+
 /// Cells of packets that a launch with so many lanes for data needs.
-pub(super) fn cells(options: &ExpertOptions, lanes: usize) -> usize {
+pub(super) fn cells(options: &ExpertOptions, world: usize, lanes: usize) -> usize {
     let it = Variant::of(options);
+    let integers = world * (options.experts + world) + options.experts;
     match (it.by_expert, it.outputs().len() > 2) {
         (false, false) => 0,
         (false, true) => lanes,
-        (true, _) => lanes + (2 * options.experts).div_ceil(CELL_ROWS),
+        (true, _) => lanes + integers.div_ceil(CELL_ROWS * CELL_INTEGERS),
     }
 }
 
@@ -286,16 +297,6 @@ pub(super) fn divided(options: &ExpertOptions) -> usize {
 /// Words of a row in scratch: its position, and its experts.
 pub(super) fn words(options: &ExpertOptions) -> usize {
     1 + options.experts_per_row()
-}
-
-/// Words of scratch in front of those of lanes: rows of each rank, and numbers that add up to where each expert's begin.
-pub(super) fn heads(options: &ExpertOptions, world: usize) -> usize {
-    world
-        + if Variant::of(options).by_expert {
-            options.experts + 1
-        } else {
-            0
-        }
 }
 
 fn function(quantization: Quantization) -> String {
@@ -338,42 +339,55 @@ fn totals(it: Variant, world: usize) -> String {
 }
 
 /// Rows by expert, where they are needed.
-fn counted(it: Variant) -> String {
+fn counted(it: Variant, world: usize) -> String {
     if !it.by_expert && !it.drops {
         return String::new();
     }
-    let stated = |number: &str| {
-        let cell = integer("x % per * world + rank");
-        either(
-            it.by_expert,
-            &format!("{cell} on q = integer({number})"),
-            "",
-        )
+    let states = |end: &str| {
+        let values = [
+            ("end", end.to_owned()),
+            ("up", stated("rank", "1")),
+            ("none", stated("rank", "0")),
+        ];
+        either(it.by_expert, &filled(steps::STATED, &values), "")
     };
+    let dropped = "let lost = count(E[cut..whole] in x..x + 1)\nD[x] = integer(lost)";
     let values = [
-        (
-            "came",
-            either(
-                it.by_expert,
-                "let came = count(E[0..whole] in x..x + 1)",
-                "",
-            ),
-        ),
-        (
-            "lost",
-            "let lost = count(E[cut..whole] in x..x + 1)".to_owned(),
-        ),
-        ("dropped", either(it.drops, "D[x] = integer(lost)", "")),
+        ("dropped", either(it.drops, dropped, "")),
         ("none dropped", either(it.drops, "D[x] = integer(0)", "")),
-        ("stated", stated("came - lost")),
-        ("all stated", stated("came")),
+        ("stated", states("cut")),
+        ("all stated", states("whole")),
     ];
     let counted = filled(steps::COUNTED, &values);
     if it.by_expert {
-        return counted.trim_end().to_owned();
+        return format!("{}\n{}", counted.trim_end(), bases(world));
     }
     let body = counted.trim_end().replace('\n', "\n    ");
     format!("if first == 0 {{\n    {body}\n}}")
+}
+
+/// Where this rank's rows for experts begin, from what all ranks have stated.
+fn bases(world: usize) -> String {
+    let all = |text: &dyn Fn(usize) -> String, by: &str| -> String {
+        let texts: Vec<String> = (0..world).map(text).collect();
+        texts.join(by)
+    };
+    let read = |name: &str, from: usize, further: &str| {
+        let number = stated(&from.to_string(), further);
+        format!("let {name}{from} = {number} at most rows")
+    };
+    let earlier = |from: usize| read("up", from, &format!("min(max(rank - {from}, 0), 1)"));
+    let ends = |from: usize| format!("{}\n{}", read("tail", from, "1"), read("head", from, "0"));
+    let values = [
+        ("earlier", all(&earlier, "\n")),
+        ("sum", all(&|from| format!("up{from}"), " + ")),
+        ("ends", all(&ends, "\n")),
+        (
+            "difference",
+            all(&|from| format!("tail{from} - head{from}"), " + "),
+        ),
+    ];
+    filled(steps::BASES, &values).trim_end().to_owned()
 }
 
 /// Steps that store rows of rank q straight in its outputs.

@@ -137,11 +137,6 @@ impl StepKind {
         )
     }
 
-    /// Whether every element that it stores is the same thread's in each execution.
-    pub(super) const fn stores_by_thread(&self) -> bool {
-        matches!(self, Self::Apply(_) | Self::Store(_))
-    }
-
     /// Passes every part of the step to a visitor, in the order in which it is resolved.
     pub(super) fn visit<'s>(&'s self, visitor: &mut impl Visitor<'s>) {
         match self {

@@ -42,7 +42,7 @@ pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barrier
             scope: constants.clone(),
             aliases: HashMap::new(),
             accesses: Vec::new(),
-            by_thread: None,
+            storer: None,
             pending: BTreeSet::new(),
             barriers: barriers.clone(),
             steps: 0,
@@ -78,8 +78,17 @@ struct StepAccess {
     rank: Option<i64>,
     selected: Selected,
     writes: bool,
-    /// The step and the number of its access, if the same thread stores an element in each execution.
-    stored: Option<(usize, usize)>,
+    /// For a write, who stores an element in each execution, if that is known.
+    stored: Option<Storer>,
+}
+
+/// The thread that stores an element, the same one in accesses that compare equal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Storer {
+    /// The lane's first thread stores all integers.
+    First,
+    /// The thread that has the element in a step, by the number of its access.
+    OfStep(usize, usize),
 }
 
 /// Accessed memory.
@@ -108,7 +117,7 @@ impl StepAccess {
             (Some(a), Some(b)) if a != b => true,
             // Selections of two different tensors in the same memory cannot be compared.
             _ if self.tensor != other.tensor => false,
-            // The same thread stores an element in every iteration.
+            // The same thread stores an element both times.
             _ if self.tensor != Accessed::Any
                 && self.stored.is_some()
                 && self.stored == other.stored =>
@@ -131,8 +140,8 @@ struct HazardWalk<'s> {
     aliases: HashMap<&'s str, (usize, Selected)>,
     /// Accesses of the current step.
     accesses: Vec<StepAccess>,
-    /// The current step, if the same thread stores an element in each execution.
-    by_thread: Option<usize>,
+    /// Who stores the elements of the first access of the current step, if that is known.
+    storer: Option<Storer>,
     /// Accesses since the last barrier.
     pending: BTreeSet<StepAccess>,
     barriers: Barriers,
@@ -175,7 +184,11 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
             self.pending.clear();
             return;
         }
-        self.by_thread = kind.stores_by_thread().then(|| id(step));
+        self.storer = match kind {
+            StepKind::Store(_) => Some(Storer::First),
+            StepKind::Apply(_) => Some(Storer::OfStep(id(step), 0)),
+            _ => None,
+        };
         kind.visit(self);
         let accesses = std::mem::take(&mut self.accesses);
         self.looks += self.pending.len() * accesses.len();
@@ -295,8 +308,12 @@ impl<'s> HazardWalk<'s> {
             let mut selections = place.tensor.selections.iter();
             let whole = selections.all(|it| matches!(it, Selection::Index(_)))
                 && !self.aliases.contains_key(place.tensor.name.as_str());
-            let stored = self.by_thread.filter(|_| writes && whole);
-            let stored = stored.map(|step| (step, self.accesses.len()));
+            let number = self.accesses.len();
+            let stored = self.storer.filter(|_| writes && whole);
+            let stored = stored.map(|storer| match storer {
+                Storer::First => storer,
+                Storer::OfStep(step, _) => Storer::OfStep(step, number),
+            });
             self.note(operand, place.on.as_ref(), (writes, stored));
         }
     }
@@ -322,7 +339,7 @@ impl<'s> HazardWalk<'s> {
         &mut self,
         (index, mut selected): (usize, Selected),
         on: Option<&Expr>,
-        (writes, stored): (bool, Option<(usize, usize)>),
+        (writes, stored): (bool, Option<Storer>),
     ) {
         let scratch = self.instance.scratch_of(index);
         if scratch.is_some_and(|scratch| scratch.packing != Packing::Plain) {

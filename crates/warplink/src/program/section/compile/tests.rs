@@ -64,6 +64,27 @@ fn threads_are_synchronized_where_one_may_need_what_another_wrote() {
 }
 
 #[test]
+fn the_thread_that_stores_all_integers_needs_no_barrier_between_them() {
+    let of = |body: &str| {
+        let text = format!(
+            "program test(n) {{\n input E: i32[n]\n output P: i32[n]\n output Q: i32[n]\n \
+             kernel lane in 0..4 threads 128 {{\n{body}\n}}\n}}\n"
+        );
+        let kernel = section(&text, 0, 2, 1000).kernel(true).unwrap();
+        kernel.matches("self.sync();").count()
+    };
+    assert_eq!(of("P[0] = integer(1)\nP[0] = integer(2)"), 0);
+    assert_eq!(
+        of("for i in 0..n { P[i] = integer(i) }\nP[n - 1] = integer(2)"),
+        0
+    );
+    // Other threads may have copied these elements, or have yet to read them.
+    assert_eq!(of("P = copy(E)\nP[0] = integer(2)"), 1);
+    assert_eq!(of("P[0] = integer(2)\nQ = copy(P)"), 1);
+    assert_eq!(of("let x = P[0] at most 9\nP[0] = integer(x + 1)"), 1);
+}
+
+#[test]
 fn what_an_iteration_leaves_to_the_next_is_waited_for() {
     let chain =
         "for c in 0..n { Z[lane of 4] = copy(Y[lane of 4])\nY[lane of 4] = copy(X[lane of 4]) }";

@@ -22,7 +22,7 @@ use crate::program::construct::{Branch, Loop, NodeKind, Selection, TensorRef};
 use crate::program::expr::{self, Expr, PART_UNIT};
 use crate::program::section::{
     Literal, Move, Otherwise, Packing, Place, ReduceOperator, SectionInstance, Source, Step,
-    StepKind, Verb,
+    StepKind, Verb, WordValue,
 };
 use crate::program::site::Position;
 use code::{Code, bare};
@@ -274,7 +274,10 @@ impl<'s> Emitter<'s> {
         self.accesses = true;
         let unroll = match bounds {
             Some((from, to)) if from >= to => return Ok(()),
-            Some((from, to)) if to - from <= UNROLLED => "#pragma unroll",
+            // Where words are looked for, iterations take long, and their copies would take seconds to compile.
+            Some((from, to)) if to - from <= UNROLLED && !looks_for_words(&it.body) => {
+                "#pragma unroll"
+            }
             _ => "#pragma unroll 1",
         };
         text.line(unroll);
@@ -593,4 +596,12 @@ impl<'s> Emitter<'s> {
             .with_operation(operation)
             .with_help(help)
     }
+}
+
+/// Whether a body looks for words in memory.
+fn looks_for_words(body: &[Step]) -> bool {
+    Step::actions(body).any(|(_, kind)| match kind {
+        StepKind::Value(it) => !matches!(it.gives, WordValue::Word(_)),
+        _ => false,
+    })
 }
