@@ -19,7 +19,7 @@ use warplink::{Collectives, Communicator, DeviceKind, Error};
 static ALIVE: RwLock<BTreeMap<usize, Arc<Comm>>> = RwLock::new(BTreeMap::new());
 
 /// Handles are not valid addresses, so that a library that dereferences one as its own fails immediately.
-pub(crate) const FIRST: usize = 0x5750_0000_0000_0000;
+const FIRST: usize = 0x5750_0000_0000_0000;
 
 /// A user's communicator.
 #[derive(Debug)]

@@ -20,14 +20,15 @@
 //! | `windows` | windows, puts and signals |
 //! | `properties` | properties of the library and of communicators |
 //! | `watch` | asynchronous errors of calls that no host thread waits for |
-//! | `real` | the real NCCL, for calls that Warplink does not support |
+//! | `real`, `bind` | the real NCCL, for calls that Warplink does not support |
 //! | `log`, `report` | logging, and the report of calls by route |
 //!
 //! Three rules hold throughout. No panic crosses the language boundary: every function runs in `status::entry`. Handles
-//! are keys of table entries, so a handle that is not live is an error. `unsafe` is used only to dereference C pointers
-//! and to call functions of the real library.
+//! are keys of table entries, so a handle that is not live is an error. `unsafe` is used only to dereference C pointers,
+//! to call functions of the real library, and to bind these to itself.
 
 mod abi;
+mod bind;
 mod calls;
 mod communicator;
 mod devices;

@@ -75,14 +75,9 @@ pub(crate) unsafe fn free(memory: *mut c_void) -> Outcome {
 pub(crate) unsafe fn register(
     comm: Handle,
     memory: *mut c_void,
-    bytes: usize,
+    _bytes: usize,
     handle: *mut *mut c_void,
 ) -> Outcome {
-    // SAFETY: the arguments are passed on unchanged.
-    let pass_on = || unsafe { functions::CommRegister(comm, memory, bytes, handle) };
-    if let Some(done) = real::own_call(comm, "ncclCommRegister", pass_on) {
-        return done;
-    }
     find(comm)?.joined()?;
     check(memory, "buff")?;
     // Memory is published to peers when a call first uses it, so registration only returns a handle.
@@ -92,12 +87,7 @@ pub(crate) unsafe fn register(
 
 /// # Safety
 /// As [`allocate`].
-pub(crate) unsafe fn deregister(comm: Handle, handle: *mut c_void) -> Outcome {
-    // SAFETY: the arguments are passed on unchanged.
-    let pass_on = || unsafe { functions::CommDeregister(comm, handle) };
-    if let Some(done) = real::own_call(comm, "ncclCommDeregister", pass_on) {
-        return done;
-    }
+pub(crate) unsafe fn deregister(comm: Handle, _handle: *mut c_void) -> Outcome {
     find(comm)?.joined().map(drop)
 }
 

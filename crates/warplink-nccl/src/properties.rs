@@ -27,11 +27,6 @@ pub(crate) unsafe fn version(version: *mut c_int) -> Outcome {
 /// # Safety
 /// As [`version`].
 pub(crate) unsafe fn async_error(comm: Handle, result: *mut c_int) -> Outcome {
-    // SAFETY: the arguments are passed on unchanged.
-    let pass_on = || unsafe { functions::CommGetAsyncError(comm, result) };
-    if let Some(done) = real::own_call(comm, "ncclCommGetAsyncError", pass_on) {
-        return done;
-    }
     let comm = find(comm)?;
     check(result, "asyncError")?;
     let code = comm.progress().unwrap_or_else(|failure| {

@@ -1,21 +1,19 @@
 //! The real NCCL, for calls that Warplink does not support.
 //!
 //! It is opened by absolute path, never by the SONAME that this library shares, and with `RTLD_LOCAL` and
-//! `RTLD_DEEPBIND`, so that its internal calls bind to itself. Where another library has loaded it before without these, its
-//! calls of its own public functions reach this library instead; the functions that it calls so return them to it
-//! ([`own_call`]).
+//! `RTLD_DEEPBIND`, so that its internal calls bind to itself. Where another library has loaded it before without these,
+//! [`bind`] has them do so.
 
 use crate::abi::{Handle, UniqueId};
-use crate::communicator::{FIRST, Joined, RealHandle, gather, lock};
-use crate::leave;
+use crate::communicator::{Joined, RealHandle, gather, lock};
 use crate::status::{Failure, Outcome};
 use crate::table::real;
+use crate::{bind, leave};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::ffi::{c_int, c_void};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, Ordering};
 use warplink::{Error, ErrorKind, Result, variables};
 
 /// Environment variable with the path of the library.
@@ -99,21 +97,6 @@ pub(crate) fn is_there() -> bool {
     loaded().is_ok()
 }
 
-/// Whether the library has a communicator, since when it may call public functions with it.
-static HAS_COMMUNICATORS: AtomicBool = AtomicBool::new(false);
-
-/// Returns a call of the function `name` to the library if that made it itself, which its communicator shows: its handles are
-/// addresses, and ours are not.
-pub(crate) fn own_call(
-    comm: Handle,
-    name: &str,
-    call: impl FnOnce() -> Outcome<c_int>,
-) -> Option<Outcome> {
-    let is_own =
-        !comm.is_null() && (comm as usize) < FIRST && HAS_COMMUNICATORS.load(Ordering::Relaxed);
-    is_own.then(|| Failure::check_real(call()?, name))
-}
-
 /// The error of `what`, which needs the library.
 pub(crate) fn missing(what: &str) -> Error {
     let error = loaded().err().unwrap_or_else(|| {
@@ -176,6 +159,14 @@ fn open(path: &Path) -> std::result::Result<Loaded, String> {
     if unsafe { library.get::<*const c_void>(OWN) }.is_ok() {
         return Err("it is this library".to_owned());
     }
+    let handle = library.into_raw();
+    // SAFETY: the handle is that of the library, which is closed by no one.
+    let (bound, library) = unsafe { (bind::to_itself(handle), Library::from_raw(handle)) };
+    let bound = bound.map_err(|error| format!("its calls of its own functions: {error}"))?;
+    tracing::debug!(
+        "{}: {bound} addresses were those of other functions",
+        path.display()
+    );
     let path = path.to_owned();
     Ok(Loaded { library, path })
 }
@@ -297,8 +288,6 @@ impl Joined {
         }
         id.bytes.copy_from_slice(&all[0]);
         let mut handle = std::ptr::null_mut();
-        // Only ranks and threads of that communicator's calls need to see it, which follow.
-        HAS_COMMUNICATORS.store(true, Ordering::Relaxed);
         // SAFETY: `handle` is valid for a write of one handle, and the id is that of rank 0.
         let code = unsafe { real::CommInitRank(&mut handle, world as c_int, id, rank as c_int) }?;
         Failure::check_real(code, "ncclCommInitRank")?;

@@ -8,7 +8,7 @@ use crate::communicator::{Comm, Joined, RealHandle, Served, find, gather, lock};
 use crate::memory::{has_real, only_real};
 use crate::status::{Failure, Outcome};
 use crate::table::real as functions;
-use crate::{group, real, report};
+use crate::{group, report};
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -111,11 +111,6 @@ pub(crate) unsafe fn register(
 /// # Safety
 /// As [`register`].
 pub(crate) unsafe fn deregister(comm: Handle, window: Window) -> Outcome {
-    // SAFETY: the arguments are passed on unchanged.
-    let pass_on = || unsafe { functions::CommWindowDeregister(comm, window) };
-    if let Some(done) = real::own_call(comm, "ncclCommWindowDeregister", pass_on) {
-        return done;
-    }
     let joined = find(comm)?.joined()?;
     if window.is_null() {
         return Ok(());

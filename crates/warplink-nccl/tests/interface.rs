@@ -269,7 +269,7 @@ fn install(prefix: &Path) -> PathBuf {
 }
 
 /// A program that opens NCCL by its name gets this library, where that is loaded, beside NCCL itself: whose version it gives,
-/// and which calls its own functions.
+/// and which calls its own functions, also if the program has loaded it before.
 #[test]
 fn a_library_in_front_of_nccl_finds_it() {
     let folder = tempfile::tempdir().unwrap();
@@ -277,10 +277,15 @@ fn a_library_in_front_of_nccl_finds_it() {
     compile("preloaded.c", &opener, &[]);
     let installed = install(&folder.path().join("prefix"));
     let other = folder.path().join("libnccl.so.2");
-    let options = ["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"];
+    let mut options = vec!["-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"];
     compile("other.c", &other, &options);
-    let open = |search: Option<&Path>, named: Option<&Path>, ours: bool| {
+    // Its addresses of functions are read-only once it is loaded.
+    let fixed = folder.path().join("fixed");
+    options.extend(["-Wl,-z,relro", "-Wl,-z,now"]);
+    compile("other.c", &fixed, &options);
+    let open = |search: Option<&Path>, named: Option<&Path>, ours: bool, before: Option<&Path>| {
         let mut command = Command::new(&opener);
+        command.args(before);
         for name in [
             "LD_PRELOAD",
             "LD_LIBRARY_PATH",
@@ -305,10 +310,14 @@ fn a_library_in_front_of_nccl_finds_it() {
         (PathBuf::from(file), version.parse::<u32>().unwrap())
     };
     assert_eq!(
-        open(Some(folder.path()), None, false),
+        open(Some(folder.path()), None, false, None),
         (other.clone(), 22_999)
     );
     let ours = (installed.clone(), 22_999);
-    assert_eq!(open(Some(folder.path()), None, true), ours);
-    assert_eq!(open(None, Some(&other), true), ours);
+    assert_eq!(open(Some(folder.path()), None, true, None), ours);
+    for other in [&other, &fixed] {
+        for before in [None, Some(&**other)] {
+            assert_eq!(open(None, Some(other), true, before), ours, "{before:?}");
+        }
+    }
 }
