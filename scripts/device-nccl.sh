@@ -133,7 +133,8 @@ clients() {
                 grep -h right "$logs/$client-$library.log" | sed "s/^/$library, /"
             else
                 echo "$client with $library FAILED ($?):"
-                grep -v '^  *File\|^$' "$logs/$client-$library.log" | tail -n "${LINES_OF_FAILURE:-25}"
+                # Without the places of exceptions, whose lines follow, but with those of signals.
+                grep -v '^  *File .*, in \|^$' "$logs/$client-$library.log" | tail -n "${LINES_OF_FAILURE:-50}"
                 [[ $library == nccl ]] || failed=1
             fi
         done

@@ -10,6 +10,7 @@ Each prints a line per part that was right, with losses, which have to be equal 
 """
 
 import ctypes
+import faulthandler
 import os
 import sys
 import threading
@@ -17,6 +18,9 @@ import threading
 import without_multicast  # noqa: F401
 
 COUNT = 100_003
+
+# Also in the processes that are started from here: a signal that ends one prints the line that it was in.
+faulthandler.enable(all_threads=False)
 
 
 def torch_rank(rank, world, port):
