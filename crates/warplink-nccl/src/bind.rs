@@ -79,7 +79,8 @@ unsafe extern "C" {
 
 /// Fills the slots of the library. Returns how many had another address.
 ///
-/// # Safety `library` must be a handle of `dlopen`, and its library stay loaded.
+/// # Safety
+/// `library` must be a handle of `dlopen`, and its library stay loaded.
 pub(crate) unsafe fn to_itself(library: *mut c_void) -> Result<usize> {
     let mut map: *const LinkMap = std::ptr::null();
     // SAFETY: the handle is guaranteed by the caller, and `map` is valid for a write of an address.
@@ -142,7 +143,8 @@ pub(crate) unsafe fn to_itself(library: *mut c_void) -> Result<usize> {
 
 /// Stores an address in a slot. Returns whether that had another.
 ///
-/// # Safety `slot` must be the place of an address, which is not constant to the compiler.
+/// # Safety
+/// `slot` must be the place of an address, which is not constant to the compiler.
 unsafe fn fill(slot: usize, address: usize) -> Result<bool> {
     // SAFETY: other threads only read it, as a whole.
     let place = unsafe { AtomicUsize::from_ptr(slot as *mut usize) };

@@ -202,9 +202,10 @@ __device__ __forceinline__ Index position(Lane &lane, Search &search, const Word
     return detail::checked(lane, position, most, place, note);
 }
 
-// Stores an integer in one element. The lane's first thread stores all of them, so that they need no barrier among themselves.
+// Stores an integer in one element. The lane's last thread stores all of them, so that they need no barrier among themselves; the
+// first ones copy what is short.
 template <typename T> __device__ __forceinline__ void store_integer(Lane &lane, u64 at, i64 value) {
-    if (!lane.ended && lane.rank() == 0) *(volatile T *)at = (T)value;
+    if (!lane.ended && lane.rank() == lane.size() - 1) *(volatile T *)at = (T)value;
 }
 
 // The same in a packet with `DATA` bytes of data.
@@ -213,7 +214,7 @@ template <typename T, u32 DATA> __device__ __forceinline__ void store_packet_int
     Unit<DATA> unit{};
     unit.word[0] = (u32)value;
     if constexpr (sizeof(T) == 8) unit.word[1] = (u32)((u64)value >> 32);
-    if (!lane.ended && lane.rank() == 0) detail::store_packet(at, unit, Flag(lane.epoch()));
+    if (!lane.ended && lane.rank() == lane.size() - 1) detail::store_packet(at, unit, Flag(lane.epoch()));
 }
 
 }  // namespace warplink

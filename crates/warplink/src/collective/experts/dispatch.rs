@@ -19,7 +19,7 @@ use std::sync::{Arc, Mutex};
 /// Maximum lanes that move data.
 const MAX_LANES: usize = 128;
 
-/// Maximum rows for one rank that are on their way in the scratch of a lane.
+/// Maximum rows that are on their way in half of the scratch of a lane.
 const MAX_DEPTH: usize = 64;
 
 /// Steps of a lane for a slot that goes through scratch, at most, apart from those for each rank.
@@ -63,7 +63,7 @@ struct Shape {
     threads: usize,
     /// Maximum tokens of a launch.
     tokens: usize,
-    /// Rows for a rank that are on their way in the scratch of a lane.
+    /// Rows that are on their way in half of the scratch of a lane.
     depth: usize,
 }
 
@@ -213,7 +213,7 @@ impl Shape {
         let row = part(options.elements, 1) * options.dispatched_dtype().size();
         let fits = |lanes: usize, depth: usize| {
             let (words, floats) = scratch(options, world, (lanes, depth));
-            let bytes = WORD * (words + floats) + 2 * lanes * world * depth * row;
+            let bytes = WORD * (words + floats) + 2 * lanes * depth * row;
             bytes <= machine.plain_bytes && text::cells(options, world, lanes) <= cells(machine)
         };
         if !fits(1, 1) {
@@ -265,7 +265,7 @@ fn scratch(
     world: usize,
     (lanes, depth): (usize, usize),
 ) -> (usize, usize) {
-    let rows = 2 * lanes * world * depth;
+    let rows = 2 * lanes * depth;
     let words = world + lanes * world + rows * text::words(options);
     let floats = rows * text::floats(options);
     let up = |words: usize| words.next_multiple_of(SCRATCH_WORDS);

@@ -205,8 +205,8 @@ fn faulty_variants_are_refused() {
         // Rows are copied before they have arrived.
         (
             by_source,
-            "                    barrier\n                    for p",
-            "                    for p",
+            "                    barrier\n                    let came",
+            "                    let came",
             "race",
         ),
         // Rows of two ranks are put in one place.
@@ -219,8 +219,8 @@ fn faulty_variants_are_refused() {
         // The receiver copies as many rows as it sends itself.
         (
             by_source,
-            "let kept = R[slot][world + i * world + p] at most tokens * slots",
-            "let kept = count(E[start..stop] in p * per..(p + 1) * per)",
+            "let came = R[slot][world + i * world + p] at most tokens * slots",
+            "let came = count(E[start..stop] in p * per..(p + 1) * per)",
             "race",
         ),
         // A word that names no expert is taken for one.

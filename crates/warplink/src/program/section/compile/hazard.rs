@@ -85,8 +85,8 @@ struct StepAccess {
 /// The thread that stores an element, the same one in accesses that compare equal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Storer {
-    /// The lane's first thread stores all integers.
-    First,
+    /// The lane's last thread stores all integers.
+    Last,
     /// The thread that has the element in a step, by the number of its access.
     OfStep(usize, usize),
 }
@@ -185,7 +185,7 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
             return;
         }
         self.storer = match kind {
-            StepKind::Store(_) => Some(Storer::First),
+            StepKind::Store(_) => Some(Storer::Last),
             StepKind::Apply(_) => Some(Storer::OfStep(id(step), 0)),
             _ => None,
         };
@@ -311,7 +311,7 @@ impl<'s> HazardWalk<'s> {
             let number = self.accesses.len();
             let stored = self.storer.filter(|_| writes && whole);
             let stored = stored.map(|storer| match storer {
-                Storer::First => storer,
+                Storer::Last => storer,
                 Storer::OfStep(step, _) => Storer::OfStep(step, number),
             });
             self.note(operand, place.on.as_ref(), (writes, stored));
