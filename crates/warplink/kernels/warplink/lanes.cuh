@@ -144,6 +144,8 @@ struct Lane {
         return threadIdx.x;
     }
     __device__ __forceinline__ u32 size() const { return lane_blocks * blockDim.x; }
+    // Whether the thread is in the warp of the one that stores integers, which is the last.
+    __device__ __forceinline__ bool in_last_warp() const { return threadIdx.x / 32 == (blockDim.x - 1) / 32; }
     __device__ __forceinline__ void sync() {
         if constexpr (lane_blocks > 1) {
             gather();

@@ -85,6 +85,35 @@ fn the_thread_that_stores_all_integers_needs_no_barrier_between_them() {
 }
 
 #[test]
+fn one_warp_does_what_only_stores_integers() {
+    let of = |body: &str| {
+        let text = format!(
+            "program test(n) {{\n input E: i32[n]\n output P: i32[n]\n output Q: i32[n]\n \
+             kernel lane in 0..4 threads 128 {{\nfor k in 0..n {{\n{body}\n}}\n}}\n}}\n"
+        );
+        let kernel = section(&text, 0, 2, 1000).kernel(true).unwrap();
+        kernel.matches("in_last_warp").count()
+    };
+    let one = "let m = count(E[k..k + 1] in 0..9)\nif m > 0 { P[k] = integer(m) }";
+    let word = "let x = E[k] at most 9\nP[k] = integer(x)";
+    let position = "let s = position(k of E[0..n] in 0..9)\nP[k] = integer(s)";
+    for body in [one, word, position] {
+        assert_eq!(of(body), 1, "{body}");
+    }
+    // Nothing is stored, all threads are needed, or other threads' elements are.
+    for body in [
+        "let x = E[k] at most 9",
+        "let m = count(E[0..n] in 0..9)\nP[k] = integer(m)",
+        "P[k] = copy(E[k])",
+        "let x = P[k] at most 9\nQ[k] = integer(x)",
+        "P[k] = integer(k)\nQ = copy(E)",
+        "P[k] = integer(k)\nbarrier",
+    ] {
+        assert_eq!(of(body), 0, "{body}");
+    }
+}
+
+#[test]
 fn what_an_iteration_leaves_to_the_next_is_waited_for() {
     let chain =
         "for c in 0..n { Z[lane of 4] = copy(Y[lane of 4])\nY[lane of 4] = copy(X[lane of 4]) }";

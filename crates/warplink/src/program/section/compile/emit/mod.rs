@@ -38,6 +38,9 @@ const MAX_PLACES: usize = 32;
 /// Maximum number of iterations of a loop with known bounds that the compiler is asked to unroll.
 const UNROLLED: i64 = 8;
 
+/// Maximum weight of all copies of a loop's body that the compiler is asked to make: heavier ones take seconds to compile.
+const MAX_UNROLLED_WEIGHT: i64 = 32;
+
 /// Maximum number of times that a loop's body is written out.
 const MAX_COPIES: i64 = 64;
 
@@ -274,8 +277,10 @@ impl<'s> Emitter<'s> {
         self.accesses = true;
         let unroll = match bounds {
             Some((from, to)) if from >= to => return Ok(()),
-            // Where words are looked for, iterations take long, and their copies would take seconds to compile.
-            Some((from, to)) if to - from <= UNROLLED && !looks_for_words(&it.body) => {
+            Some((from, to))
+                if to - from <= UNROLLED
+                    && (to - from) * weight(&it.body) <= MAX_UNROLLED_WEIGHT =>
+            {
                 "#pragma unroll"
             }
             _ => "#pragma unroll 1",
@@ -286,8 +291,13 @@ impl<'s> Emitter<'s> {
         let range = Range::index(self.scope.range(&over.from), self.scope.range(&over.to));
         self.scope
             .bind_within(&over.index, index.clone(), None, range);
+        let first = if self.is_for_one_warp(&it.body) {
+            format!("self.in_last_warp() ? {from} : {to}")
+        } else {
+            from
+        };
         let looped = text.block(
-            format!("for (Index {index} = {from}; {index} < {to}; {index}++) {{"),
+            format!("for (Index {index} = {first}; {index} < {to}; {index}++) {{"),
             |text| self.body(text, &it.body),
         );
         self.scope.truncate(visible);
@@ -598,10 +608,12 @@ impl<'s> Emitter<'s> {
     }
 }
 
-/// Whether a body looks for words in memory.
-fn looks_for_words(body: &[Step]) -> bool {
-    Step::actions(body).any(|(_, kind)| match kind {
-        StepKind::Value(it) => !matches!(it.gives, WordValue::Word(_)),
-        _ => false,
-    })
+/// What a copy of a body costs to compile, in plain steps.
+fn weight(body: &[Step]) -> i64 {
+    let of = |kind: &StepKind| match kind {
+        StepKind::Value(it) if !matches!(it.gives, WordValue::Word(_)) => 8,
+        StepKind::Apply(_) => 4,
+        _ => 1,
+    };
+    Step::actions(body).map(|(_, kind)| of(kind)).sum()
 }

@@ -5,10 +5,13 @@ use super::names::element_name;
 use super::{EmittedOperand, Emitter, Part, Refusal, Result};
 use crate::dtype::DType;
 use crate::program::construct::Selection;
-use crate::program::expr::Expr;
+use crate::program::expr::{Expr, Operator};
+use crate::program::section::compile::hazard;
 use crate::program::section::compile::range::Range;
 use crate::program::section::compile::scope::Scope;
-use crate::program::section::{DeviceValue, IntegerStore, Packing, WordRange, WordValue};
+use crate::program::section::{
+    DeviceValue, IntegerStore, Packing, Place, Step, StepKind, WordRange, WordValue,
+};
 
 impl Emitter<'_> {
     /// `let n = C[rank] at most rows`, `let n = count(E[a..b] in lo..hi)`.
@@ -216,6 +219,37 @@ impl Emitter<'_> {
         (0..self.searches).for_each(|number| code.line(format!("Search search{number};")));
     }
 
+    /// Whether one warp may do what a body says for all: it only stores integers, which depend on a few words at a time that no
+    /// rank stores. Other warps go on meanwhile, which takes a fraction of the instructions.
+    pub(super) fn is_for_one_warp(&self, body: &[Step]) -> bool {
+        let mut stores = false;
+        let fits = Step::actions(body).all(|(step, kind)| {
+            let done = match kind {
+                StepKind::Store(_) => {
+                    stores = true;
+                    true
+                }
+                StepKind::Value(it) => {
+                    let few = match &it.gives {
+                        WordValue::Word(_) | WordValue::Position(..) => true,
+                        WordValue::Count(range) => !range.rows && is_one_word(&it.place),
+                    };
+                    few && self.is_never_stored(&it.place)
+                }
+                _ => false,
+            };
+            done && !self.barriers.contains(&hazard::id(step))
+        });
+        fits && stores && !self.traced
+    }
+
+    /// Whether a place is this rank's, and no rank stores there during the launch.
+    fn is_never_stored(&self, place: &Place) -> bool {
+        let tensor = self.instance.tensor(&place.tensor.name);
+        let constant = tensor.is_some_and(|tensor| self.instance.tensors[tensor].constant);
+        constant && place.on.is_none() && !self.paired
+    }
+
     /// Template arguments of a load of a word: its type, and whether no rank stores it during the launch. A message may
     /// store words that a later one of the same launch reads.
     pub(super) fn loaded_word(&self, word: &EmittedOperand) -> String {
@@ -233,5 +267,15 @@ impl Emitter<'_> {
         let place = u64::from(self.position.line) << 32 | u64::from(self.position.column);
         let note = format!("{} + detail::value_note_offset", self.direct());
         format!("{}, {place:#x}ull, {note}", bare(most))
+    }
+}
+
+/// Whether the last selection of a place is of one word.
+fn is_one_word(place: &Place) -> bool {
+    match place.tensor.selections.last() {
+        Some(Selection::Range(from, Expr::Binary(Operator::Add, start, one))) => {
+            **start == *from && **one == Expr::Number(1)
+        }
+        _ => false,
     }
 }
