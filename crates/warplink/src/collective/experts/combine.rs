@@ -110,14 +110,18 @@ impl Combine {
         })
     }
 
-    /// Compiles the kernel for aligned memory.
-    pub(super) fn prepare(&self, on: (&Machine, &SharedWorkspace)) -> Result<()> {
+    /// Numbers of tokens of calls whose kernels differ.
+    pub(super) fn calls(&self) -> Vec<usize> {
+        let most = self.options.max_tokens;
+        let differs = |tokens: &usize| self.shape.most_tokens(*tokens, most) != most;
+        [1].into_iter().filter(differs).chain([most]).collect()
+    }
+
+    /// Compiles the kernel for aligned memory, for calls of so many tokens.
+    pub(super) fn prepare(&self, on: (&Machine, &SharedWorkspace), tokens: usize) -> Result<()> {
         // Experts of a rank that gets a row once have applied the weights themselves.
         let weighted = !self.options.sends_weights();
-        for tokens in [self.options.max_tokens, 1] {
-            self.kernel(on, (0, tokens, true, weighted))?;
-        }
-        Ok(())
+        self.kernel(on, (0, tokens, true, weighted)).map(drop)
     }
 
     /// Enqueues the sums of all tokens.
@@ -160,13 +164,13 @@ impl Combine {
         let (from, tokens, aligned, weighted) = key;
         let most = self.shape.most_tokens(tokens, self.options.max_tokens);
         let most = (from, most, aligned, weighted);
-        let mut models = lock(&self.models);
-        let model = match models.get(&most) {
-            Some(model) => model.clone(),
+        let model = lock(&self.models).get(&most).cloned();
+        let model = match model {
+            Some(model) => model,
             None => {
+                // Without the lock, so that kernels are compiled beside one another.
                 let made = self.made(on, most, None)?;
-                models.insert(most, made.clone());
-                made
+                lock(&self.models).entry(most).or_insert(made).clone()
             }
         };
         let made = if key == most {

@@ -88,8 +88,21 @@ impl Collectives {
         let of = (inner.context.rank(), device.properties().shared);
         let dispatch = Dispatch::new(options, &inner.machine, of)?;
         let combine = Combine::new(options, &inner.machine, of)?;
-        dispatch.prepare(on)?;
-        combine.prepare(on)?;
+        // Each kernel takes seconds to compile.
+        std::thread::scope(|scope| {
+            let prepare = |tokens| {
+                let combine = &combine;
+                scope.spawn(move || combine.prepare(on, tokens))
+            };
+            let others: Vec<_> = combine.calls().into_iter().map(prepare).collect();
+            dispatch.prepare(on)?;
+            let done = others.into_iter().map(|other| {
+                other
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            });
+            done.collect::<Result<()>>()
+        })?;
         let memory = |bytes: usize| device.allocate(bytes, AllocationKind::Plain);
         let columns = options.rows_per_token(world);
         let nothing = memory(WORD * columns)?;

@@ -13,8 +13,8 @@ use super::scope::Scope;
 use crate::program::construct::{Branch, Loop, Over, Selection, TensorRef};
 use crate::program::expr::Expr;
 use crate::program::section::{
-    DeviceValue, Otherwise, Packing, Place, SectionInstance, SectionMemory, Source, Step, StepKind,
-    Visitor,
+    DeviceValue, Move, Otherwise, Packing, Place, SectionInstance, SectionMemory, Source, Step,
+    StepKind, Verb, Visitor,
 };
 use std::collections::{BTreeSet, HashMap};
 
@@ -187,6 +187,7 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
         self.storer = match kind {
             StepKind::Store(_) => Some(Storer::Last),
             StepKind::Apply(_) => Some(Storer::OfStep(id(step), 0)),
+            StepKind::Move(it) if self.divides_rows_alike(it) => Some(Storer::OfStep(id(step), 0)),
             _ => None,
         };
         kind.visit(self);
@@ -291,6 +292,35 @@ impl<'s> HazardWalk<'s> {
     /// Whether the step budget is exhausted; the result is then incomplete.
     fn is_exhausted(&self) -> bool {
         self.steps > MAX_STEPS || self.looks > MAX_LOOKS
+    }
+
+    /// Whether a move copies one row, whose elements the same threads have in each execution: rows of both tensors are alike
+    /// in how they are aligned.
+    fn divides_rows_alike(&self, it: &Move) -> bool {
+        let is_row = |place: &Place| {
+            let tensor = self.instance.tensor(&place.tensor.name);
+            let tensor = tensor.map(|tensor| &self.instance.tensors[tensor]);
+            tensor.is_some_and(|tensor| {
+                let aligned = |size: &usize| (size * tensor.dtype.size()).is_multiple_of(16);
+                let (last, outer) = tensor.strides.split_last().unwrap_or((&1, &[]));
+                *last == 1
+                    && outer.iter().all(aligned)
+                    && tensor.shape.last().is_some_and(aligned)
+                    && place.tensor.selections.len() == outer.len()
+            })
+        };
+        match (&it.verb, &it.targets[..], &it.sources[..]) {
+            (Verb::Put | Verb::Copy, [target], [source]) => {
+                let (to, from) = (&target.item, &source.item);
+                target.over.is_none()
+                    && source.over.is_none()
+                    && from.otherwise.is_none()
+                    && from.place.on.is_none()
+                    && is_row(to)
+                    && is_row(&from.place)
+            }
+            _ => false,
+        }
     }
 
     /// Runs `inner` with an index bound to a value, or unknown.

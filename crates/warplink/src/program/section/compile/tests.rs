@@ -113,6 +113,35 @@ fn one_warp_does_what_only_stores_integers() {
     }
 }
 
+/// Rows that are looked for need no barrier, and are stored while the next ones are loaded, if the same threads have their
+/// elements each time.
+#[test]
+fn rows_that_are_looked_for_are_stored_late() {
+    let of = |n: i64, steps: &str| {
+        let text = format!(
+            "program test(n) {{\n input X: bf16[9, n]\n input E: i32[9]\n output Y: bf16[9, n]\n output Z: bf16[9, n]\n \
+             kernel lane in 0..1 threads 512 {{\nfor j in 0..3 {{\n\
+             let s = position(j of E[0..9] in 0..4)\n{steps}\n}}\n}}\n}}\n"
+        );
+        let kernel = section(&text, 0, 2, n).kernel(true).unwrap();
+        let found = ["later.copy", "Later<2>", "later.flush", "self.sync();"];
+        found.map(|it| kernel.matches(it).count())
+    };
+    assert_eq!(of(1000, "put X[s] to Y[j] on 1"), [1, 1, 1, 0]);
+    assert_eq!(
+        of(1000, "put X[j] to Y[s] on 1\nput X[s] to Z[s] on 1"),
+        [2, 1, 1, 0]
+    );
+    // Rows begin at different offsets within 16 bytes, so that one stored twice has an element by two threads.
+    assert_eq!(of(1001, "put X[s] to Y[s] on 1"), [0, 0, 0, 1]);
+    // A step reads what another has stored.
+    assert_eq!(
+        of(1000, "Y[s] = copy(X[s])\nZ[s] = copy(Y[j])")[..3],
+        [0, 0, 0]
+    );
+    assert_eq!(of(1000, "put X[s] to Y[s] on 1\nbarrier")[..3], [0, 0, 0]);
+}
+
 #[test]
 fn what_an_iteration_leaves_to_the_next_is_waited_for() {
     let chain =

@@ -4,6 +4,7 @@ mod code;
 mod expression;
 mod kernel;
 mod list;
+mod loops;
 mod meeting;
 mod names;
 mod pair;
@@ -13,16 +14,15 @@ mod value;
 mod values;
 
 use super::hazard::{self, Barriers};
-use super::range::Range;
 use super::scope::Scope;
 use crate::device::ReduceOp;
 use crate::error::Error;
 use crate::named::comma;
-use crate::program::construct::{Branch, Loop, NodeKind, Selection, TensorRef};
+use crate::program::construct::{Branch, NodeKind, Selection, TensorRef};
 use crate::program::expr::{self, Expr, PART_UNIT};
 use crate::program::section::{
     Literal, Move, Otherwise, Packing, Place, ReduceOperator, SectionInstance, Source, Step,
-    StepKind, Verb, WordValue,
+    StepKind, Verb,
 };
 use crate::program::site::Position;
 use code::{Code, bare};
@@ -34,15 +34,6 @@ pub(super) use pair::pair;
 
 /// Maximum number of places in a step, and of ranks: each needs one bit of a 32-bit word.
 const MAX_PLACES: usize = 32;
-
-/// Maximum number of iterations of a loop with known bounds that the compiler is asked to unroll.
-const UNROLLED: i64 = 8;
-
-/// Maximum weight of all copies of a loop's body that the compiler is asked to make: heavier ones take seconds to compile.
-const MAX_UNROLLED_WEIGHT: i64 = 32;
-
-/// Maximum number of times that a loop's body is written out.
-const MAX_COPIES: i64 = 64;
 
 /// Maximum number of lines emitted for a body, including discarded attempts. Bounds the time to generate a kernel.
 const MAX_LINES: usize = 1 << 16;
@@ -119,6 +110,8 @@ struct Emitter<'s> {
     shares_words: bool,
     /// Whether the kernel records the start time of each step.
     traced: bool,
+    /// Whether copies are stored later, with those of the loop around them.
+    later: bool,
     /// Whether the lane may have accesses in flight that its next announcement has to follow.
     accesses: bool,
     /// Whether the kernel is of messages between pairs of ranks.
@@ -146,6 +139,7 @@ impl<'s> Emitter<'s> {
             signals: false,
             shares_words: meeting::names_lanes(&instance.section.body),
             traced: false,
+            later: false,
             accesses: false,
             paired: false,
             row_lines: Vec::new(),
@@ -267,58 +261,6 @@ impl<'s> Emitter<'s> {
         Ok(())
     }
 
-    fn repeat(&mut self, code: &mut Code, it: &Loop<StepKind>) -> Result<()> {
-        let over = &it.over;
-        let (from, to) = (self.integer(&over.from)?, self.integer(&over.to)?);
-        let bounds = self.bounds(over);
-        let index = Scope::spell(&over.index);
-        let mut text = Code::default();
-        // Further rounds follow the first one.
-        self.accesses = true;
-        let unroll = match bounds {
-            Some((from, to)) if from >= to => return Ok(()),
-            Some((from, to))
-                if to - from <= UNROLLED
-                    && (to - from) * weight(&it.body) <= MAX_UNROLLED_WEIGHT =>
-            {
-                "#pragma unroll"
-            }
-            _ => "#pragma unroll 1",
-        };
-        text.line(unroll);
-        let (from, to) = (bare(&from).to_owned(), bare(&to).to_owned());
-        let visible = self.scope.len();
-        let range = Range::index(self.scope.range(&over.from), self.scope.range(&over.to));
-        self.scope
-            .bind_within(&over.index, index.clone(), None, range);
-        let first = if self.is_for_one_warp(&it.body) {
-            format!("self.in_last_warp() ? {from} : {to}")
-        } else {
-            from
-        };
-        let looped = text.block(
-            format!("for (Index {index} = {first}; {index} < {to}; {index}++) {{"),
-            |text| self.body(text, &it.body),
-        );
-        self.scope.truncate(visible);
-        match (looped, bounds) {
-            (Ok(()), _) => code.append(&text),
-            (Err(Refusal::Varies(_)), Some((from, to))) if to - from <= MAX_COPIES => {
-                for value in from..to {
-                    self.scope.bind(&over.index, index.clone(), Some(value));
-                    let copied = code.block("{", |code| {
-                        code.line(format!("constexpr Index {index} = {value};"));
-                        self.body(code, &it.body)
-                    });
-                    self.scope.truncate(visible);
-                    copied?;
-                }
-            }
-            (Err(refusal), _) => return Err(refusal),
-        }
-        Ok(())
-    }
-
     fn choose(&mut self, code: &mut Code, branch: &Branch<StepKind>) -> Result<()> {
         let mut open = false;
         let before = self.accesses;
@@ -386,7 +328,10 @@ impl<'s> Emitter<'s> {
                 format!("reduce<{element}, {}, {aligned}>", operator_name(operator))
             }
             Verb::Put | Verb::Get | Verb::Copy => {
-                format!("copy<{element}, {aligned}>")
+                let plain = |operand: &EmittedOperand| !operand.packing.is_packets();
+                let one = targets.len() == 1 && targets.iter().chain(&sources).all(plain);
+                let later = if self.later && one { "later." } else { "" };
+                format!("{later}copy<{element}, {aligned}>")
             }
         };
         code.block(format!("{{  // {}: {it}", self.position), |code| {
@@ -606,14 +551,4 @@ impl<'s> Emitter<'s> {
             .with_operation(operation)
             .with_help(help)
     }
-}
-
-/// What a copy of a body costs to compile, in plain steps.
-fn weight(body: &[Step]) -> i64 {
-    let of = |kind: &StepKind| match kind {
-        StepKind::Value(it) if !matches!(it.gives, WordValue::Word(_)) => 8,
-        StepKind::Apply(_) => 4,
-        _ => 1,
-    };
-    Step::actions(body).map(|(_, kind)| of(kind)).sum()
 }

@@ -1,0 +1,114 @@
+//! Loops: which ones the compiler copies, which one warp runs, and which store late.
+
+use super::code::{Code, bare};
+use super::{Emitter, Refusal, Result};
+use crate::program::construct::{Loop, NodeKind};
+use crate::program::section::compile::hazard;
+use crate::program::section::compile::range::Range;
+use crate::program::section::compile::scope::Scope;
+use crate::program::section::{Step, StepKind, WordValue};
+
+/// Maximum number of iterations of a loop with known bounds that the compiler is asked to unroll.
+const UNROLLED: i64 = 8;
+
+/// Maximum weight of all copies of a loop's body that the compiler is asked to make: heavier ones take seconds to compile.
+const MAX_UNROLLED_WEIGHT: i64 = 32;
+
+/// Units of 16 bytes of rows that a lane holds before it stores them, and the most of a thread: more take its registers.
+const ROW_UNITS: usize = 1024;
+const MAX_HELD: usize = 4;
+
+/// Maximum number of times that a loop's body is written out.
+const MAX_COPIES: i64 = 64;
+
+impl Emitter<'_> {
+    pub(super) fn repeat(&mut self, code: &mut Code, it: &Loop<StepKind>) -> Result<()> {
+        let over = &it.over;
+        let (from, to) = (self.integer(&over.from)?, self.integer(&over.to)?);
+        let bounds = self.bounds(over);
+        let index = Scope::spell(&over.index);
+        let mut text = Code::default();
+        // Further rounds follow the first one.
+        self.accesses = true;
+        let unroll = match bounds {
+            Some((from, to)) if from >= to => return Ok(()),
+            Some((from, to))
+                if to - from <= UNROLLED
+                    && (to - from) * weight(&it.body) <= MAX_UNROLLED_WEIGHT =>
+            {
+                "#pragma unroll"
+            }
+            _ => "#pragma unroll 1",
+        };
+        let later = self.later;
+        let defers = !later && self.defers_copies(&it.body);
+        if defers {
+            self.later = true;
+            let held = ROW_UNITS.div_ceil(self.instance.threads).min(MAX_HELD);
+            text.open("{");
+            text.line(format!("Later<{held}> later;"));
+        }
+        text.line(unroll);
+        let (from, to) = (bare(&from).to_owned(), bare(&to).to_owned());
+        let visible = self.scope.len();
+        let range = Range::index(self.scope.range(&over.from), self.scope.range(&over.to));
+        self.scope
+            .bind_within(&over.index, index.clone(), None, range);
+        let first = if self.is_for_one_warp(&it.body) {
+            format!("self.in_last_warp() ? {from} : {to}")
+        } else {
+            from
+        };
+        let looped = text.block(
+            format!("for (Index {index} = {first}; {index} < {to}; {index}++) {{"),
+            |text| self.body(text, &it.body),
+        );
+        if defers {
+            text.line("later.flush(self);");
+            text.close("}");
+        }
+        self.later = later;
+        self.scope.truncate(visible);
+        match (looped, bounds) {
+            (Ok(()), _) => code.append(&text),
+            (Err(Refusal::Varies(_)), Some((from, to))) if to - from <= MAX_COPIES => {
+                for value in from..to {
+                    self.scope.bind(&over.index, index.clone(), Some(value));
+                    let copied = code.block("{", |code| {
+                        code.line(format!("constexpr Index {index} = {value};"));
+                        self.body(code, &it.body)
+                    });
+                    self.scope.truncate(visible);
+                    copied?;
+                }
+            }
+            (Err(refusal), _) => return Err(refusal),
+        }
+        Ok(())
+    }
+
+    /// Whether copies in the body of a loop may be stored while the next ones are loaded: the loop is one over rows that are
+    /// looked for, and none of its steps needs what an earlier one stored.
+    fn defers_copies(&self, body: &[Step]) -> bool {
+        let looks = body.iter().any(|step| match &step.kind {
+            NodeKind::Do(StepKind::Value(it)) => matches!(it.gives, WordValue::Position(..)),
+            _ => false,
+        });
+        let mut copies = false;
+        let free = Step::actions(body).all(|(step, kind)| {
+            copies |= matches!(kind, StepKind::Move(_));
+            kind.moves() && !self.barriers.contains(&hazard::id(step))
+        });
+        looks && copies && free
+    }
+}
+
+/// What a copy of a body costs to compile, in plain steps.
+fn weight(body: &[Step]) -> i64 {
+    let of = |kind: &StepKind| match kind {
+        StepKind::Value(it) if !matches!(it.gives, WordValue::Word(_)) => 8,
+        StepKind::Apply(_) => 4,
+        _ => 1,
+    };
+    Step::actions(body).map(|(_, kind)| of(kind)).sum()
+}
