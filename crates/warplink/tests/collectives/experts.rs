@@ -1,8 +1,8 @@
 //! Dispatch and combine of a layer of experts, compared with a reference.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, assert_error, assert_says, delayed, lose, processes, threads,
-    threads_that_end, threads_with, unchanged, with_victim, world, worlds,
+    Stopwatch, TimedBarrier, assert_error, assert_says, delayed, lose, processes, runs_case,
+    threads, threads_that_end, threads_with, unchanged, with_victim, world, worlds,
 };
 use crate::data::library;
 use crate::layer::{Buffers, Choices, GUARD_BYTE, Input, download, inputs};
@@ -69,7 +69,7 @@ fn tokens_go_to_their_experts_and_come_back_as_weighted_sums() {
 }
 
 /// Every layout with every treatment of overflow and form of rows, random and with all rows for one rank, compared bit for
-/// bit. Rows overflow wherever they may be dropped.
+/// bit. Rows overflow wherever they may be dropped. On GPUs some of them are run.
 #[test]
 fn every_layout_drops_what_overflows_and_quantizes() {
     for ranks in worlds([1, 2, 4, 8]) {
@@ -86,6 +86,9 @@ fn every_layout_drops_what_overflows_and_quantizes() {
                     (Overflow::Drop, Some(Quantization::PerBlock), true),
                 ] {
                     number += 1;
+                    if !runs_case(number, 4) {
+                        continue;
+                    }
                     let drops = overflow == Overflow::Drop;
                     let options = ExpertOptions {
                         experts: 3 * ranks,

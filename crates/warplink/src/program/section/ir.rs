@@ -137,6 +137,25 @@ impl StepKind {
         )
     }
 
+    /// How threads divide what it stores.
+    pub(super) fn storing(&self) -> Storing<'_> {
+        match self {
+            Self::Store(_) => Storing::Integer,
+            Self::Apply(_) => Storing::Rows,
+            Self::Move(it) => match (&it.verb, &it.targets[..], &it.sources[..]) {
+                (Verb::Put | Verb::Copy, [target], [source])
+                    if target.over.is_none()
+                        && source.over.is_none()
+                        && source.item.otherwise.is_none() =>
+                {
+                    Storing::Copy(&target.item, &source.item.place)
+                }
+                _ => Storing::Elements,
+            },
+            _ => Storing::Elements,
+        }
+    }
+
     /// Passes every part of the step to a visitor, in the order in which it is resolved.
     pub(super) fn visit<'s>(&'s self, visitor: &mut impl Visitor<'s>) {
         match self {
@@ -276,6 +295,19 @@ pub struct Receiver {
     pub rank: Expr,
     /// The receiving lane; without one, the lane of the same number.
     pub lane: Option<Expr>,
+}
+
+/// How the threads of a lane divide what a step stores.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Storing<'s> {
+    /// One of them stores an integer, the same one in every step.
+    Integer,
+    /// Rows of one width, in the same way in each execution.
+    Rows,
+    /// To a place from another, by how these are aligned.
+    Copy(&'s Place, &'s Place),
+    /// By how all places are aligned.
+    Elements,
 }
 
 /// A step that moves data: every target receives the elementwise combination of the sources.

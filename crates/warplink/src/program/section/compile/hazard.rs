@@ -12,9 +12,10 @@
 use super::scope::Scope;
 use crate::program::construct::{Branch, Loop, Over, Selection, TensorRef};
 use crate::program::expr::Expr;
+use crate::program::section::ir::Storing;
 use crate::program::section::{
-    DeviceValue, Move, Otherwise, Packing, Place, SectionInstance, SectionMemory, Source, Step,
-    StepKind, Verb, Visitor,
+    DeviceValue, Otherwise, Packing, Place, SectionInstance, SectionMemory, Source, Step, StepKind,
+    Visitor,
 };
 use std::collections::{BTreeSet, HashMap};
 
@@ -184,11 +185,13 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
             self.pending.clear();
             return;
         }
-        self.storer = match kind {
-            StepKind::Store(_) => Some(Storer::Last),
-            StepKind::Apply(_) => Some(Storer::OfStep(id(step), 0)),
-            StepKind::Move(it) if self.divides_rows_alike(it) => Some(Storer::OfStep(id(step), 0)),
-            _ => None,
+        self.storer = match kind.storing() {
+            Storing::Integer => Some(Storer::Last),
+            Storing::Rows => Some(Storer::OfStep(id(step), 0)),
+            Storing::Copy(to, from) if self.are_rows_alike(to, from) => {
+                Some(Storer::OfStep(id(step), 0))
+            }
+            Storing::Copy(..) | Storing::Elements => None,
         };
         kind.visit(self);
         let accesses = std::mem::take(&mut self.accesses);
@@ -294,9 +297,9 @@ impl<'s> HazardWalk<'s> {
         self.steps > MAX_STEPS || self.looks > MAX_LOOKS
     }
 
-    /// Whether a move copies one row, whose elements the same threads have in each execution: rows of both tensors are alike
-    /// in how they are aligned.
-    fn divides_rows_alike(&self, it: &Move) -> bool {
+    /// Whether places are rows of tensors whose rows are all aligned alike, so that a copy of one to the other has an element by
+    /// the same thread in each execution.
+    fn are_rows_alike(&self, to: &Place, from: &Place) -> bool {
         let is_row = |place: &Place| {
             let tensor = self.instance.tensor(&place.tensor.name);
             let tensor = tensor.map(|tensor| &self.instance.tensors[tensor]);
@@ -309,18 +312,8 @@ impl<'s> HazardWalk<'s> {
                     && place.tensor.selections.len() == outer.len()
             })
         };
-        match (&it.verb, &it.targets[..], &it.sources[..]) {
-            (Verb::Put | Verb::Copy, [target], [source]) => {
-                let (to, from) = (&target.item, &source.item);
-                target.over.is_none()
-                    && source.over.is_none()
-                    && from.otherwise.is_none()
-                    && from.place.on.is_none()
-                    && is_row(to)
-                    && is_row(&from.place)
-            }
-            _ => false,
-        }
+        // Memory of several ranks may be aligned differently.
+        from.on.is_none() && is_row(to) && is_row(from)
     }
 
     /// Runs `inner` with an index bound to a value, or unknown.
