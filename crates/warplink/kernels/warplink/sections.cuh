@@ -6,7 +6,6 @@
 #include <warplink/announcements.cuh>
 #include <warplink/rows.cuh>
 #include <warplink/steps.cuh>
-#include <warplink/later.cuh>
 #include <warplink/values.cuh>
 #include <warplink/views.cuh>
 

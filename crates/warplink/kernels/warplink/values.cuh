@@ -47,16 +47,15 @@ template <typename T, bool CONSTANT> __device__ __forceinline__ FourWords<T> loa
 __device__ __forceinline__ Index checked(Lane &lane, i64 value, i64 most, u64 place, u64 note) {
     if (value >= 0 && value <= most) return (Index)value;
     lane.ended = true;
-    if (threadIdx.x == 0) {
-        volatile u64 *words = (volatile u64 *)note;
-        if (atomicCAS((u64 *)(note + 32), 0ull, 1ull) == 0) {
-            words[1] = (u64)value;
-            words[2] = (u64)most;
-            words[3] = blockIdx.x;
-            // The host takes the record as complete once it has a place.
-            __threadfence_system();
-            words[0] = place;
-        }
+    // Any thread, since some steps are one warp's.
+    volatile u64 *words = (volatile u64 *)note;
+    if (atomicCAS((u64 *)(note + 32), 0ull, 1ull) == 0) {
+        words[1] = (u64)value;
+        words[2] = (u64)most;
+        words[3] = blockIdx.x;
+        // The host takes the record as complete once it has a place.
+        __threadfence_system();
+        words[0] = place;
         // A host that sees the abort finds the record.
         __threadfence_system();
         *(volatile u64 *)lane.abort = 1;
@@ -164,6 +163,11 @@ template <typename T, bool CONSTANT> __device__ __forceinline__ Index count(Lane
     return (Index)__reduce_add_sync(~0u, own);
 }
 
+// The same of at most one, for the thread that asks.
+template <typename T, bool CONSTANT> __device__ __forceinline__ Index held(const Words<T, CONSTANT> &words) {
+    return words.count != 0 && words.holds(0);
+}
+
 // A search among such rows: of those before `next`, the last 32 are passed but for the bits of `left`, and `before` that match
 // are passed.
 struct Search {
@@ -204,17 +208,18 @@ __device__ __forceinline__ Index position(Lane &lane, Search &search, const Word
 
 // Stores an integer in one element. The lane's last thread stores all of them, so that they need no barrier among themselves; the
 // first ones copy what is short.
-template <typename T> __device__ __forceinline__ void store_integer(Lane &lane, u64 at, i64 value) {
-    if (!lane.ended && lane.rank() == lane.size() - 1) *(volatile T *)at = (T)value;
+// With `every`, each thread that calls stores its own.
+template <typename T> __device__ __forceinline__ void store_integer(Lane &lane, u64 at, i64 value, bool every = false) {
+    if (!lane.ended && (every || lane.rank() == lane.size() - 1)) *(volatile T *)at = (T)value;
 }
 
 // The same in a packet with `DATA` bytes of data.
-template <typename T, u32 DATA> __device__ __forceinline__ void store_packet_integer(Lane &lane, u64 at, i64 value) {
+template <typename T, u32 DATA> __device__ __forceinline__ void store_packet_integer(Lane &lane, u64 at, i64 value, bool every = false) {
     static_assert(sizeof(T) <= DATA, "an integer in one packet");
     Unit<DATA> unit{};
     unit.word[0] = (u32)value;
     if constexpr (sizeof(T) == 8) unit.word[1] = (u32)((u64)value >> 32);
-    if (!lane.ended && lane.rank() == lane.size() - 1) detail::store_packet(at, unit, Flag(lane.epoch()));
+    if (!lane.ended && (every || lane.rank() == lane.size() - 1)) detail::store_packet(at, unit, Flag(lane.epoch()));
 }
 
 }  // namespace warplink

@@ -285,6 +285,11 @@ pub(super) fn floats(options: &ExpertOptions) -> usize {
     options.scales() + if it.is_once { options.top_k } else { 0 }
 }
 
+/// Whether rows are quantised on their way.
+pub(super) fn quantizes(options: &ExpertOptions) -> bool {
+    Variant::of(options).quantizes
+}
+
 /// Parts of a token that lanes divide among themselves: slots, where each has a row of its own.
 pub(super) fn divided(options: &ExpertOptions) -> usize {
     if Variant::of(options).is_once {

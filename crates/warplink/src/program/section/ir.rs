@@ -4,8 +4,8 @@ use super::function::Literal;
 use super::visit::{ExprUse, NameUse, Visitor};
 use crate::device::ReduceOp;
 use crate::named::named;
-use crate::program::construct::{Each, ElementType, Node, TensorRef};
-use crate::program::expr::{Condition, Expr};
+use crate::program::construct::{Each, ElementType, Node, Selection, TensorRef};
+use crate::program::expr::{Condition, Expr, Operator};
 
 /// `scratch P: packets16 T[2, world, n]`: workspace memory with the same layout on every rank, written by peers. Its
 /// contents at the start of a run must not be read unless it is declared persistent.
@@ -138,21 +138,32 @@ impl StepKind {
     }
 
     /// How threads divide what it stores.
-    pub(super) fn storing(&self) -> Storing<'_> {
+    pub(super) const fn storing(&self) -> Storing {
         match self {
             Self::Store(_) => Storing::Integer,
             Self::Apply(_) => Storing::Rows,
-            Self::Move(it) => match (&it.verb, &it.targets[..], &it.sources[..]) {
-                (Verb::Put | Verb::Copy, [target], [source])
-                    if target.over.is_none()
-                        && source.over.is_none()
-                        && source.item.otherwise.is_none() =>
-                {
-                    Storing::Copy(&target.item, &source.item.place)
-                }
-                _ => Storing::Elements,
-            },
             _ => Storing::Elements,
+        }
+    }
+
+    /// What it does, if it stores an integer at the index of a loop, or reads one word: threads may divide iterations of such
+    /// steps among themselves.
+    pub(super) fn of_one_word(&self, index: &str) -> Option<OfOneWord<'_>> {
+        let last = |place: &Place| place.tensor.selections.last().cloned();
+        match self {
+            Self::Store(it) => {
+                let at = Selection::Index(Expr::Name(index.to_owned()));
+                (last(&it.target) == Some(at)).then_some(OfOneWord::Stored)
+            }
+            Self::Value(it) => {
+                let one = match &it.gives {
+                    WordValue::Word(_) => true,
+                    WordValue::Count(range) => !range.rows && it.place.is_one_word(),
+                    WordValue::Position(..) => false,
+                };
+                one.then_some(OfOneWord::Read(&it.place))
+            }
+            _ => None,
         }
     }
 
@@ -299,15 +310,20 @@ pub struct Receiver {
 
 /// How the threads of a lane divide what a step stores.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Storing<'s> {
-    /// One of them stores an integer, the same one in every step.
+pub(super) enum Storing {
+    /// One of them stores an integer.
     Integer,
-    /// Rows of one width, in the same way in each execution.
+    /// Rows, in the same way in each execution.
     Rows,
-    /// To a place from another, by how these are aligned.
-    Copy(&'s Place, &'s Place),
-    /// By how all places are aligned.
+    /// By how places are aligned.
     Elements,
+}
+
+/// What a step does with one word.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum OfOneWord<'s> {
+    Stored,
+    Read(&'s Place),
 }
 
 /// A step that moves data: every target receives the elementwise combination of the sources.
@@ -375,6 +391,18 @@ pub struct Place {
     pub tensor: TensorRef,
     /// Rank that owns the tensor; this rank by default.
     pub on: Option<Expr>,
+}
+
+impl Place {
+    /// Whether its last selection is of one word, `[k..k + 1]`.
+    pub(super) fn is_one_word(&self) -> bool {
+        match self.tensor.selections.last() {
+            Some(Selection::Range(from, Expr::Binary(Operator::Add, start, one))) => {
+                **start == *from && **one == Expr::Number(1)
+            }
+            _ => false,
+        }
+    }
 }
 
 impl From<TensorRef> for Place {

@@ -49,7 +49,7 @@ const STEPS: KernelSource = source!("steps.cu");
 const SOURCES: [&KernelSource; 4] = [&ELEMENTWISE, &TRANSFER, &CHANNEL, &STEPS];
 
 /// Headers that kernels may include, by name.
-const HEADERS: [(&CStr, &str); 14] = [
+const HEADERS: [(&CStr, &str); 13] = [
     (c"warplink/device.cuh", header!("device.cuh")),
     (c"warplink/groups.cuh", header!("groups.cuh")),
     (c"warplink/memory.cuh", header!("memory.cuh")),
@@ -59,7 +59,6 @@ const HEADERS: [(&CStr, &str); 14] = [
     (c"warplink/steps.cuh", header!("steps.cuh")),
     (c"warplink/announcements.cuh", header!("announcements.cuh")),
     (c"warplink/views.cuh", header!("views.cuh")),
-    (c"warplink/later.cuh", header!("later.cuh")),
     (c"warplink/values.cuh", header!("values.cuh")),
     (c"warplink/rows.cuh", header!("rows.cuh")),
     (c"warplink/sections.cuh", header!("sections.cuh")),

@@ -12,7 +12,7 @@
 use super::scope::Scope;
 use crate::program::construct::{Branch, Loop, Over, Selection, TensorRef};
 use crate::program::expr::Expr;
-use crate::program::section::ir::Storing;
+use crate::program::section::ir::{OfOneWord, Storing};
 use crate::program::section::{
     DeviceValue, Otherwise, Packing, Place, SectionInstance, SectionMemory, Source, Step, StepKind,
     Visitor,
@@ -44,6 +44,7 @@ pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barrier
             aliases: HashMap::new(),
             accesses: Vec::new(),
             storer: None,
+            divided: None,
             pending: BTreeSet::new(),
             barriers: barriers.clone(),
             steps: 0,
@@ -61,6 +62,27 @@ pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barrier
         }
         barriers = walk.barriers;
     }
+}
+
+/// Whether threads may divide the iterations of a loop: each stores integers at its index, and reads single words that no rank
+/// stores.
+pub(super) fn divides_integers(instance: &SectionInstance, it: &Loop<StepKind>) -> bool {
+    let mut stores = false;
+    let divides = Step::actions(&it.body).all(|(_, kind)| match kind.of_one_word(&it.over.index) {
+        Some(OfOneWord::Stored) => {
+            stores = true;
+            true
+        }
+        Some(OfOneWord::Read(place)) => is_never_stored(instance, place),
+        None => false,
+    });
+    divides && stores
+}
+
+/// Whether a place is this rank's, and no rank stores there during the launch.
+pub(super) fn is_never_stored(instance: &SectionInstance, place: &Place) -> bool {
+    let tensor = instance.tensor(&place.tensor.name);
+    place.on.is_none() && tensor.is_some_and(|tensor| instance.tensors[tensor].constant)
 }
 
 /// First selection of an operand.
@@ -90,6 +112,8 @@ enum Storer {
     Last,
     /// The thread that has the element in a step, by the number of its access.
     OfStep(usize, usize),
+    /// The thread that has the iteration of a loop.
+    OfLoop(usize),
 }
 
 /// Accessed memory.
@@ -143,6 +167,8 @@ struct HazardWalk<'s> {
     accesses: Vec<StepAccess>,
     /// Who stores the elements of the first access of the current step, if that is known.
     storer: Option<Storer>,
+    /// The address of a loop around the current step whose iterations threads divide.
+    divided: Option<usize>,
     /// Accesses since the last barrier.
     pending: BTreeSet<StepAccess>,
     barriers: Barriers,
@@ -186,12 +212,9 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
             return;
         }
         self.storer = match kind.storing() {
-            Storing::Integer => Some(Storer::Last),
+            Storing::Integer => Some(self.divided.map_or(Storer::Last, Storer::OfLoop)),
             Storing::Rows => Some(Storer::OfStep(id(step), 0)),
-            Storing::Copy(to, from) if self.are_rows_alike(to, from) => {
-                Some(Storer::OfStep(id(step), 0))
-            }
-            Storing::Copy(..) | Storing::Elements => None,
+            Storing::Elements => None,
         };
         kind.visit(self);
         let accesses = std::mem::take(&mut self.accesses);
@@ -225,12 +248,17 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
                 vec![None; 2]
             }
         };
+        let outer = self.divided;
+        if outer.is_none() && divides_integers(self.instance, it) {
+            self.divided = Some(std::ptr::from_ref(it).addr());
+        }
         for value in values {
             if self.is_exhausted() {
                 return;
             }
             self.with(index, value, |walk| walk.body(&it.body));
         }
+        self.divided = outer;
         self.pending.extend(before);
     }
 
@@ -297,25 +325,6 @@ impl<'s> HazardWalk<'s> {
         self.steps > MAX_STEPS || self.looks > MAX_LOOKS
     }
 
-    /// Whether places are rows of tensors whose rows are all aligned alike, so that a copy of one to the other has an element by
-    /// the same thread in each execution.
-    fn are_rows_alike(&self, to: &Place, from: &Place) -> bool {
-        let is_row = |place: &Place| {
-            let tensor = self.instance.tensor(&place.tensor.name);
-            let tensor = tensor.map(|tensor| &self.instance.tensors[tensor]);
-            tensor.is_some_and(|tensor| {
-                let aligned = |size: &usize| (size * tensor.dtype.size()).is_multiple_of(16);
-                let (last, outer) = tensor.strides.split_last().unwrap_or((&1, &[]));
-                *last == 1
-                    && outer.iter().all(aligned)
-                    && tensor.shape.last().is_some_and(aligned)
-                    && place.tensor.selections.len() == outer.len()
-            })
-        };
-        // Memory of several ranks may be aligned differently.
-        from.on.is_none() && is_row(to) && is_row(from)
-    }
-
     /// Runs `inner` with an index bound to a value, or unknown.
     fn with(&mut self, index: &str, value: Option<i64>, inner: impl FnOnce(&mut Self)) {
         self.scoped(|walk| {
@@ -334,8 +343,8 @@ impl<'s> HazardWalk<'s> {
             let number = self.accesses.len();
             let stored = self.storer.filter(|_| writes && whole);
             let stored = stored.map(|storer| match storer {
-                Storer::Last => storer,
                 Storer::OfStep(step, _) => Storer::OfStep(step, number),
+                Storer::Last | Storer::OfLoop(_) => storer,
             });
             self.note(operand, place.on.as_ref(), (writes, stored));
         }

@@ -74,11 +74,13 @@ fn the_thread_that_stores_all_integers_needs_no_barrier_between_them() {
         kernel.matches("self.sync();").count()
     };
     assert_eq!(of("P[0] = integer(1)\nP[0] = integer(2)"), 0);
+    let reversed = "for i in 0..n { P[n - 1 - i] = integer(i) }\nP[n - 1] = integer(2)";
+    assert_eq!(of(reversed), 0);
+    // Threads of a warp have iterations each, may have copied these elements, or have yet to read them.
     assert_eq!(
         of("for i in 0..n { P[i] = integer(i) }\nP[n - 1] = integer(2)"),
-        0
+        1
     );
-    // Other threads may have copied these elements, or have yet to read them.
     assert_eq!(of("P = copy(E)\nP[0] = integer(2)"), 1);
     assert_eq!(of("P[0] = integer(2)\nQ = copy(P)"), 1);
     assert_eq!(of("let x = P[0] at most 9\nP[0] = integer(x + 1)"), 1);
@@ -86,20 +88,25 @@ fn the_thread_that_stores_all_integers_needs_no_barrier_between_them() {
 
 #[test]
 fn one_warp_does_what_only_stores_integers() {
-    let of = |body: &str| {
+    let of = |body: &str, found: &str| {
         let text = format!(
             "program test(n) {{\n input E: i32[n]\n output P: i32[n]\n output Q: i32[n]\n \
              kernel lane in 0..4 threads 128 {{\nfor k in 0..n {{\n{body}\n}}\n}}\n}}\n"
         );
         let kernel = section(&text, 0, 2, 1000).kernel(true).unwrap();
-        kernel.matches("in_last_warp").count()
+        kernel.matches(found).count()
     };
     let one = "let m = count(E[k..k + 1] in 0..9)\nif m > 0 { P[k] = integer(m) }";
     let word = "let x = E[k] at most 9\nP[k] = integer(x)";
     let position = "let s = position(k of E[0..n] in 0..9)\nP[k] = integer(s)";
     for body in [one, word, position] {
-        assert_eq!(of(body), 1, "{body}");
+        assert_eq!(of(body, "in_last_warp"), 1, "{body}");
     }
+    // Each of its threads has iterations, unless an element is not its own.
+    let divided =
+        |body: &str| of(body, "+= 32") == 1 && of(body, "held(") + of(body, ", true);") > 0;
+    assert!(divided(one) && divided(word) && !divided(position));
+    assert!(!divided("let x = E[k] at most 9\nP[0] = integer(x)"));
     // Nothing is stored, all threads are needed, or other threads' elements are.
     for body in [
         "let x = E[k] at most 9",
@@ -109,37 +116,8 @@ fn one_warp_does_what_only_stores_integers() {
         "P[k] = integer(k)\nQ = copy(E)",
         "P[k] = integer(k)\nbarrier",
     ] {
-        assert_eq!(of(body), 0, "{body}");
+        assert_eq!(of(body, "in_last_warp"), 0, "{body}");
     }
-}
-
-/// Rows that are looked for need no barrier, and are stored while the next ones are loaded, if the same threads have their
-/// elements each time.
-#[test]
-fn rows_that_are_looked_for_are_stored_late() {
-    let of = |n: i64, steps: &str| {
-        let text = format!(
-            "program test(n) {{\n input X: bf16[9, n]\n input E: i32[9]\n output Y: bf16[9, n]\n output Z: bf16[9, n]\n \
-             kernel lane in 0..1 threads 512 {{\nfor j in 0..3 {{\n\
-             let s = position(j of E[0..9] in 0..4)\n{steps}\n}}\n}}\n}}\n"
-        );
-        let kernel = section(&text, 0, 2, n).kernel(true).unwrap();
-        let found = ["later.copy", "Later<2>", "later.flush", "self.sync();"];
-        found.map(|it| kernel.matches(it).count())
-    };
-    assert_eq!(of(1000, "put X[s] to Y[j] on 1"), [1, 1, 1, 0]);
-    assert_eq!(
-        of(1000, "put X[j] to Y[s] on 1\nput X[s] to Z[s] on 1"),
-        [2, 1, 1, 0]
-    );
-    // Rows begin at different offsets within 16 bytes, so that one stored twice has an element by two threads.
-    assert_eq!(of(1001, "put X[s] to Y[s] on 1"), [0, 0, 0, 1]);
-    // A step reads what another has stored.
-    assert_eq!(
-        of(1000, "Y[s] = copy(X[s])\nZ[s] = copy(Y[j])")[..3],
-        [0, 0, 0]
-    );
-    assert_eq!(of(1000, "put X[s] to Y[s] on 1\nbarrier")[..3], [0, 0, 0]);
 }
 
 #[test]

@@ -1,8 +1,8 @@
-//! Loops: which ones the compiler copies, which one warp runs, and which store late.
+//! Loops: which ones the compiler copies, and which one warp runs.
 
 use super::code::{Code, bare};
 use super::{Emitter, Refusal, Result};
-use crate::program::construct::{Loop, NodeKind};
+use crate::program::construct::Loop;
 use crate::program::section::compile::hazard;
 use crate::program::section::compile::range::Range;
 use crate::program::section::compile::scope::Scope;
@@ -13,10 +13,6 @@ const UNROLLED: i64 = 8;
 
 /// Maximum weight of all copies of a loop's body that the compiler is asked to make: heavier ones take seconds to compile.
 const MAX_UNROLLED_WEIGHT: i64 = 32;
-
-/// Units of 16 bytes of rows that a lane holds before it stores them, and the most of a thread: more take its registers.
-const ROW_UNITS: usize = 1024;
-const MAX_HELD: usize = 4;
 
 /// Maximum number of times that a loop's body is written out.
 const MAX_COPIES: i64 = 64;
@@ -40,34 +36,30 @@ impl Emitter<'_> {
             }
             _ => "#pragma unroll 1",
         };
-        let later = self.later;
-        let defers = !later && self.defers_copies(&it.body);
-        if defers {
-            self.later = true;
-            let held = ROW_UNITS.div_ceil(self.instance.threads).min(MAX_HELD);
-            text.open("{");
-            text.line(format!("Later<{held}> later;"));
-        }
         text.line(unroll);
         let (from, to) = (bare(&from).to_owned(), bare(&to).to_owned());
         let visible = self.scope.len();
         let range = Range::index(self.scope.range(&over.from), self.scope.range(&over.to));
         self.scope
             .bind_within(&over.index, index.clone(), None, range);
-        let first = if self.is_for_one_warp(&it.body) {
-            format!("self.in_last_warp() ? {from} : {to}")
+        let outer = self.by_thread;
+        let one_warp = !outer && self.is_for_one_warp(&it.body);
+        self.by_thread |= one_warp && hazard::divides_integers(self.instance, it);
+        let first = match (one_warp, self.by_thread && !outer) {
+            (false, _) => from,
+            (true, false) => format!("self.in_last_warp() ? {from} : {to}"),
+            (true, true) => format!("self.in_last_warp() ? {from} + threadIdx.x % 32 : {to}"),
+        };
+        let step = if one_warp && self.by_thread {
+            " += 32"
         } else {
-            from
+            "++"
         };
         let looped = text.block(
-            format!("for (Index {index} = {first}; {index} < {to}; {index}++) {{"),
+            format!("for (Index {index} = {first}; {index} < {to}; {index}{step}) {{"),
             |text| self.body(text, &it.body),
         );
-        if defers {
-            text.line("later.flush(self);");
-            text.close("}");
-        }
-        self.later = later;
+        self.by_thread = outer;
         self.scope.truncate(visible);
         match (looped, bounds) {
             (Ok(()), _) => code.append(&text),
@@ -85,21 +77,6 @@ impl Emitter<'_> {
             (Err(refusal), _) => return Err(refusal),
         }
         Ok(())
-    }
-
-    /// Whether copies in the body of a loop may be stored while the next ones are loaded: the loop is one over rows that are
-    /// looked for, and none of its steps needs what an earlier one stored.
-    fn defers_copies(&self, body: &[Step]) -> bool {
-        let looks = body.iter().any(|step| match &step.kind {
-            NodeKind::Do(StepKind::Value(it)) => matches!(it.gives, WordValue::Position(..)),
-            _ => false,
-        });
-        let mut copies = false;
-        let free = Step::actions(body).all(|(step, kind)| {
-            copies |= matches!(kind, StepKind::Move(_));
-            kind.moves() && !self.barriers.contains(&hazard::id(step))
-        });
-        looks && copies && free
     }
 }
 

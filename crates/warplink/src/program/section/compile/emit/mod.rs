@@ -110,8 +110,8 @@ struct Emitter<'s> {
     shares_words: bool,
     /// Whether the kernel records the start time of each step.
     traced: bool,
-    /// Whether copies are stored later, with those of the loop around them.
-    later: bool,
+    /// Whether each thread of a warp has iterations of the loop around a step.
+    by_thread: bool,
     /// Whether the lane may have accesses in flight that its next announcement has to follow.
     accesses: bool,
     /// Whether the kernel is of messages between pairs of ranks.
@@ -139,7 +139,7 @@ impl<'s> Emitter<'s> {
             signals: false,
             shares_words: meeting::names_lanes(&instance.section.body),
             traced: false,
-            later: false,
+            by_thread: false,
             accesses: false,
             paired: false,
             row_lines: Vec::new(),
@@ -328,10 +328,7 @@ impl<'s> Emitter<'s> {
                 format!("reduce<{element}, {}, {aligned}>", operator_name(operator))
             }
             Verb::Put | Verb::Get | Verb::Copy => {
-                let plain = |operand: &EmittedOperand| !operand.packing.is_packets();
-                let one = targets.len() == 1 && targets.iter().chain(&sources).all(plain);
-                let later = if self.later && one { "later." } else { "" };
-                format!("{later}copy<{element}, {aligned}>")
+                format!("copy<{element}, {aligned}>")
             }
         };
         code.block(format!("{{  // {}: {it}", self.position), |code| {

@@ -5,12 +5,12 @@ use super::names::element_name;
 use super::{EmittedOperand, Emitter, Part, Refusal, Result};
 use crate::dtype::DType;
 use crate::program::construct::Selection;
-use crate::program::expr::{Expr, Operator};
+use crate::program::expr::Expr;
 use crate::program::section::compile::hazard;
 use crate::program::section::compile::range::Range;
 use crate::program::section::compile::scope::Scope;
 use crate::program::section::{
-    DeviceValue, IntegerStore, Packing, Place, Step, StepKind, WordRange, WordValue,
+    DeviceValue, IntegerStore, Packing, Step, StepKind, WordRange, WordValue,
 };
 
 impl Emitter<'_> {
@@ -31,7 +31,12 @@ impl Emitter<'_> {
                 self.read(&word, &most)?
             }
             (WordValue::Count(range), ..) => {
-                format!("count(self, {})", self.matched(&word, range)?)
+                let function = if self.by_thread {
+                    "held("
+                } else {
+                    "count(self, "
+                };
+                format!("{function}{})", self.matched(&word, range)?)
             }
             (WordValue::Position(number, range), ..) => {
                 let (number, words) = (self.integer(number)?, self.matched(&word, range)?);
@@ -132,7 +137,11 @@ impl Emitter<'_> {
         code.block("{", |code| {
             self.row_lines.drain(..).for_each(|line| code.line(line));
             let address = self.address(address, &target);
-            code.line(format!("{function}(self, {address}, {});", bare(&value)));
+            let every = if self.by_thread { ", true" } else { "" };
+            code.line(format!(
+                "{function}(self, {address}, {}{every});",
+                bare(&value)
+            ));
             Ok(())
         })
     }
@@ -232,22 +241,15 @@ impl Emitter<'_> {
                 StepKind::Value(it) => {
                     let few = match &it.gives {
                         WordValue::Word(_) | WordValue::Position(..) => true,
-                        WordValue::Count(range) => !range.rows && is_one_word(&it.place),
+                        WordValue::Count(range) => !range.rows && it.place.is_one_word(),
                     };
-                    few && self.is_never_stored(&it.place)
+                    few && hazard::is_never_stored(self.instance, &it.place)
                 }
                 _ => false,
             };
             done && !self.barriers.contains(&hazard::id(step))
         });
-        fits && stores && !self.traced
-    }
-
-    /// Whether a place is this rank's, and no rank stores there during the launch.
-    fn is_never_stored(&self, place: &Place) -> bool {
-        let tensor = self.instance.tensor(&place.tensor.name);
-        let constant = tensor.is_some_and(|tensor| self.instance.tensors[tensor].constant);
-        constant && place.on.is_none() && !self.paired
+        fits && stores && !self.traced && !self.paired
     }
 
     /// Template arguments of a load of a word: its type, and whether no rank stores it during the launch. A message may
@@ -267,15 +269,5 @@ impl Emitter<'_> {
         let place = u64::from(self.position.line) << 32 | u64::from(self.position.column);
         let note = format!("{} + detail::value_note_offset", self.direct());
         format!("{}, {place:#x}ull, {note}", bare(most))
-    }
-}
-
-/// Whether the last selection of a place is of one word.
-fn is_one_word(place: &Place) -> bool {
-    match place.tensor.selections.last() {
-        Some(Selection::Range(from, Expr::Binary(Operator::Add, start, one))) => {
-            **start == *from && **one == Expr::Number(1)
-        }
-        _ => false,
     }
 }
