@@ -207,8 +207,7 @@ __device__ __forceinline__ Index position(Lane &lane, Search &search, const Word
 }
 
 // Stores an integer in one element. The lane's last thread stores all of them, so that they need no barrier among themselves; the
-// first ones copy what is short.
-// With `every`, each thread that calls stores its own.
+// first ones copy what is short. With `every`, each thread that calls stores its own.
 template <typename T> __device__ __forceinline__ void store_integer(Lane &lane, u64 at, i64 value, bool every = false) {
     if (!lane.ended && (every || lane.rank() == lane.size() - 1)) *(volatile T *)at = (T)value;
 }

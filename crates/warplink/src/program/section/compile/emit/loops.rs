@@ -44,17 +44,14 @@ impl Emitter<'_> {
             .bind_within(&over.index, index.clone(), None, range);
         let outer = self.by_thread;
         let one_warp = !outer && self.is_for_one_warp(&it.body);
-        self.by_thread |= one_warp && hazard::divides_integers(self.instance, it);
-        let first = match (one_warp, self.by_thread && !outer) {
+        let divided = one_warp && hazard::divides_integers(self.instance, it);
+        self.by_thread |= divided;
+        let first = match (one_warp, divided) {
             (false, _) => from,
             (true, false) => format!("self.in_last_warp() ? {from} : {to}"),
             (true, true) => format!("self.in_last_warp() ? {from} + threadIdx.x % 32 : {to}"),
         };
-        let step = if one_warp && self.by_thread {
-            " += 32"
-        } else {
-            "++"
-        };
+        let step = if divided { " += 32" } else { "++" };
         let looped = text.block(
             format!("for (Index {index} = {first}; {index} < {to}; {index}{step}) {{"),
             |text| self.body(text, &it.body),
