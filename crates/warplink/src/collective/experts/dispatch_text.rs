@@ -381,15 +381,22 @@ fn bases(world: usize) -> String {
         let number = stated(&from.to_string(), further);
         format!("let {name}{from} = {number} at most rows")
     };
-    let earlier = |from: usize| read("up", from, &format!("min(max(rank - {from}, 0), 1)"));
-    let ends = |from: usize| format!("{}\n{}", read("tail", from, "1"), read("head", from, "0"));
+    // Up to x of earlier ranks, and before x of others; then the other of the two.
+    let earlier = |from: usize| {
+        let up = read("up", from, &format!("below{from}"));
+        format!("let below{from} = min(max(rank - {from}, 0), 1)\n{up}")
+    };
+    let ends = |from: usize| read("end", from, &format!("1 - below{from}"));
     let values = [
         ("earlier", all(&earlier, "\n")),
         ("sum", all(&|from| format!("up{from}"), " + ")),
         ("ends", all(&ends, "\n")),
         (
             "difference",
-            all(&|from| format!("tail{from} - head{from}"), " + "),
+            all(
+                &|from| format!("(1 - 2 * below{from}) * (end{from} - up{from})"),
+                " + ",
+            ),
         ),
     ];
     filled(steps::BASES, &values).trim_end().to_owned()
