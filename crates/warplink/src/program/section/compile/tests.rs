@@ -63,16 +63,19 @@ fn threads_are_synchronized_where_one_may_need_what_another_wrote() {
     assert_eq!(barriers("put X to P[0][rank] on 1\nY = copy(P[0][1])"), 0);
 }
 
+/// How often the kernel of a body over integers E, P and Q has a text.
+fn of_integers(body: &str, found: &str) -> usize {
+    let text = format!(
+        "program test(n) {{\n input E: i32[n]\n output P: i32[n]\n output Q: i32[n]\n \
+         kernel lane in 0..4 threads 128 {{\n{body}\n}}\n}}\n"
+    );
+    let kernel = section(&text, 0, 2, 1000).kernel(true).unwrap();
+    kernel.matches(found).count()
+}
+
 #[test]
 fn the_thread_that_stores_all_integers_needs_no_barrier_between_them() {
-    let of = |body: &str| {
-        let text = format!(
-            "program test(n) {{\n input E: i32[n]\n output P: i32[n]\n output Q: i32[n]\n \
-             kernel lane in 0..4 threads 128 {{\n{body}\n}}\n}}\n"
-        );
-        let kernel = section(&text, 0, 2, 1000).kernel(true).unwrap();
-        kernel.matches("self.sync();").count()
-    };
+    let of = |body: &str| of_integers(body, "self.sync();");
     assert_eq!(of("P[0] = integer(1)\nP[0] = integer(2)"), 0);
     let reversed = "for i in 0..n { P[n - 1 - i] = integer(i) }\nP[n - 1] = integer(2)";
     assert_eq!(of(reversed), 0);
@@ -88,14 +91,7 @@ fn the_thread_that_stores_all_integers_needs_no_barrier_between_them() {
 
 #[test]
 fn one_warp_does_what_only_stores_integers() {
-    let of = |body: &str, found: &str| {
-        let text = format!(
-            "program test(n) {{\n input E: i32[n]\n output P: i32[n]\n output Q: i32[n]\n \
-             kernel lane in 0..4 threads 128 {{\nfor k in 0..n {{\n{body}\n}}\n}}\n}}\n"
-        );
-        let kernel = section(&text, 0, 2, 1000).kernel(true).unwrap();
-        kernel.matches(found).count()
-    };
+    let of = |body: &str, found: &str| of_integers(&format!("for k in 0..n {{\n{body}\n}}"), found);
     let one = "let m = count(E[k..k + 1] in 0..9)\nif m > 0 { P[k] = integer(m) }";
     let word = "let x = E[k] at most 9\nP[k] = integer(x)";
     let position = "let s = position(k of E[0..n] in 0..9)\nP[k] = integer(s)";
