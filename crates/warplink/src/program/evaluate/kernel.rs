@@ -13,6 +13,7 @@ use crate::program::section::{
     SectionMemory,
 };
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// State of all ranks that persists across launches.
 pub(super) struct Workspace<'a> {
@@ -170,7 +171,7 @@ impl Domain for LaunchMemory<'_, '_> {
         }
     }
 
-    fn resume(&mut self, actor: Actor) -> Option<Vec<LaneStep>> {
+    fn resume(&mut self, actor: Actor) -> Option<Arc<[LaneStep]>> {
         let (number, rank) = (actor.launch as usize, actor.rank as Rank);
         match self.steps(number, rank, actor.lane as usize) {
             Ok(steps) => Some(steps),
@@ -184,14 +185,15 @@ impl Domain for LaunchMemory<'_, '_> {
 
 impl LaunchMemory<'_, '_> {
     /// Steps of a lane, as far as the values that it reads are known.
-    fn steps(&self, number: usize, rank: Rank, lane: usize) -> Result<Vec<LaneStep>, Diagnostic> {
+    fn steps(&self, number: usize, rank: Rank, lane: usize) -> Result<Arc<[LaneStep]>, Diagnostic> {
         let section = self.section(number, rank);
         let known = self.known.get(&(rank as u32, lane as u32));
-        section.steps_with(lane, self.epoch, &|word| {
+        let steps = section.steps_with(lane, self.epoch, &|word| {
             let value = known.and_then(|known| known.get(&word.number)).copied();
             let constant = section.is_constant(&word.part);
             value.or_else(|| constant.then(|| self.word(number, &word.part, word.matching)))
-        })
+        });
+        steps.map(Arc::from)
     }
 
     /// Value of a word, or of the words that are matched; -1, which is out of any range, for one that is unknown.

@@ -10,7 +10,6 @@ use super::lane_times::LaneTimes;
 use super::memory::{PlanMemory, TensorMemory};
 use super::reach::Reach;
 use super::section_kernel::SectionKernel;
-use super::step_cache::StepCache;
 use crate::device::{
     AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, Priority,
     Stream,
@@ -18,6 +17,7 @@ use crate::device::{
 use crate::error::{Error, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
 use crate::program::rank_program::{RankProgram, TensorId};
+use crate::program::section::StepCache;
 use crate::program::section::{SectionInstance, WorkspaceLayout, kernel_text, traced_kernel_text};
 use crate::signal::Signals;
 use std::collections::BTreeMap;

@@ -31,7 +31,6 @@ mod replaced;
 mod resolve;
 mod row_values;
 mod section_kernel;
-mod step_cache;
 mod timing;
 mod trace;
 mod trace_span;

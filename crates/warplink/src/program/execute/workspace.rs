@@ -12,13 +12,13 @@ use super::lane::{SectionLanes, TellDifference, packet_flag};
 use super::publication::{Publication, Published, Tables};
 use super::reach::{Announced, DIRECT_BYTES, EPOCH_BYTES, Reach, VERDICT_BYTES};
 use super::section_kernel::SectionKernel;
-use super::step_cache::StepCache;
 use crate::device::{
     Device, DeviceSlice, Fault, Launch, Readying, SerialArguments, SerialKernel, SerialKernels,
     Stream, Word,
 };
 use crate::error::{Error, Rank, Result};
 use crate::program::rank_program::TensorId;
+use crate::program::section::StepCache;
 use crate::program::section::{
     ScratchInstance, SectionInstance, SectionMemory, UNPUBLISHED, WorkspaceLayout, kernel_text,
 };

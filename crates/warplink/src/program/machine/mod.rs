@@ -11,6 +11,7 @@ use super::section::{LaneStep, LaneStepKind, OperandMemory, Part, SectionInstanc
 use crate::error::Rank;
 use agenda::Agenda;
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
 
 /// Step of a lane in a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +43,7 @@ pub(in crate::program) trait Domain {
     fn perform(&mut self, actor: Actor, step: &LaneStepKind);
 
     /// All steps of a lane that has taken the last one known so far, which reads a value; `None` if it cannot go on.
-    fn resume(&mut self, actor: Actor) -> Option<Vec<LaneStep>>;
+    fn resume(&mut self, actor: Actor) -> Option<Arc<[LaneStep]>>;
 }
 
 /// The lanes of all ranks; `S` is the payload of signals.
@@ -59,7 +60,7 @@ pub(in crate::program) struct Machine<S> {
 
 #[derive(Clone, Default)]
 struct Lane {
-    steps: Vec<LaneStep>,
+    steps: Arc<[LaneStep]>,
     next: usize,
     running: bool,
 }
@@ -102,7 +103,7 @@ impl<S> Machine<S> {
         &mut self,
         rank: Rank,
         number: usize,
-        steps: Vec<Vec<LaneStep>>,
+        steps: Vec<Arc<[LaneStep]>>,
     ) {
         self.launches[rank] = (number, steps.len());
         for (index, steps) in (rank * self.width..).zip(steps) {

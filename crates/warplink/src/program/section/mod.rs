@@ -25,6 +25,7 @@ mod period;
 mod reached;
 mod remainders;
 mod resolve;
+mod step_cache;
 mod view;
 mod visit;
 
@@ -52,6 +53,7 @@ pub(crate) use period::period;
 pub(crate) use remainders::common_multiple;
 pub(crate) use resolve::VALUE_TYPES;
 pub use resolve::{ReadValues, ReadWord};
+pub(in crate::program) use step_cache::StepCache;
 pub(crate) use visit::{ExprUse, Visitor};
 
 /// Maximum number of lanes of a section.

@@ -1,7 +1,7 @@
 //! Checks that programs whose kernels share a workspace, its words and its epoch may run after one another.
 
 use super::diagnostics::Diagnostics;
-use super::lanes::{self, JointLaunch, Reaches};
+use super::lanes::{self, Caches, JointLaunch, Reaches};
 use super::{kernel, link, unroll_all};
 use crate::program::diagnostic::Diagnostic;
 use crate::program::ir::Program;
@@ -25,6 +25,7 @@ pub fn verify_sharing(
     // counts once per form of reachability.
     let mut kernels: Vec<Vec<Vec<SectionInstance>>> = Vec::new();
     let mut reaches_of: Vec<Vec<Reaches>> = Vec::new();
+    let mut caches: Vec<Vec<Caches>> = Vec::new();
     let mut followed: Vec<(usize, usize)> = Vec::new();
     for (number, (program, parameters)) in programs.iter().enumerate() {
         let mut diagnostics = Diagnostics::new(program);
@@ -37,6 +38,12 @@ pub fn verify_sharing(
             sections.map(|(_, section)| moved(section, first)).collect()
         };
         kernels.push(kernel::kernels(&ranks, &links).map(moved).collect());
+        let of_kernels = kernels[number].iter();
+        caches.push(
+            of_kernels
+                .map(|sections| lanes::caches(sections.len()))
+                .collect(),
+        );
         let why = "other programs write to this workspace between its runs";
         if let Some(diagnostic) = lanes::persistent(kernels[number].iter().flatten(), why) {
             diagnostics.add_made(diagnostic);
@@ -69,9 +76,13 @@ pub fn verify_sharing(
             let mut diagnostics = Diagnostics::new(programs[one].0);
             let period = lanes::period(of_one.iter().chain(of_other).flatten());
             let period = period.map_err(|diagnostic| vec![diagnostic])?;
-            let mut launches = named(of_one, programs[one].0, (&reaches_of[one], form));
+            let mut launches = named(
+                (of_one, &caches[one]),
+                programs[one].0,
+                (&reaches_of[one], form),
+            );
             launches.extend(named(
-                of_other,
+                (of_other, &caches[other]),
                 programs[other].0,
                 (&reaches_of[other], other_form),
             ));
@@ -85,17 +96,18 @@ pub fn verify_sharing(
 
 /// Launches of a program's kernels, with the announced tensors reachable as in one of the forms.
 fn named<'a>(
-    kernels: &'a [Vec<SectionInstance>],
+    (kernels, caches): (&'a [Vec<SectionInstance>], &[Caches]),
     program: &'a Program,
     (reaches, form): (&[Reaches], usize),
 ) -> Vec<JointLaunch<'a>> {
-    let launches = kernels.iter().zip(reaches);
+    let launches = kernels.iter().zip(caches).zip(reaches);
     launches
         .enumerate()
-        .map(|(number, (sections, reaches))| {
+        .map(|(number, ((sections, caches), reaches))| {
             let all = reaches.main();
             let reach = all[form % all.len()].clone();
-            JointLaunch::named(sections.iter().collect(), program, reach, number == 0)
+            let sections = (sections.iter().collect(), caches.clone());
+            JointLaunch::named(sections, program, reach, number == 0)
         })
         .collect()
 }

@@ -10,12 +10,12 @@ use super::lane_times::LaneClock;
 use super::publication::Tables;
 use super::reach::{Reach, announced_words};
 use super::row_values::{integer, row_arguments, row_bytes};
-use super::step_cache::StepCache;
 use crate::device::{
     Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, Values, Word, combine,
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::program::section::StepCache;
 use crate::program::section::{
     LaneMove, LaneStep, LaneStepKind, Packing, Part, RowOrder, RowStep, SectionInstance,
     SectionMemory,

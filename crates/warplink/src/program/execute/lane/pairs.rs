@@ -3,11 +3,11 @@
 use super::super::pairs::{Decoded, MessageMemory, PairState, decode};
 use super::super::publication::{Published, Tables};
 use super::super::reach::Reach;
-use super::super::step_cache::StepCache;
 use super::located::Announcing;
 use super::{LaneInput, TellDifference, internal, run_steps};
 use crate::device::{Block, DeviceSlice, Fault, HostLanes, LaneFuture, Word};
 use crate::error::{ErrorKind, Rank, Result};
+use crate::program::section::StepCache;
 use crate::program::section::{SectionInstance, UNPUBLISHED};
 use std::sync::Arc;
 

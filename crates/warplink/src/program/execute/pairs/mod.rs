@@ -18,13 +18,13 @@ use super::context::RankContext;
 use super::lane::{PairLanes, TellDifference, packet_flag};
 use super::publication::Published;
 use super::reach::{Announced, EPOCH_BYTES, Reach, VERDICT_BYTES};
-use super::step_cache::StepCache;
 use super::workspace::SharedWorkspace;
 use crate::device::{
     Device, DeviceSlice, Launch, ModuleSource, Readying, SerialArguments, SerialKernel,
     SerialKernels, Stream,
 };
 use crate::error::{Error, Rank, Result};
+use crate::program::section::StepCache;
 use crate::program::section::{
     KERNEL, PairLayout, SectionInstance, SectionMemory, WorkspaceLayout, pair_text,
 };

@@ -34,10 +34,11 @@ use super::kernel_accesses::{OnRank, either};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Program;
 use crate::program::rank_program::RankProgram;
-use crate::program::section::{MAX_PERIOD, SectionInstance, common_multiple};
+use crate::program::section::{MAX_PERIOD, SectionInstance, StepCache, common_multiple};
 use agreement::Agreement;
 use run::LaneRun;
 use std::collections::HashSet;
+use std::rc::Rc;
 
 /// Limit on the simulated steps of all lanes in all launches, each counted with its operands; bounds the time.
 const MAX_STEPS: usize = 1 << 24;
@@ -48,6 +49,9 @@ const MAX_HELD_STEPS: usize = 1 << 22;
 /// Limit on the lanes of all ranks. With sparse communication the time is proportional to the number of lanes, some
 /// seconds at this limit; if every lane learns of every other, the limits on steps are reached first.
 const MAX_ALL_LANES: usize = 1 << 14;
+
+/// Limit on the steps of a rank's section that are kept for further launches.
+const MAX_CACHED_STEPS: usize = 1 << 16;
 
 /// Runs simulated in addition to two periods, because a rank may be ahead of another.
 const MORE_RUNS: usize = 2;
@@ -62,12 +66,24 @@ pub(super) struct JointLaunch<'a> {
     program: Option<&'a Program>,
     /// Whether a run of its program begins with this kernel.
     begins: bool,
+    caches: Caches,
+}
+
+/// Steps of each rank's section. Launches of a section in other variants and under other valuations share them.
+pub(super) type Caches = Rc<[StepCache]>;
+
+/// Empty caches of so many ranks.
+pub(super) fn caches(world: usize) -> Caches {
+    (0..world)
+        .map(|_| StepCache::new(MAX_CACHED_STEPS))
+        .collect()
 }
 
 impl<'a> JointLaunch<'a> {
     pub(super) fn new(sections: Vec<&'a SectionInstance>, begins: bool) -> Self {
         Self {
             reach: None,
+            caches: caches(sections.len()),
             sections,
             program: None,
             begins,
@@ -81,12 +97,13 @@ impl<'a> JointLaunch<'a> {
             sections: self.sections.clone(),
             program: self.program,
             begins: self.begins,
+            caches: self.caches.clone(),
         }
     }
 
     /// A kernel of `program`, which is one of several.
     pub(super) fn named(
-        sections: Vec<&'a SectionInstance>,
+        (sections, caches): (Vec<&'a SectionInstance>, Caches),
         program: &'a Program,
         reach: Reach,
         begins: bool,
@@ -96,6 +113,7 @@ impl<'a> JointLaunch<'a> {
             sections,
             program: Some(program),
             begins,
+            caches,
         }
     }
 

@@ -15,6 +15,7 @@ use crate::program::section::{
 use crate::program::verify::clock::Clocks;
 use crate::program::verify::kernel_accesses::RankAccesses;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 /// Limit on recorded findings.
 const MAX_FINDINGS: usize = 4096;
@@ -180,12 +181,15 @@ impl<'a> LaneRun<'a> {
         number: usize,
         rank: Rank,
         lane: usize,
-    ) -> Result<Vec<LaneStep>, Diagnostic> {
+    ) -> Result<Arc<[LaneStep]>, Diagnostic> {
         let kernel = &self.kernels[self.sequence[number]];
         let section = self.section(number, rank);
-        let reachable = |tensor: usize| kernel.is_reachable(lane, tensor);
+        let cache = &kernel.caches[rank];
+        let announced = cache.announced(section).iter().copied();
+        let missing = announced.filter(|tensor| !kernel.is_reachable(lane, *tensor));
+        let missing: Vec<usize> = missing.collect();
         let of = (number as u32, rank as u32, lane as u32);
-        section.steps_where(lane, number as u64, &reachable, &|word| {
+        cache.steps(section, (lane, number as u64), &missing, &|word| {
             self.value(of, word)
         })
     }
@@ -481,7 +485,7 @@ impl Domain for LaneRun<'_> {
         }
     }
 
-    fn resume(&mut self, actor: Actor) -> Option<Vec<LaneStep>> {
+    fn resume(&mut self, actor: Actor) -> Option<Arc<[LaneStep]>> {
         let (launch, rank) = (actor.launch as usize, actor.rank as Rank);
         let resolved = self.steps(launch, rank, actor.lane as usize);
         let resolved = resolved.and_then(|steps| {

@@ -1,26 +1,24 @@
 //! Cache of resolved lane steps.
 
+use super::{LaneStep, ReadValues, ReadWord, SectionInstance};
 use crate::program::diagnostic::Diagnostic;
-use crate::program::section::{LaneStep, ReadValues, ReadWord, SectionInstance};
 use crate::sync::lock;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// Limit on the steps cached for a kernel, which bounds its memory; further ones are resolved for each launch.
-const MAX_STEPS: usize = 1 << 14;
-
 /// Limit on the words on which cached steps depend: resolutions refer to one another, and are dropped recursively.
 const MAX_WORDS: usize = 512;
 
-/// Number of steps that are resolved although the cache is full before it is emptied: the values on which its steps
-/// depend may never come again.
-const MAX_MISSED: usize = 8 * MAX_STEPS;
+/// Number of steps that are resolved although the cache is full before it is emptied, for each step that it may hold: the
+/// values on which its steps depend may never come again.
+const MAX_MISSED: usize = 8;
 
 /// Cache of resolved steps. Resolving the steps of a lane takes longer than executing them on small data. They hardly
 /// depend on the launch, and the values that lanes read from memory often recur, so later launches reuse them.
-#[derive(Default)]
-pub(super) struct StepCache {
+pub(in crate::program) struct StepCache {
+    /// Limit on the steps that it holds, which bounds its memory; further ones are resolved for each launch.
+    limit: usize,
     announced: OnceLock<Vec<usize>>,
     steps: Mutex<CachedSteps>,
 }
@@ -47,14 +45,23 @@ enum Resolution {
 }
 
 impl StepCache {
+    /// A cache of at most so many steps.
+    pub(in crate::program) fn new(limit: usize) -> Self {
+        Self {
+            limit,
+            announced: OnceLock::new(),
+            steps: Mutex::default(),
+        }
+    }
+
     /// Tensors that lanes announce.
-    pub(super) fn announced(&self, section: &SectionInstance) -> &[usize] {
+    pub(in crate::program) fn announced(&self, section: &SectionInstance) -> &[usize] {
         self.announced.get_or_init(|| section.announced())
     }
 
     /// Steps of a lane of `section`, which must be the same section in every call, with the tensors `missing`
     /// unreachable, and words of memory that have `values`; see [`SectionInstance::steps_where`]. Asks for each word once.
-    pub(super) fn steps(
+    pub(in crate::program) fn steps(
         &self,
         section: &SectionInstance,
         (lane, epoch): (usize, u64),
@@ -89,14 +96,22 @@ impl StepCache {
         let steps: Arc<[LaneStep]> = section
             .steps_where(lane, epoch, &reachable, &answer)?
             .into();
-        lock(&self.steps).insert(key, asked.into_inner(), &steps);
+        lock(&self.steps).insert(self.limit, key, asked.into_inner(), &steps);
         Ok(steps)
+    }
+}
+
+/// For a kernel that the host device runs.
+impl Default for StepCache {
+    fn default() -> Self {
+        Self::new(1 << 14)
     }
 }
 
 impl CachedSteps {
     fn insert(
         &mut self,
+        limit: usize,
         key: StepKey,
         asked: Vec<(ReadWord, ReadAnswer)>,
         steps: &Arc<[LaneStep]>,
@@ -105,9 +120,9 @@ impl CachedSteps {
             return;
         }
         let size = steps.len() + asked.len();
-        if self.count + size > MAX_STEPS {
+        if self.count + size > limit {
             self.missed += size;
-            if self.missed <= MAX_MISSED {
+            if self.missed <= MAX_MISSED * limit {
                 return;
             }
             *self = Self::default();
