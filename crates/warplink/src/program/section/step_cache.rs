@@ -1,10 +1,10 @@
 //! Cache of resolved lane steps.
 
-use super::{LaneStep, ReadValues, ReadWord, SectionInstance};
+use super::{FreeNames, LaneStep, ReadValues, ReadWord, SectionInstance};
 use crate::program::diagnostic::Diagnostic;
 use crate::sync::lock;
 use std::cell::RefCell;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, OnceLock};
 
 /// Limit on the words on which cached steps depend: resolutions refer to one another, and are dropped recursively.
@@ -20,6 +20,7 @@ pub(in crate::program) struct StepCache {
     /// Limit on the steps that it holds, which bounds its memory; further ones are resolved for each launch.
     limit: usize,
     announced: OnceLock<Vec<usize>>,
+    read: OnceLock<BTreeSet<String>>,
     steps: Mutex<CachedSteps>,
 }
 
@@ -50,6 +51,7 @@ impl StepCache {
         Self {
             limit,
             announced: OnceLock::new(),
+            read: OnceLock::new(),
             steps: Mutex::default(),
         }
     }
@@ -57,6 +59,12 @@ impl StepCache {
     /// Tensors that lanes announce.
     pub(in crate::program) fn announced(&self, section: &SectionInstance) -> &[usize] {
         self.announced.get_or_init(|| section.announced())
+    }
+
+    /// Names of the integers that lanes read from memory.
+    pub(in crate::program) fn read(&self, section: &SectionInstance) -> &BTreeSet<String> {
+        self.read
+            .get_or_init(|| FreeNames::of(&section.section).read)
     }
 
     /// Steps of a lane of `section`, which must be the same section in every call, with the tensors `missing`

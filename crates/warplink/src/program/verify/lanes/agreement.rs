@@ -6,7 +6,7 @@ use crate::error::Rank;
 use crate::named::comma;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::machine::Actor;
-use crate::program::section::{FreeNames, Part, SectionInstance};
+use crate::program::section::{Part, SectionInstance};
 use crate::program::site::Site;
 use crate::program::verify::diagnostics::Diagnostics;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
@@ -115,18 +115,18 @@ impl LaneRun<'_> {
             lanes.entry(lane).or_default().push((actor.step, peer));
         }
         let mut found = HashSet::new();
-        for ((launch, rank, lane), steps) in lanes {
-            let listed = self.steps(launch as usize, rank as Rank, lane as usize);
-            let section = self.section(launch as usize, rank as Rank);
+        for ((launch, of, lane), steps) in lanes {
+            let (number, rank) = (launch as usize, of as Rank);
+            let listed = self.steps(number, rank, lane as usize);
             // A step is the same whatever values the lane has read.
-            let values = FreeNames::of(&section.section).read;
+            let values = self.cache(number, rank).read(self.section(number, rank));
             for (step, peer) in steps {
                 let listed = listed.as_ref().ok().and_then(|all| all.get(step as usize));
                 let mut site = listed.map(|step| step.site.clone()).unwrap_or_default();
                 let indices = site.indices.iter();
                 let indices = indices.filter(|(name, _)| !values.contains(&**name));
                 site.indices = indices.cloned().collect();
-                found.insert((rank, lane, peer, site));
+                found.insert((of, lane, peer, site));
             }
         }
         found

@@ -10,7 +10,7 @@ use crate::program::ir::Program;
 use crate::program::machine::{Actor, Domain, Machine};
 use crate::program::rank_program::{Range, RankProgram};
 use crate::program::section::{
-    LaneStep, LaneStepKind, OperandMemory, Packing, Part, SectionInstance, SectionMemory,
+    LaneStep, LaneStepKind, OperandMemory, Packing, Part, SectionInstance, SectionMemory, StepCache,
 };
 use crate::program::verify::clock::Clocks;
 use crate::program::verify::kernel_accesses::RankAccesses;
@@ -184,7 +184,7 @@ impl<'a> LaneRun<'a> {
     ) -> Result<Arc<[LaneStep]>, Diagnostic> {
         let kernel = &self.kernels[self.sequence[number]];
         let section = self.section(number, rank);
-        let cache = &kernel.caches[rank];
+        let cache = self.cache(number, rank);
         let announced = cache.announced(section).iter().copied();
         let missing = announced.filter(|tensor| !kernel.is_reachable(lane, *tensor));
         let missing: Vec<usize> = missing.collect();
@@ -192,6 +192,11 @@ impl<'a> LaneRun<'a> {
         cache.steps(section, (lane, number as u64), &missing, &|word| {
             self.value(of, word)
         })
+    }
+
+    /// Cache of the steps that a rank launches in launch `number`.
+    pub(super) fn cache(&self, number: usize, rank: Rank) -> &'a StepCache {
+        &self.kernels[self.sequence[number]].caches[rank]
     }
 
     /// Launch with which the run of a launch began.
