@@ -15,6 +15,14 @@ pub(super) struct Read {
 }
 
 impl Read {
+    /// Whether it wants the position of a row that there cannot be, whatever the words are.
+    pub(super) fn finds_nothing(&self) -> bool {
+        let Some((width, inside, from, to, Some(nth))) = self.among else {
+            return false;
+        };
+        nth < 0 || nth as usize >= self.word.elements / width || (inside && from >= to)
+    }
+
     /// What it gives for these words; less than 0 if there is nothing.
     pub(super) fn result(&self, words: &[i64]) -> i64 {
         let Some((width, inside, from, to, nth)) = self.among else {

@@ -206,6 +206,10 @@ impl<'a> Stage<'a> {
                             break;
                         };
                         survey.reads.push(next);
+                        if next.finds_nothing() {
+                            survey.rules.push(DiagnosticKind::OutOfBounds);
+                            break;
+                        }
                         values.push(next.most * share);
                     }
                 }
