@@ -27,8 +27,9 @@ const TRIES: u64 = 300;
 /// How many further choices of integers are played of an accepted program: at least, and if its turns are cheap.
 const OTHERS: Range<usize> = 6..20;
 
-/// At most how many of them while no choice has written every element of the outputs.
-const MAX_OTHERS: usize = 80;
+/// At most how many of them while no choice has written every element of the outputs: those of all runs and ranks that fit
+/// one another may be rare.
+const MAX_OTHERS: usize = 1000;
 
 /// How many turns of the interpreter an accepted program may take after the least choices.
 const TURNS: u64 = 30_000;
