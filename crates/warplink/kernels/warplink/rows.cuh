@@ -167,6 +167,34 @@ struct RowMax {
 // ---- functions of values
 __device__ __forceinline__ float row_product(float a, float b) { return detail::times(a, b); }
 __device__ __forceinline__ float row_divide(float a, float b) { return __fdiv_rn(a, b); }
+
+// Divides a unit by one number, with the results of `row_divide`, but with one reciprocal and one branch for all elements. A
+// quotient that is off by less than its last bit becomes the nearest one when its exact remainder, times the nearest
+// reciprocal, is added (Markstein, 1990); the first correction brings it that close. Numbers near the ends of the range,
+// whose remainders may not be exact, infinities and NaN are divided one by one.
+__device__ __forceinline__ void row_divide(float (&value)[row_unit], float by) {
+    // From 2^-60 to 2^60.
+    const auto is_usual = [](u32 size) { return size - 0x21800000u < 0x3c000000u; };
+    const float inverse = __frcp_rn(by);
+    bool usual = is_usual(__float_as_uint(by) & 0x7fffffffu);
+    float quotient[row_unit];
+#pragma unroll
+    for (u32 e = 0; e < row_unit; e++) {
+        const u32 size = __float_as_uint(value[e]) & 0x7fffffffu;
+        usual &= size == 0 || is_usual(size);
+        const float first = __fmul_rn(value[e], inverse);
+        const float second = __fmaf_rn(__fmaf_rn(-first, by, value[e]), inverse, first);
+        const float third = __fmaf_rn(__fmaf_rn(-second, by, value[e]), inverse, second);
+        // Corrections lose the sign of -0.
+        quotient[e] = size == 0 ? first : third;
+    }
+    if (!usual) {
+#pragma unroll
+        for (u32 e = 0; e < row_unit; e++) quotient[e] = __fdiv_rn(value[e], by);
+    }
+#pragma unroll
+    for (u32 e = 0; e < row_unit; e++) value[e] = quotient[e];
+}
 __device__ __forceinline__ float row_minus(float a, float b) { return __fsub_rn(a, b); }
 __device__ __forceinline__ float row_sqrt(float a) { return __fsqrt_rn(a); }
 __device__ __forceinline__ float row_rsqrt(float a) { return __frcp_rn(__fsqrt_rn(a)); }

@@ -169,6 +169,19 @@ impl<'f> Passes<'f> {
         format!("n{node}")
     }
 
+    /// Numerator and divisor of a quotient that is stored and not used otherwise, if the divisor is the same for a unit:
+    /// then the unit is divided after the pass over its elements.
+    pub(super) fn divided(&self, node: usize) -> Option<(usize, usize)> {
+        let RowNode::Binary(RowBinary::Divide, a, b) = self.function.nodes[node] else {
+            return None;
+        };
+        let nodes = self.live.iter().zip(&self.function.nodes);
+        let mut read = nodes.filter(|(live, _)| **live);
+        let is_read = read.any(|(_, other)| other.operands().into_iter().any(|it| it == node));
+        let of_unit = |node: usize| self.uniform[node] || self.blocks[node].is_some();
+        (of_unit(b) && !of_unit(node) && !is_read).then_some((a, b))
+    }
+
     /// Expression that computes a node.
     pub(super) fn expression(&self, node: usize, pass: usize) -> String {
         let value = |node: usize| self.value(node, pass);

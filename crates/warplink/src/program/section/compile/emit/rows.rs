@@ -447,6 +447,9 @@ impl Emitter<'_> {
                 Extent::Block(_) => format!("float stored{number} = 0;"),
                 _ => format!("float stored{number}[row_unit];"),
             });
+            if passes.divided(group.result).is_some() {
+                code.line(format!("float by{number};"));
+            }
         }
         let blocks: Vec<_> = passes.of_blocks(pass).collect();
         for (node, ..) in &blocks {
@@ -459,7 +462,8 @@ impl Emitter<'_> {
             if !matches!(
                 function.nodes[*node],
                 RowNode::Argument(_) | RowNode::OfBlock(..)
-            ) {
+            ) && passes.divided(*node).is_none()
+            {
                 code.line(format!(
                     "const float {value} = {};",
                     passes.expression(*node, pass)
@@ -485,7 +489,11 @@ impl Emitter<'_> {
             ));
         }
         for (number, group) in stored() {
-            let value = passes.value(group.result, pass);
+            let divided = passes.divided(group.result);
+            let value = passes.value(divided.map_or(group.result, |(of, _)| of), pass);
+            if let Some((_, by)) = divided {
+                code.line(format!("by{number} = {};", passes.value(by, pass)));
+            }
             code.line(match group.extent {
                 Extent::Block(_) => format!("if (e == 0) stored{number} = {value};"),
                 _ => format!("stored{number}[e] = {value};"),
@@ -499,6 +507,9 @@ impl Emitter<'_> {
             ));
         }
         for (number, group) in stored() {
+            if passes.divided(group.result).is_some() {
+                code.line(format!("row_divide(stored{number}, by{number});"));
+            }
             let (element, result) = (stored_name(group.dtype), group.result);
             code.line(match group.extent {
                 Extent::Block(size) => {
