@@ -45,7 +45,7 @@ impl Stored {
     }
 }
 
-/// What tells texts apart.
+/// The options that change the text.
 #[derive(Clone, Copy)]
 struct Variant {
     drops: bool,
@@ -116,7 +116,7 @@ impl Variant {
         lines.join("\n")
     }
 
-    /// What the row at these indices is expected to be, if it is that of a token of a rank.
+    /// The expected row at these indices, if it is that of a token of a rank.
     fn expect(self, at: &str, token: &str, rank: &str) -> String {
         let mut lines = vec![if self.quantizes {
             let scale = if self.has_one_scale() { "[0]" } else { "" };
@@ -315,7 +315,7 @@ fn function(quantization: Quantization) -> String {
     format!("function quantized(x) {{\n{lines}    return {row}, {scale}\n}}")
 }
 
-/// What ranks agree on: that none has more rows for a rank than there is memory for, unless such rows are dropped.
+/// The conditions that ranks agree on: none has more rows for a rank than there is memory for, unless such rows are dropped.
 fn totals(it: Variant, world: usize) -> String {
     if it.drops {
         return "let kind = what\nlet size = length\nlet limit = upper".to_owned();
@@ -469,7 +469,7 @@ fn taken(it: Variant) -> String {
     ])
 }
 
-/// What outputs are to be.
+/// Statements of the expected outputs.
 fn expected(it: Variant, world: usize) -> String {
     if !it.by_expert {
         return filled(

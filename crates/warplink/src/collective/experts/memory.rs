@@ -4,7 +4,7 @@ use super::{ExpertOptions, WORD};
 use crate::device::DeviceSlice;
 use crate::error::{Error, Result};
 
-/// What [`Experts::dispatch`](super::Experts::dispatch) sends: up to `max_tokens` tokens.
+/// The tokens that [`Experts::dispatch`](super::Experts::dispatch) sends: up to `max_tokens` tokens.
 #[derive(Clone, Copy, Debug)]
 pub struct Tokens<'a> {
     /// Their rows: `[n, elements]`.

@@ -1,4 +1,4 @@
-//! What a dispatch leaves for its combine: where the rows of each token are.
+//! The record of a dispatch for its combine: where the rows of each token are.
 
 use super::{ExpertOptions, Experts, WORD};
 use crate::device::{AllocationKind, Device, DeviceSlice};

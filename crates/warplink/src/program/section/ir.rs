@@ -146,7 +146,7 @@ impl StepKind {
         }
     }
 
-    /// What it does, if it stores an integer at the index of a loop, or reads one word: threads may divide iterations of such
+    /// Its effect, if it stores an integer at the index of a loop, or reads one word: threads may divide iterations of such
     /// steps among themselves.
     pub(super) fn of_one_word(&self, index: &str) -> Option<OfOneWord<'_>> {
         let last = |place: &Place| place.tensor.selections.last().cloned();
@@ -319,7 +319,7 @@ pub(super) enum Storing {
     Elements,
 }
 
-/// What a step does with one word.
+/// Effect of a step on one word.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum OfOneWord<'s> {
     Stored,

@@ -18,7 +18,7 @@ pub(super) fn shape_of(view: &View) -> String {
 
 /// The operands of a product.
 #[derive(Clone)]
-pub(super) struct Operands {
+pub(super) struct Factors {
     a: View,
     b: View,
     bias: Option<View>,
@@ -158,8 +158,8 @@ impl Unroller<'_> {
     }
 
     /// The operands that `product` names.
-    pub(super) fn operands(&self, product: &Product) -> Result<Operands, Diagnostic> {
-        Ok(Operands {
+    pub(super) fn operands(&self, product: &Product) -> Result<Factors, Diagnostic> {
+        Ok(Factors {
             a: self.view(&product.a)?,
             b: self.view(&product.b)?,
             bias: self.bias(product.bias.as_ref())?,
@@ -169,7 +169,7 @@ impl Unroller<'_> {
     pub(super) fn matmul(
         &self,
         target: &View,
-        operands: &Operands,
+        operands: &Factors,
         accumulate: bool,
     ) -> Result<OperationKind, Diagnostic> {
         self.writable(target)?;
@@ -180,7 +180,7 @@ impl Unroller<'_> {
         });
         let without;
         let (operands, accumulate) = if adds_target && target.shape.len() > 1 {
-            without = Operands {
+            without = Factors {
                 bias: None,
                 ..operands.clone()
             };
@@ -214,7 +214,7 @@ impl Unroller<'_> {
     pub(super) fn stored_matmul(
         &self,
         id: TransferId,
-        operands: &Operands,
+        operands: &Factors,
     ) -> Result<OperationKind, Diagnostic> {
         let send = &self.made.transfers[id];
         let columns = operands.b.shape.last().copied().unwrap_or(1);
@@ -244,8 +244,8 @@ impl Unroller<'_> {
     }
 
     /// Ranges and sizes of a product, if the shapes and types fit.
-    fn product(&self, target: &View, operands: &Operands) -> Result<Matmul, Diagnostic> {
-        let Operands { a, b, bias } = operands;
+    fn product(&self, target: &View, operands: &Factors) -> Result<Matmul, Diagnostic> {
+        let Factors { a, b, bias } = operands;
         let dtype = target.dtype;
         let mut all = [a, b].into_iter().chain(bias);
         let multiplies = || {

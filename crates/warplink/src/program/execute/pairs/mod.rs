@@ -6,7 +6,7 @@
 //! has a region of its own in the workspaces and signals of both: the lines of its two directions share it, so a program
 //! must not use the same scratch of both ranks.
 //!
-//! What differs between messages is carried by the launch: the memory of the data, and some words that the program
+//! The launch carries all that differs between messages: the memory of the data, and some words that the program
 //! reads as integers.
 
 mod table;
@@ -46,7 +46,7 @@ pub(crate) struct PairProgram {
     pub(crate) counts: &'static [&'static str],
     /// Error of mismatched announcements, for each of its ranks.
     pub(crate) tell: [Arc<TellDifference>; 2],
-    /// What its ranks do, for errors.
+    /// Description of its ranks' operation, for errors.
     pub(crate) operations: [&'static str; 2],
 }
 

@@ -23,7 +23,8 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use crate::program::expr::{self, Condition, Expr};
 use crate::program::site::{Position, Site};
 use crate::program::text::below;
-use std::cell::OnceCell;
+use rustc_hash::FxHashMap;
+use std::cell::{OnceCell, RefCell};
 use std::sync::Arc;
 use value::{Resolved, Stop, with_large_values};
 
@@ -110,6 +111,7 @@ impl SectionInstance {
             read: 0,
             words: Vec::new(),
             integers: vec![(&self.section.lane, lane as i64), ("epoch", epoch as i64)],
+            slots: RefCell::default(),
             aliases: Vec::new(),
             steps: Vec::new(),
             weights: Vec::new(),
@@ -128,11 +130,21 @@ impl SectionInstance {
     }
 }
 
+/// Source of the value of a name at one place of the text. Scopes are lexical, so it is the same at each evaluation.
+#[derive(Clone, Copy)]
+enum Slot {
+    /// An index in the integers bound at that place.
+    Bound(usize),
+    Constant(i64),
+}
+
 struct Resolver<'s> {
     instance: &'s SectionInstance,
     lane: usize,
     /// Integers bound by the section, innermost last.
     integers: Vec<(&'s str, i64)>,
+    /// By the address of a name in the text, once it has been evaluated there.
+    slots: RefCell<FxHashMap<*const u8, Slot>>,
     aliases: Vec<(&'s str, View)>,
     steps: Vec<LaneStep>,
     /// Weight of each step, weight of the next step, and the approximate limit of sampled iterations per loop.
@@ -443,7 +455,10 @@ impl<'s> Resolver<'s> {
     }
 
     /// A source, or the number that replaces it.
-    fn source(&mut self, source: &Source) -> Resolved<std::result::Result<MoveOperand, Literal>> {
+    fn source(
+        &mut self,
+        source: &'s Source,
+    ) -> Resolved<std::result::Result<MoveOperand, Literal>> {
         if let Some((condition, _)) = &source.otherwise {
             let Site { line, column, .. } = self.site;
             self.note_asked(condition, Position { line, column });
@@ -458,7 +473,7 @@ impl<'s> Resolver<'s> {
         self.operand(place).map(Ok)
     }
 
-    fn operand(&mut self, place: &Place) -> Resolved<MoveOperand> {
+    fn operand(&mut self, place: &'s Place) -> Resolved<MoveOperand> {
         let rank = match &place.on {
             Some(rank) => self.rank(rank)?,
             None => self.instance.rank,
@@ -507,7 +522,7 @@ impl<'s> Resolver<'s> {
         })
     }
 
-    fn view(&mut self, reference: &TensorRef) -> Resolved<View> {
+    fn view(&mut self, reference: &'s TensorRef) -> Resolved<View> {
         let mut view = self.whole(&reference.name)?;
         if reference.transposed {
             let message = format!("{reference} is transposed; expected elements in order");
@@ -546,19 +561,19 @@ impl<'s> Resolver<'s> {
         Ok(view)
     }
 
-    fn rank(&self, expression: &Expr) -> Resolved<Rank> {
+    fn rank(&self, expression: &'s Expr) -> Resolved<Rank> {
         self.number_below("rank", expression, self.instance.world)
     }
 
     /// Lane given by an expression; this lane without one.
-    fn lane(&self, expression: Option<&Expr>) -> Resolved<usize> {
+    fn lane(&self, expression: Option<&'s Expr>) -> Resolved<usize> {
         match expression {
             Some(expression) => self.number_below("lane", expression, self.instance.lanes),
             None => Ok(self.lane),
         }
     }
 
-    fn number_below(&self, what: &str, expression: &Expr, limit: usize) -> Resolved<usize> {
+    fn number_below(&self, what: &str, expression: &'s Expr, limit: usize) -> Resolved<usize> {
         let value = self.integer(expression)?;
         let number = below(what, expression, value, limit);
         number.map_err(|message| self.wrong(DiagnosticKind::OutOfBounds, message))
@@ -566,11 +581,15 @@ impl<'s> Resolver<'s> {
 
     fn named(&self, name: &str) -> Option<i64> {
         let bound = self.integers.iter().rev().find(|(bound, _)| *bound == name);
-        match (bound, name) {
-            (Some((_, value)), _) => Some(*value),
-            (None, "rank") => Some(self.instance.rank as i64),
-            (None, "world") => Some(self.instance.world as i64),
-            (None, name) if name.starts_with(REACHABLE) => {
+        bound.map_or_else(|| self.unbound(name), |(_, value)| Some(*value))
+    }
+
+    /// An integer that the section does not bind.
+    fn unbound(&self, name: &str) -> Option<i64> {
+        match name {
+            "rank" => Some(self.instance.rank as i64),
+            "world" => Some(self.instance.world as i64),
+            name if name.starts_with(REACHABLE) => {
                 // A rank knows whether a tensor is reachable that it alone announces.
                 let known = self.agreed.iter().chain(&self.told);
                 let is =
@@ -578,17 +597,42 @@ impl<'s> Resolver<'s> {
                 let tensor = known.copied().find(is)?;
                 Some(i64::from((self.reachable)(tensor)))
             }
-            (None, _) => self.instance.integers.get(name).copied(),
+            _ => self.instance.integers.get(name).copied(),
         }
     }
 
-    fn integer(&self, expression: &Expr) -> Resolved<i64> {
-        let value = expression.evaluate(&|name| self.named(name));
+    /// Value of a name in an expression of the text. Most of the time of resolving would be spent on comparing names.
+    fn value_of(&self, name: &str) -> Option<i64> {
+        // Such names are composed for the evaluation, so their addresses mean nothing.
+        if matches!(name.as_bytes().last(), Some(b')' | b']')) {
+            return self.named(name);
+        }
+        let known = self.slots.borrow().get(&name.as_ptr()).copied();
+        let slot = match known {
+            Some(slot) => slot,
+            None => {
+                let bound = self.integers.iter().rposition(|(it, _)| *it == name);
+                let slot = match bound {
+                    Some(index) => Slot::Bound(index),
+                    None => Slot::Constant(self.unbound(name)?),
+                };
+                self.slots.borrow_mut().insert(name.as_ptr(), slot);
+                slot
+            }
+        };
+        match slot {
+            Slot::Bound(index) => self.integers.get(index).map(|(_, value)| *value),
+            Slot::Constant(value) => Some(value),
+        }
+    }
+
+    fn integer(&self, expression: &'s Expr) -> Resolved<i64> {
+        let value = expression.evaluate(&|name| self.value_of(name));
         value.map_err(|error| self.malformed(format!("{expression}: {error}")))
     }
 
-    fn condition(&self, condition: &Condition) -> Resolved<bool> {
-        let value = condition.evaluate(&|name| self.named(name));
+    fn condition(&self, condition: &'s Condition) -> Resolved<bool> {
+        let value = condition.evaluate(&|name| self.value_of(name));
         value.map_err(|error| self.malformed(format!("{condition}: {error}")))
     }
 }

@@ -143,7 +143,7 @@ impl<'s> Resolver<'s> {
     }
 
     /// A source that no number replaces.
-    pub(super) fn source_of_memory(&mut self, source: &Source) -> Resolved<MoveOperand> {
+    pub(super) fn source_of_memory(&mut self, source: &'s Source) -> Resolved<MoveOperand> {
         self.source(source)?.map_err(|number| {
             let message = format!(
                 "{number} is no source; expected a tensor, since a number replaces an argument of a function of rows alone"

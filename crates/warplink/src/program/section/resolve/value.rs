@@ -81,7 +81,7 @@ impl<'s> Resolver<'s> {
     }
 
     /// A part that no word of memory selects.
-    pub(super) fn fixed_view(&mut self, reference: &TensorRef) -> Resolved<View> {
+    pub(super) fn fixed_view(&mut self, reference: &'s TensorRef) -> Resolved<View> {
         let by_word =
             |selection: &Selection| matches!(selection, Selection::Index(Expr::Element(..)));
         if reference.selections.iter().any(by_word) {
@@ -121,7 +121,7 @@ impl<'s> Resolver<'s> {
     }
 
     /// `I[r]` in `X[I[r]]`: the row of `X` that a word of this rank names.
-    pub(super) fn row(&mut self, list: &str, at: &Expr, rows: &View) -> Resolved<i64> {
+    pub(super) fn row(&mut self, list: &str, at: &'s Expr, rows: &View) -> Resolved<i64> {
         let at = self.integer(at)?;
         let place = format!("{list}[{at}]");
         let mut word = self.whole(list)?;
@@ -210,7 +210,12 @@ impl<'s> Resolver<'s> {
     }
 
     /// The number of words in a range, or the position of one of them.
-    fn matched(&mut self, it: &DeviceValue, range: &WordRange, nth: Option<i64>) -> Resolved<i64> {
+    fn matched(
+        &mut self,
+        it: &'s DeviceValue,
+        range: &'s WordRange,
+        nth: Option<i64>,
+    ) -> Resolved<i64> {
         let (from, to) = (self.integer(&range.from)?, self.integer(&range.to)?);
         let words = self.operand(&it.place)?;
         let row = if range.rows {

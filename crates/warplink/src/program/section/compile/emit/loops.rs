@@ -77,7 +77,7 @@ impl Emitter<'_> {
     }
 }
 
-/// What a copy of a body costs to compile, in plain steps.
+/// Cost of compiling a copy of a body, in plain steps.
 fn weight(body: &[Step]) -> i64 {
     let of = |kind: &StepKind| match kind {
         StepKind::Value(it) if !matches!(it.gives, WordValue::Word(_)) => 8,
