@@ -311,6 +311,7 @@ impl Described {
 
     /// Estimated seconds by the model, if the memory is accessible.
     pub(super) fn seconds(&self, machine: &Machine, way: Way) -> Result<f64> {
+        let call = &self.call;
         let shape = self.shape(machine, way)?;
         let piece = self.of(shape.rows);
         let programs = (0..machine.world).map(|rank| piece.rank_program(machine, &shape, rank));
@@ -323,7 +324,13 @@ impl Described {
             Way::Direct | Way::Gathered => ACCESS * fenced,
             // Data is loaded after flags.
             Way::Lined => lanes.load,
-            Way::OneShot | Way::Quantized => 0.0,
+            // Half of a packet is its flag. What the links carry for that is not hidden, unlike the rows themselves: fitted to
+            // 1 to 16 rows (docs/performance.md).
+            Way::OneShot => {
+                let row = call.width * call.dtype.size() * (machine.world - 1);
+                (shape.rows * row) as f64 / lanes.stored
+            }
+            Way::Quantized => 0.0,
         };
         Ok((machine.estimates.seconds(&programs)? + missing) * pieces)
     }

@@ -225,7 +225,7 @@ fn the_number_of_rows_selects_the_strategy() {
     let expected = [
         (1, Way::OneShot, [1, 1024, 8]),
         (4, Way::OneShot, [4, 1024, 8]),
-        (8, Way::OneShot, [8, 1024, 4]),
+        (8, Way::Lined, [8, 1024, 4]),
         (16, Way::Lined, [16, 1024, 2]),
         (32, Way::Lined, [32, 1024, 2]),
         (48, Way::Lined, [64, 1024, 1]),
