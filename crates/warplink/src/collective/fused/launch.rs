@@ -324,8 +324,8 @@ impl Described {
             Way::Direct | Way::Gathered => ACCESS * fenced,
             // Data is loaded after flags.
             Way::Lined => lanes.load,
-            // Half of a packet is its flag. What the links carry for that is not hidden, unlike the rows themselves: fitted to
-            // 1 to 16 rows (docs/performance.md).
+            // Half of a packet is its flag, so links carry as many bytes again as the rows have. With this time, the choice
+            // changes to lines where measured times of 4 and 8 rows say so (docs/performance.md).
             Way::OneShot => {
                 let row = call.width * call.dtype.size() * (machine.world - 1);
                 (shape.rows * row) as f64 / lanes.stored
