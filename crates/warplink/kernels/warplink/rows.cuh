@@ -293,29 +293,37 @@ template <bool WHOLE = false, bool KEPT = false> struct Row {
         }
     }
 
-    // Combines the values of all threads, on each of them: by the bits of the thread's number from bit 4 on within a
-    // warp, and then of the warp's number. The threads agree on whether the lane has ended.
-    template <typename Operator> __device__ __forceinline__ float across(float value) {
-        if constexpr (lane_blocks > 1) return across_blocks<Operator>(value);
-        __shared__ float of_warps[2][32];
-        float *values = of_warps[turn++ % 2];
-#pragma unroll
-        for (u32 half = 16; half > 0; half /= 2) value = Operator::combine(value, __shfl_xor_sync(0xffffffffu, value, half));
-        if (lane.rank() % 32 == 0) values[lane.rank() / 32] = value;
+    // Combines values of all threads, on each of them and each by its operator: by the bits of the thread's number from bit 4 on
+    // within a warp, and then of the warp's number. All values go in one exchange, since its latency counts more than its size. The
+    // threads agree on whether the lane has ended.
+    template <typename... Operators> __device__ __forceinline__ void across(decltype(Operators::none()) &...values) {
+        if constexpr (lane_blocks > 1) {
+            ((values = across_blocks<Operators>(values)), ...);
+            return;
+        }
+        __shared__ float of_warps[2][sizeof...(Operators)][32];
+        float(*stored)[32] = of_warps[turn++ % 2];
+        const u32 number = lane.rank() % 32, warp = lane.rank() / 32;
+        within_warp<Operators...>(values...);
+        u32 i = 0;
+        if (number == 0) ((stored[i++][warp] = values), ...);
         lane.agree();
-        value = lane.rank() % 32 < lane.size() / 32 ? values[lane.rank() % 32] : Operator::none();
-#pragma unroll
-        for (u32 half = 16; half > 0; half /= 2) value = Operator::combine(value, __shfl_xor_sync(0xffffffffu, value, half));
-        return value;
+        i = 0;
+        ((values = number < lane.size() / 32 ? stored[i][number] : Operators::none(), i++), ...);
+        within_warp<Operators...>(values...);
     }
 
-    // The same for a lane of several blocks: each warp stores its value, and whether the lane has ended, at all blocks.
+    template <typename... Operators> static __device__ __forceinline__ void within_warp(decltype(Operators::none()) &...values) {
+#pragma unroll
+        for (u32 half = 16; half > 0; half /= 2) ((values = Operators::combine(values, __shfl_xor_sync(0xffffffffu, values, half))), ...);
+    }
+
+    // The same with one value for a lane of several blocks: each warp stores its value, and whether the lane has ended, at all blocks.
     template <typename Operator> __device__ __forceinline__ float across_blocks(float value) {
         detail::ClusterExchange &exchange = detail::ClusterExchange::own();
         const u32 slot = turn % 2, parity = turn / 2 % 2, number = lane.rank() % 32, warps = lane.size() / 32;
         turn++;
-#pragma unroll
-        for (u32 half = 16; half > 0; half /= 2) value = Operator::combine(value, __shfl_xor_sync(0xffffffffu, value, half));
+        within_warp<Operator>(value);
         lane.ended = __any_sync(0xffffffffu, lane.ended);
         lane.gather();
         if (threadIdx.x == 0) exchange.expect(slot, warps);
@@ -324,8 +332,7 @@ template <bool WHOLE = false, bool KEPT = false> struct Row {
         const u64 stored = number < warps ? ((volatile u64 *)exchange.values[slot])[number] : (u64)__float_as_uint(Operator::none());
         lane.ended = __any_sync(0xffffffffu, stored >> 32 != 0);
         value = __uint_as_float((u32)stored);
-#pragma unroll
-        for (u32 half = 16; half > 0; half /= 2) value = Operator::combine(value, __shfl_xor_sync(0xffffffffu, value, half));
+        within_warp<Operator>(value);
         return value;
     }
 

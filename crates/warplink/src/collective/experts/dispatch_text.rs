@@ -305,7 +305,7 @@ pub(super) fn words(options: &ExpertOptions) -> usize {
 }
 
 fn function(quantization: Quantization) -> String {
-    let scaled = quantization.scaled("x");
+    let scaled = quantization.scaled("x", "row_max(abs(x))");
     let lines: String = scaled
         .lines
         .iter()

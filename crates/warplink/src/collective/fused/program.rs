@@ -327,25 +327,32 @@ impl Described {
             };
             lines.push(format!("let h = round({sum}, T)"));
         }
-        if follows {
+        let quantization = epilogue.quantization.filter(|_| follows);
+        let mut largest = None;
+        let centred = match epilogue.norm.filter(|_| follows) {
+            None => None,
+            Some(Norm::Rms) => Some("h"),
+            Some(Norm::Layer) => {
+                lines.push("let centred = h - row_sum(h) / width".to_owned());
+                Some("centred")
+            }
+        };
+        if let Some(row) = centred {
             let weight = if epilogue.weight_bias { "(w + 1)" } else { "w" };
             let bias = if self.form.has(Tensor::Bias) {
                 " + v"
             } else {
                 ""
             };
-            let scaled = |row: &str| {
-                format!(
-                    "let normal = {row} * rsqrt(row_sum({row} * {row}) / width + eps) * {weight}{bias}"
-                )
-            };
-            match epilogue.norm {
-                None => {}
-                Some(Norm::Rms) => lines.push(scaled("h")),
-                Some(Norm::Layer) => {
-                    lines.push("let centred = h - row_sum(h) / width".to_owned());
-                    lines.push(scaled("centred"));
-                }
+            let factor = format!("rsqrt(row_sum({row} * {row}) / width + eps)");
+            if quantization == Some(Quantization::PerToken) && bias.is_empty() {
+                // The factor is applied to the largest magnitude, not to the elements that it is taken of: so both
+                // reductions along the row are made in one exchange.
+                lines.push(format!("let factor = {factor}"));
+                lines.push(format!("let normal = {row} * factor * {weight}"));
+                largest = Some(format!("row_max(abs({row} * {weight})) * factor"));
+            } else {
+                lines.push(format!("let normal = {row} * {factor} * {weight}{bias}"));
             }
         }
         let normal = if epilogue.norm.is_some() {
@@ -353,8 +360,9 @@ impl Described {
         } else {
             "h"
         };
-        let quantization = epilogue.quantization.filter(|_| follows);
-        let scaled = quantization.map(|it| it.scaled(normal)).unwrap_or_default();
+        let largest = largest.unwrap_or_else(|| format!("row_max(abs({normal}))"));
+        let scaled = quantization.map(|it| it.scaled(normal, &largest));
+        let scaled = scaled.unwrap_or_default();
         lines.extend(scaled.lines);
         let [quantized, scale] = scaled.stored;
         let result = |output: &Tensor| match output {

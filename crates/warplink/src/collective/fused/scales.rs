@@ -13,12 +13,12 @@ pub(in crate::collective) struct Scaled {
 }
 
 impl Quantization {
-    /// The lines and results for `row`; a given scale is named `s`.
-    pub(in crate::collective) fn scaled(self, row: &str) -> Scaled {
+    /// The lines and results for `row`, whose largest magnitude is `largest`; a given scale is named `s`.
+    pub(in crate::collective) fn scaled(self, row: &str, largest: &str) -> Scaled {
         let block = |size: usize| format!("block_max(abs({row}), {size})");
         let scale = match self {
             Self::Static => None,
-            Self::PerToken => Some(format!("max(row_max(abs({row})) / 448, 1e-10)")),
+            Self::PerToken => Some(format!("max({largest} / 448, 1e-10)")),
             Self::PerBlock => Some(format!("max({} / 448, 1e-10)", block(QUANTIZED_BLOCK))),
             Self::PerBlockPowerOfTwo => Some(format!(
                 "power_of_two(max({} / 448, 1e-10))",

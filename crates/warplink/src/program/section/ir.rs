@@ -315,7 +315,7 @@ pub(super) enum Storing {
     Integer,
     /// Rows, in the same way in each execution.
     Rows,
-    /// By how places are aligned.
+    /// By how places are aligned, and how long they are.
     Elements,
 }
 

@@ -1,6 +1,6 @@
 //! Hazard analysis: finds the steps before which the threads of a lane must synchronize.
 //!
-//! Threads divide elements according to alignment, so one thread may need data that another wrote in an earlier step.
+//! Threads divide elements according to length and alignment, so one thread may need data that another wrote in an earlier step.
 //! A step that reads or writes data written by an earlier step, or overwrites data read by it, needs a barrier in
 //! between, unless a signal or a wait comes between them, since both are barriers. Packets are ordered by their
 //! flags.
@@ -35,15 +35,22 @@ pub(super) fn id(step: &Step) -> usize {
 }
 
 /// Steps of `instance` that need a barrier before them. If the analysis takes too long: all steps that move data.
-pub(super) fn barriers(instance: &SectionInstance, constants: &Scope) -> Barriers {
+/// `aligned`: for each tensor, whether it and its rows are aligned to 16 bytes on every rank.
+pub(super) fn barriers(
+    instance: &SectionInstance,
+    aligned: &[bool],
+    constants: &Scope,
+) -> Barriers {
     let mut barriers = Barriers::new();
     loop {
         let mut walk = HazardWalk {
             instance,
+            aligned,
             scope: constants.clone(),
             aliases: HashMap::new(),
             accesses: Vec::new(),
             storer: None,
+            alike: true,
             divided: None,
             pending: BTreeSet::new(),
             barriers: barriers.clone(),
@@ -161,12 +168,16 @@ impl StepAccess {
 
 struct HazardWalk<'s> {
     instance: &'s SectionInstance,
+    aligned: &'s [bool],
     scope: Scope,
     aliases: HashMap<&'s str, (usize, Selected)>,
     /// Accesses of the current step.
     accesses: Vec<StepAccess>,
     /// Who stores the elements of the first access of the current step, if that is known.
     storer: Option<Storer>,
+    /// Whether all operands of the current step so far are whole rows that are aligned, so that threads divide them in the same
+    /// way in each execution.
+    alike: bool,
     /// The address of a loop around the current step whose iterations threads divide.
     divided: Option<usize>,
     /// Accesses since the last barrier.
@@ -213,11 +224,14 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
         }
         self.storer = match kind.storing() {
             Storing::Integer => Some(self.divided.map_or(Storer::Last, Storer::OfLoop)),
-            Storing::Rows => Some(Storer::OfStep(id(step), 0)),
-            Storing::Elements => None,
+            Storing::Rows | Storing::Elements => Some(Storer::OfStep(id(step), 0)),
         };
+        self.alike = true;
         kind.visit(self);
-        let accesses = std::mem::take(&mut self.accesses);
+        let mut accesses = std::mem::take(&mut self.accesses);
+        if matches!(kind.storing(), Storing::Elements) && !self.alike {
+            accesses.iter_mut().for_each(|access| access.stored = None);
+        }
         self.looks += self.pending.len() * accesses.len();
         let conflict = self
             .pending
@@ -340,6 +354,7 @@ impl<'s> HazardWalk<'s> {
             let mut selections = place.tensor.selections.iter();
             let whole = selections.all(|it| matches!(it, Selection::Index(_)))
                 && !self.aliases.contains_key(place.tensor.name.as_str());
+            self.alike &= whole && self.aligned[operand.0];
             let number = self.accesses.len();
             let stored = self.storer.filter(|_| writes && whole);
             let stored = stored.map(|storer| match storer {

@@ -19,11 +19,15 @@ fn section(text: &str, rank: usize, world: usize, n: i64) -> Arc<SectionInstance
 
 /// The kernel of a body over X, Y and Z of n elements, and packets P.
 fn kernel(body: &str, rank: usize, world: usize) -> Result<String, String> {
+    kernel_of(body, rank, world, true)
+}
+
+fn kernel_of(body: &str, rank: usize, world: usize, aligned: bool) -> Result<String, String> {
     let text = format!(
         "program test(n) {{\n input X: bf16[n]\n output Y: bf16[n]\n output Z: bf16[n]\n \
          scratch P: packets16 bf16[2, world, n]\n kernel lane in 0..4 threads 128 {{\n{body}\n}}\n}}\n"
     );
-    let kernel = section(&text, rank, world, 1000).kernel(true);
+    let kernel = section(&text, rank, world, 1000).kernel(aligned);
     kernel.map_err(|error| error.to_string())
 }
 
@@ -131,6 +135,30 @@ fn what_an_iteration_leaves_to_the_next_is_waited_for() {
         ),
         1
     );
+}
+
+/// Threads divide a whole row in the same way each time, if it is known how it is aligned: so no other thread's elements are
+/// overwritten.
+#[test]
+fn a_step_needs_no_barrier_from_itself_where_threads_divide_it_alike() {
+    let cases = [
+        ("for c in 0..n { Y = copy(X) }", true, 0),
+        ("for c in 0..n { Y = reduce(X, Z, sum) }", true, 0),
+        ("for c in 0..n { put X to Y on c % world }", true, 0),
+        ("for c in 0..n { Y = copy(X) }", false, 1),
+        // Of another length each time, another step, or a step that reads what another thread stored.
+        ("for c in 0..n { Y[0..c] = copy(X[0..c]) }", true, 1),
+        ("for c in 0..n { Y = copy(X)\nY = copy(Z) }", true, 2),
+        ("for c in 0..n { Y = copy(X)\nX = copy(Y) }", true, 2),
+    ];
+    for (body, aligned, expected) in cases {
+        let kernel = kernel_of(body, 0, 2, aligned).unwrap();
+        assert_eq!(
+            kernel.matches("self.sync();").count(),
+            expected,
+            "{body}, {aligned}"
+        );
+    }
 }
 
 #[test]
@@ -325,5 +353,51 @@ fn conditions_are_in_parentheses_once() {
         );
         let kernel = section(&text, 0, 2, 1000).kernel(true).unwrap();
         assert!(kernel.contains(code), "{condition}:\n{kernel}");
+    }
+}
+
+/// The reductions along the row and divisions of whole units of a function of rows.
+fn of_rows(function: &str) -> (Vec<String>, usize) {
+    let text = format!(
+        "program test(n) {{\n input X: bf16[4, n]\n input W: bf16[n]\n input B: f32[4, (n + 127) / 128]\n output Q: f8e4m3[4, n]\n \
+         {function}\n kernel lane in 0..4 threads 128 {{\n Q[lane] = f(X[lane], W, B[lane])\n}}\n}}\n"
+    );
+    let kernel = section(&text, 0, 1, 1024).kernel(true).unwrap();
+    let exchanges = kernel
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("row.across"));
+    let exchanges = exchanges.map(|line| line.split('(').next().unwrap().to_owned());
+    let units = kernel.matches("row_divide(stored").count();
+    (exchanges.collect(), units)
+}
+
+#[test]
+fn reductions_of_a_row_that_need_no_other_are_made_together() {
+    let cases: [(&str, &[&str], usize); 5] = [
+        // A scale of the whole row, and of a block: one reciprocal for a unit.
+        (
+            "let scale = row_max(abs(x))\nreturn x / scale",
+            &["<RowMax>"],
+            1,
+        ),
+        ("return x / b", &[], 1),
+        // Each element has a divisor, or its quotient is needed otherwise.
+        ("return x / w", &[], 0),
+        (
+            "let scale = row_sum(x)\nlet q = x / scale\nreturn q + x",
+            &["<RowSum>"],
+            0,
+        ),
+        (
+            "let factor = rsqrt(row_sum(x * x))\nlet scale = row_max(abs(x * w)) * factor\nreturn x * factor * w / scale",
+            &["<RowSum, RowMax>"],
+            1,
+        ),
+    ];
+    for (lines, exchanges, units) in cases {
+        let function = format!("function f(x, w, b by 128) {{\n{lines}\n}}");
+        let (found, divided) = of_rows(&function);
+        assert_eq!(found, exchanges, "{lines}");
+        assert_eq!(divided, units, "{lines}");
     }
 }

@@ -128,7 +128,7 @@ impl<'s> Emitter<'s> {
         Self {
             instance,
             aligned,
-            barriers: hazard::barriers(instance, &scope),
+            barriers: hazard::barriers(instance, aligned, &scope),
             scope,
             aliases: Vec::new(),
             announced: instance.announced(),

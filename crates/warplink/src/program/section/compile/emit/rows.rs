@@ -325,10 +325,12 @@ impl Emitter<'_> {
                 anew(&again),
                 given.concat()
             ));
-            for (node, reduction, _) in &sums {
+            if !sums.is_empty() {
+                let operators: Vec<_> = sums.iter().map(|(_, it, _)| row_operator(*it)).collect();
                 code.line(format!(
-                    "n{node} = row.across<{}>(n{node});",
-                    row_operator(*reduction)
+                    "row.across<{}>({});",
+                    comma(&operators),
+                    comma(&names)
                 ));
             }
             again.push(format!(
