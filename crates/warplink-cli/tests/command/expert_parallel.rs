@@ -15,10 +15,17 @@ fn dispatch_and_combine_are_right_and_measured_beside_their_peer() {
         ("2", "random", "bf16", "by_source"),
         ("3", "one-rank", "f32", "by_expert"),
         ("2", "random", "f16", "once_per_rank"),
+        (
+            "2",
+            "random",
+            "bf16",
+            "once_per_rank --quantization per_block",
+        ),
+        ("2", "random", "f32", "by_expert --quantization per_token"),
     ] {
         let arguments = format!("-n {ranks} --routing {routing} --dtype {dtype} --layout {layout}");
         let report = object(&bench(&format!("{arguments} --json")));
-        assert_eq!(report["layout"], layout);
+        assert!(layout.starts_with(report["layout"].as_str().unwrap()));
         assert_eq!(report["benchmark"], "expert-parallel");
         assert_eq!(report["top_k"], 3);
         let rows = report["rows"].as_array().unwrap();
@@ -55,6 +62,10 @@ fn layers_that_cannot_be_measured_are_refused_at_once() {
         (
             "-n 6 --routing one-rank",
             "--top-k is 3; expected at most the 2 experts that tokens go to",
+        ),
+        (
+            "-n 2 --quantization mxfp8",
+            "expected per_token, per_block or per_block_power_of_two",
         ),
         ("-n 2 --dtype i32", "expected f16, bf16 or f32"),
         ("-n 2 --from 9", "--from is 9 and --to is 8"),

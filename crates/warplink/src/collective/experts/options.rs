@@ -79,6 +79,13 @@ impl Default for ExpertOptions {
 }
 
 impl ExpertOptions {
+    /// Quantisations of rows that are dispatched.
+    pub const QUANTIZATIONS: [Quantization; 3] = [
+        Quantization::PerToken,
+        Quantization::PerBlock,
+        Quantization::PerBlockPowerOfTwo,
+    ];
+
     /// Size in bytes of a row of an expert's results.
     pub fn row_bytes(&self) -> usize {
         self.elements * self.dtype.size()
@@ -172,17 +179,13 @@ impl ExpertOptions {
                 "use one of these types",
             );
         }
-        let supported = [
-            Quantization::PerToken,
-            Quantization::PerBlock,
-            Quantization::PerBlockPowerOfTwo,
-        ];
+        let supported = &Self::QUANTIZATIONS;
         match self.quantization {
             Some(other) if !supported.contains(&other) => {
                 return refused(
                     format!(
                         "rows are dispatched with quantization {other}; expected {}",
-                        alternatives(&supported)
+                        alternatives(supported)
                     ),
                     "use one of these",
                 );

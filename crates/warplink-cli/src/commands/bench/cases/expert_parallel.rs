@@ -5,7 +5,7 @@ mod runner;
 
 use crate::commands::bench::case::{Case, Setup, SizeRange};
 use crate::commands::bench::clock::Times;
-use crate::commands::bench::report::{Figures, compared, job};
+use crate::commands::bench::report::{Figures, compared, job, or_empty};
 use crate::commands::bench::shape::LaneShape;
 use crate::memory;
 use crate::names::{OneOf, name_of};
@@ -15,7 +15,7 @@ use anyhow::{Result, ensure};
 use clap::{Args, ValueEnum};
 use runner::ExpertRunner;
 use serde::Serialize;
-use warplink::collective::{ExpertOptions, RowLayout};
+use warplink::collective::{ExpertOptions, Quantization, RowLayout};
 use warplink::{Communicator, DType};
 
 /// Measure dispatch and combine of a mixture-of-experts layer
@@ -29,12 +29,14 @@ use warplink::{Communicator, DType};
 /// rank, and does not add up the results, so it does less work than Warplink. With '--layout once_per_rank' it, too, sends
 /// one row of a token to a rank.
 ///
-/// Warplink's result is compared once for each size with the exact sums: 'wrong' is the number of elements that differ.
+/// Warplink's result is compared once for each size with the exact sums: 'wrong' is the number of elements that differ; with
+/// '--quantization', by more than rows are rounded. The peer sends rows as they are.
 /// 'speedup' is the peer's time for dispatch and combine divided by Warplink's: below 1, the peer is faster.
 #[derive(Debug, Args)]
 #[command(after_help = "Examples:\n  \
     warplink bench expert-parallel -n 2\n  \
     warplink bench expert-parallel -n 2 --from 128 --to 128 --routing one-rank\n  \
+    warplink bench expert-parallel -n 2 --layout once_per_rank --quantization per_block\n  \
     warplink bench expert-parallel --device host -n 4 --to 64 --elements 256 --json")]
 pub(crate) struct ExpertParallel {
     /// Elements of a row
@@ -55,6 +57,9 @@ pub(crate) struct ExpertParallel {
     /// Order of the received rows
     #[arg(long, value_name = "LAYOUT", default_value = "by_source", value_parser = OneOf(&RowLayout::ALL))]
     layout: RowLayout,
+    /// Quantisation of dispatched rows [default: none]
+    #[arg(long, value_name = "KIND", value_parser = OneOf(&ExpertOptions::QUANTIZATIONS))]
+    quantization: Option<Quantization>,
     /// Method to compare with
     #[arg(long, value_enum, default_value = "nccl")]
     peer: ExpertPeer,
@@ -125,7 +130,8 @@ impl Case for ExpertParallel {
         let rows = (layer.rows_per_peer(world) * world) as u128;
         let tokens = setup.largest() as u128 * row;
         // Received rows in both directions; tokens, the output, and the peer's packed rows.
-        let device = 2 * rows * row + (2 + u128::from(self.top_k)) * tokens;
+        let quantized = u128::from(self.quantization.is_some());
+        let device = (2 + quantized) * rows * row + (2 + u128::from(self.top_k)) * tokens;
         memory::check(setup.kind, world, 2 * tokens, device)
     }
 
@@ -154,10 +160,12 @@ impl Case for ExpertParallel {
             top_k,
             ..
         } = layer;
+        let quantization = self.quantization.map(Quantization::name);
         let peer = runner.peer();
         let title = format!(
-            "rows of {elements} {dtype} {}, top {top_k} of {experts} experts, {}{}",
+            "rows of {elements} {dtype} {}{}, top {top_k} of {experts} experts, {}{}",
             layer.layout.name().replace('_', " "),
+            or_empty(quantization, |kind| format!(", dispatched as fp8 {kind}")),
             job(comm),
             compared(peer.as_slice())
         );
@@ -168,6 +176,7 @@ impl Case for ExpertParallel {
             .key("top_k", top_k)
             .key("layout", layer.layout)
             .key("routing", name_of(&self.routing))
+            .optional("quantization", quantization)
             .optional("peer", peer);
         Ok(Figures::of_rows(title, object, rows))
     }
@@ -183,6 +192,7 @@ impl ExpertParallel {
             elements: self.elements as usize,
             dtype: self.dtype,
             layout: self.layout,
+            quantization: self.quantization,
             ..ExpertOptions::default()
         }
     }

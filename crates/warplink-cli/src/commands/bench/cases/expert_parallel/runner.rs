@@ -10,7 +10,8 @@ use anyhow::{Context, Result};
 use std::cell::RefCell;
 use warplink::collective::Routing as Dispatch;
 use warplink::collective::{
-    CollectiveOptions, Dispatched, ExpertOptions, Experts, Parts, RowLayout, Tokens,
+    CollectiveOptions, Dispatched, ExpertOptions, Experts, Parts, QUANTIZED_BLOCK, RowLayout,
+    Tokens,
 };
 use warplink::device::{DeviceSlice, Priority, Stream};
 use warplink::{Collectives, Communicator, DType};
@@ -32,12 +33,22 @@ pub(super) struct ExpertRunner<'a> {
     weights: DeviceSlice,
     output: DeviceSlice,
     rows: DeviceSlice,
+    /// The part of `rows` that dispatch stores, which is shorter if it quantises.
+    dispatched: DeviceSlice,
     locals: DeviceSlice,
     row_weights: DeviceSlice,
     counts: DeviceSlice,
+    quantized: Option<Quantized>,
     /// The last dispatch. Dispatches that are captured into graphs have the same memory as it.
     last: RefCell<Option<Dispatch>>,
     vendor: Option<Vendor>,
+}
+
+/// Memory for rows that are quantised on their way.
+struct Quantized {
+    scales: DeviceSlice,
+    /// The dispatched rows in the layer's type.
+    results: DeviceSlice,
 }
 
 /// The vendor's library, and rows that are packed for it.
@@ -70,6 +81,8 @@ impl<'a> ExpertRunner<'a> {
         let world = comm.world();
         let allocate = |bytes| allocate(comm, bytes);
         let rows = world * layer.rows_per_peer(world);
+        let received = allocate(rows * layer.row_bytes())?;
+        let stored = rows * layer.elements * layer.dispatched_dtype().size();
         let slots = layer.max_tokens * layer.top_k;
         let vendor = match peer {
             ExpertPeer::None => None,
@@ -88,10 +101,18 @@ impl<'a> ExpertRunner<'a> {
             slot_weights: allocate(WORD * slots)?,
             weights: allocate(WORD * layer.max_tokens * layer.rows_per_token(world))?,
             output: allocate(layer.max_tokens * layer.row_bytes())?,
-            rows: allocate(rows * layer.row_bytes())?,
+            dispatched: received.slice(0..stored)?,
+            rows: received,
             locals: allocate(WORD * rows * layer.experts_per_row())?,
             row_weights: allocate(WORD * rows * layer.experts_per_row())?,
             counts: allocate(WORD * layer.counts(world))?,
+            quantized: match layer.quantization {
+                None => None,
+                Some(_) => Some(Quantized {
+                    scales: allocate(WORD * rows * layer.scales())?,
+                    results: allocate(rows * layer.row_bytes())?,
+                }),
+            },
             last: RefCell::default(),
             vendor,
         })
@@ -124,6 +145,10 @@ impl<'a> ExpertRunner<'a> {
         }
         let stream = &self.clock.stream;
         self.dispatch(count, stream)?;
+        if let Some(quantized) = &self.quantized {
+            comm.synchronize(stream)?;
+            self.widen(quantized)?;
+        }
         self.combine(count, stream)?;
         comm.synchronize(stream)?;
         let got = download(comm, &self.output.slice(0..tokens.rows.len())?)?;
@@ -203,6 +228,28 @@ impl<'a> ExpertRunner<'a> {
         Ok(row.speedup(&sums))
     }
 
+    /// Stores the dispatched rows in the layer's type, as experts that return them unchanged.
+    fn widen(&self, quantized: &Quantized) -> Result<()> {
+        let (comm, layer) = (self.clock.comm, &self.layer);
+        let dtype = layer.dispatched_dtype();
+        let bytes = download(comm, &self.dispatched)?;
+        let scales = download(comm, &quantized.scales)?;
+        let scales: Vec<f64> = DType::F32.decode(&scales).collect();
+        let block = match layer.scales() {
+            1 => layer.elements,
+            _ => QUANTIZED_BLOCK,
+        };
+        let rows = bytes.chunks_exact(layer.elements * dtype.size());
+        for (number, (row, scales)) in rows.zip(scales.chunks_exact(layer.scales())).enumerate() {
+            let values = dtype.decode(row).enumerate();
+            let values = values.map(|(at, value)| value * scales[at / block]);
+            let start = number * layer.row_bytes();
+            let result = quantized.results.slice(start..start + layer.row_bytes())?;
+            comm.device().upload(&result, &layer.dtype.encode(values))?;
+        }
+        Ok(())
+    }
+
     fn dispatch(&self, count: usize, stream: &Stream) -> Result<()> {
         let tokens = self.tokens.slice(0..count * self.layer.row_bytes())?;
         let numbers = self.numbers.slice(0..WORD * count * self.layer.top_k)?;
@@ -212,7 +259,8 @@ impl<'a> ExpertRunner<'a> {
             .slot_weights
             .slice(0..WORD * count * self.layer.top_k)?;
         let mut tokens = Tokens::new(&tokens, &numbers);
-        let mut dispatched = Dispatched::new(&self.rows, &self.locals, &self.counts);
+        let mut dispatched = Dispatched::new(&self.dispatched, &self.locals, &self.counts);
+        dispatched.scales = self.quantized.as_ref().map(|it| &it.scales);
         if self.layer.layout == RowLayout::OncePerRank {
             tokens.weights = Some(&weights);
             dispatched.weights = Some(&self.row_weights);
@@ -230,9 +278,10 @@ impl<'a> ExpertRunner<'a> {
         let last = self.last.borrow();
         let routing = last.as_ref().context("a combine before any dispatch")?;
         let weights = Some(&weights);
+        let results = self.quantized.as_ref().map_or(&self.rows, |it| &it.results);
         Ok(self
             .experts
-            .combine(&output, &self.rows, routing, weights, stream)?)
+            .combine(&output, results, routing, weights, stream)?)
     }
 
     /// The counts to the other ranks and to the host, and then the packed rows and their experts.
