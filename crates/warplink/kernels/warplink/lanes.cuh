@@ -103,10 +103,12 @@ struct Lane {
     bool ended;
     // Whether all blocks of the lane are known to run, which has to precede accesses of their shared memory.
     bool together;
+    // The block's threads that it has: all, except in a part of a lane.
+    u32 first, threads;
 
     // `epochs`: the number of launches so far for each lane, in this rank's memory. This one is lane `number`.
     __device__ __forceinline__ Lane(u64 abort, u64 epochs, u32 number = blockIdx.x)
-        : abort(abort), epochs(epochs), number(number), counted(false), ended(false), together(lane_blocks == 1) {
+        : abort(abort), epochs(epochs), number(number), counted(false), ended(false), together(lane_blocks == 1), first(0), threads(blockDim.x) {
         if constexpr (lane_blocks > 1) {
             if (threadIdx.x == 0) detail::ClusterExchange::own().prepare();
             __syncwarp();
@@ -141,11 +143,11 @@ struct Lane {
 
     __device__ __forceinline__ u32 rank() const {
         if constexpr (lane_blocks > 1) return blockIdx.x % lane_blocks * blockDim.x + threadIdx.x;
-        return threadIdx.x;
+        return threadIdx.x - first;
     }
-    __device__ __forceinline__ u32 size() const { return lane_blocks * blockDim.x; }
+    __device__ __forceinline__ u32 size() const { return lane_blocks * threads; }
     // Whether the thread is in the warp of the one that stores integers, which is the last.
-    __device__ __forceinline__ bool in_last_warp() const { return threadIdx.x / 32 == (blockDim.x - 1) / 32; }
+    __device__ __forceinline__ bool in_last_warp() const { return threadIdx.x / 32 == (first + threads - 1) / 32; }
     __device__ __forceinline__ void sync() {
         if constexpr (lane_blocks > 1) {
             gather();
@@ -188,6 +190,29 @@ struct Lane {
         // One block is enough for those without one, so that the others end earlier.
         if (blockIdx.x != 0) return;
         for (u32 lane = gridDim.x + threadIdx.x; lane < lanes; lane += blockDim.x) *(volatile u64 *)(epochs + 8 * lane) = epoch;
+    }
+};
+
+// Division of a lane's warps into parts, each of which has every `count`-th iteration of a loop, from number `number` on. While one
+// part waits for the words that name its row, and then for the row, the others have theirs in flight. There are as many parts as
+// warps, or as iterations.
+struct Parts {
+    u32 warps, number, count;
+
+    __device__ __forceinline__ explicit Parts(long long iterations) {
+        const u32 all = blockDim.x / 32, warp = threadIdx.x / 32;
+        count = iterations < 1 ? 1 : iterations < all ? (u32)iterations : all;
+        warps = all / count;
+        // Warps that are left over have no iteration.
+        number = warp / warps < count ? warp / warps : (u32)iterations;
+    }
+
+    // A lane of this thread's part. Its steps may not need the others' threads: no barrier, signal, wait or reduction along a row.
+    __device__ __forceinline__ Lane of(const Lane &lane) const {
+        Lane part = lane;
+        part.first = threadIdx.x / 32 / warps * warps * 32;
+        part.threads = 32 * warps;
+        return part;
     }
 };
 

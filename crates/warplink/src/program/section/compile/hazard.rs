@@ -26,7 +26,7 @@ const MAX_ITERATIONS: i64 = 64;
 const MAX_STEPS: usize = 1 << 14;
 const MAX_LOOKS: usize = 1 << 26;
 
-/// Addresses of the steps that need a thread barrier before them.
+/// Identities of the steps and loops that need a thread barrier before them.
 pub(super) type Barriers = BTreeSet<usize>;
 
 /// Identity of a step: its address.
@@ -34,12 +34,19 @@ pub(super) fn id(step: &Step) -> usize {
     std::ptr::from_ref(step).addr()
 }
 
-/// Steps of `instance` that need a barrier before them. If the analysis takes too long: all steps that move data.
-/// `aligned`: for each tensor, whether it and its rows are aligned to 16 bytes on every rank.
+/// Identity of a loop: its address.
+pub(super) fn id_of_loop(it: &Loop<StepKind>) -> usize {
+    std::ptr::from_ref(it).addr()
+}
+
+/// Steps of `instance`, and loops of `divided`, that need a barrier before them. If the analysis takes too long: all steps that
+/// move data, and no loop is divided. `aligned`: for each tensor, whether it and its rows are aligned to 16 bytes on every rank.
+/// `divided`: loops whose iterations parts of a lane's threads have to themselves; no barrier may be within them.
 pub(super) fn barriers(
     instance: &SectionInstance,
     aligned: &[bool],
     constants: &Scope,
+    divided: &mut BTreeSet<usize>,
 ) -> Barriers {
     let mut barriers = Barriers::new();
     loop {
@@ -52,6 +59,8 @@ pub(super) fn barriers(
             storer: None,
             alike: true,
             divided: None,
+            in_parts: divided,
+            of_parts: None,
             pending: BTreeSet::new(),
             barriers: barriers.clone(),
             steps: 0,
@@ -62,6 +71,7 @@ pub(super) fn barriers(
             let all = Step::actions(&instance.section.body);
             let moves = all.filter(|(_, kind)| kind.moves());
             barriers.extend(moves.map(|(step, _)| id(step)));
+            divided.clear();
             return barriers;
         }
         if walk.barriers == barriers {
@@ -180,6 +190,9 @@ struct HazardWalk<'s> {
     alike: bool,
     /// The address of a loop around the current step whose iterations threads divide.
     divided: Option<usize>,
+    /// Loops whose iterations parts of the threads have, and the accesses of the current one.
+    in_parts: &'s BTreeSet<usize>,
+    of_parts: Option<Vec<StepAccess>>,
     /// Accesses since the last barrier.
     pending: BTreeSet<StepAccess>,
     barriers: Barriers,
@@ -232,21 +245,23 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
         if matches!(kind.storing(), Storing::Elements) && !self.alike {
             accesses.iter_mut().for_each(|access| access.stored = None);
         }
-        self.looks += self.pending.len() * accesses.len();
-        let conflict = self
-            .pending
-            .iter()
-            .any(|before| accesses.iter().any(|access| access.conflicts(before)));
-        if conflict {
-            self.barriers.insert(id(step));
+        match &mut self.of_parts {
+            // Iterations are independent, and a part's threads store the same elements in each step of one.
+            Some(all) => all.extend(accesses.into_iter().map(|access| StepAccess {
+                stored: None,
+                ..access
+            })),
+            None => self.follow(id(step), accesses),
         }
-        if self.barriers.contains(&id(step)) {
-            self.pending.clear();
-        }
-        self.pending.extend(accesses);
     }
 
     fn repeat(&mut self, it: &'s Loop<StepKind>) {
+        if self.of_parts.is_none() && self.in_parts.contains(&id_of_loop(it)) {
+            self.of_parts = Some(Vec::new());
+            self.with(&it.over.index, None, |walk| walk.body(&it.body));
+            let accesses = self.of_parts.take().unwrap_or_default();
+            return self.follow(id_of_loop(it), accesses);
+        }
         let Over { index, from, to } = &it.over;
         let bounds = (self.scope.value(from), self.scope.value(to));
         // The loop may have no iterations, so the code after it also follows the code before it.
@@ -264,7 +279,7 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
         };
         let outer = self.divided;
         if outer.is_none() && divides_integers(self.instance, it) {
-            self.divided = Some(std::ptr::from_ref(it).addr());
+            self.divided = Some(id_of_loop(it));
         }
         for value in values {
             if self.is_exhausted() {
@@ -337,6 +352,22 @@ impl<'s> HazardWalk<'s> {
     /// Whether the step budget is exhausted; the result is then incomplete.
     fn is_exhausted(&self) -> bool {
         self.steps > MAX_STEPS || self.looks > MAX_LOOKS
+    }
+
+    /// Adds the accesses of a step or a divided loop, with a barrier before it if they need one.
+    fn follow(&mut self, id: usize, accesses: Vec<StepAccess>) {
+        self.looks += self.pending.len() * accesses.len();
+        let conflict = self
+            .pending
+            .iter()
+            .any(|before| accesses.iter().any(|access| access.conflicts(before)));
+        if conflict {
+            self.barriers.insert(id);
+        }
+        if self.barriers.contains(&id) {
+            self.pending.clear();
+        }
+        self.pending.extend(accesses);
     }
 
     /// Runs `inner` with an index bound to a value, or unknown.

@@ -401,3 +401,83 @@ fn reductions_of_a_row_that_need_no_other_are_made_together() {
         assert_eq!(divided, units, "{lines}");
     }
 }
+
+/// The kernel of a loop over rows of X, of which words of E name some.
+fn of_looked_up_rows(body: &str, threads: usize) -> String {
+    let text = format!(
+        "program test(n) {{\n input X: bf16[n, n]\n input E: i32[n]\n output Y: bf16[n, n]\n output Z: bf16[n, n]\n output P: i32[n, n]\n output V: bf16[n, 4, n]\n \
+         kernel lane in 0..4 threads {threads} {{\n let m = count(E[0..n] in 0..9)\nfor j in 0..m {{\n{body}\n}}\n}}\n}}\n"
+    );
+    section(&text, 0, 2, 1024).kernel(true).unwrap()
+}
+
+#[test]
+fn iterations_that_look_up_rows_are_divided_if_they_are_independent() {
+    let found = "let s = position(j of E[0..n] in 0..9)\n";
+    for (body, divided) in [
+        // By the loop's index, or by what differs with it.
+        ("put X[s] to Y[j] on 1", true),
+        ("put X[s] to Y[n - j - 1] on 1", true),
+        (
+            "let t = 3 + s\nput X[s] to Y[t] on 1\nP[t][j] = integer(j)",
+            true,
+        ),
+        ("let p = 5 + j\nput X[s] to V[p / 4][p % 4] on 1", true),
+        ("let p = 5 + j\nput X[s] to V[p / 2][p % 4] on 1", false),
+        ("Y[0] = copy(X[s])", false),
+        ("Y[j % 2] = copy(X[s])", false),
+        ("Y[j + s] = copy(X[s])", false),
+        // One name for two values, and one row for two names.
+        (
+            "if j > 3 { let t = j\nP[t][0] = integer(s) } else { let t = j + 1\nP[t][0] = integer(s) }\nY[j] = copy(X[s])",
+            false,
+        ),
+        (
+            "P[j][0] = integer(s)\nP[j + 1][0] = integer(s)\nY[j] = copy(X[s])",
+            false,
+        ),
+        // Threads that divide a row, and others.
+        ("Y[j] = copy(X[s])\nY[j] = copy(X[j])", false),
+        (
+            "for k in 0..2 { P[j][k] = integer(k) }\nP[j][0] = integer(s)\nY[j] = copy(X[s])",
+            false,
+        ),
+        (
+            "for k in 0..2 { P[j][k] = integer(k) }\nY[j] = copy(X[s])",
+            true,
+        ),
+        ("for k in 0..2 { Y[j] = copy(X[k]) }", false),
+        // What others store, what needs all threads, and nothing that is looked up.
+        ("Y[j] = copy(Z[s])", false),
+        ("Y[j] = copy(X[s])\nZ[j] = copy(Y[s])", false),
+        ("Y[j] = copy(X[s])\nsignal 1", false),
+        (
+            "let c = count(E[0..j] in 0..9)\nY[j] = copy(X[s])\nP[j][0] = integer(c)",
+            false,
+        ),
+        (
+            "let c = count(E[j..j + 1] in 0..9)\nY[j] = copy(X[s])\nP[j][0] = integer(c)",
+            true,
+        ),
+        ("P[j][0] = integer(s)", false),
+    ] {
+        let kernel = of_looked_up_rows(&format!("{found}{body}"), 128);
+        assert_eq!(kernel.contains("Parts parts"), divided, "{body}");
+    }
+    assert!(!of_looked_up_rows("Y[j] = copy(X[j])", 128).contains("Parts"));
+    // A single warp has no parts.
+    assert!(!of_looked_up_rows(&format!("{found}Y[j] = copy(X[s])"), 32).contains("Parts"));
+}
+
+/// Another loop may store the same rows with other threads: the lane synchronizes before it, never within.
+#[test]
+fn the_lane_synchronizes_before_a_divided_loop() {
+    let row = "let s = position(j of E[0..n] in 0..9)\nput X[s] to Y[j] on 1";
+    let again = format!("{row}\n}}\nfor j in 0..m {{\n{row}");
+    let kernel = of_looked_up_rows(&again, 128);
+    let (first, second) = kernel.split_once("whole.ended").unwrap();
+    assert!(!first.contains("self.sync();"), "{kernel}");
+    let (before, after) = second.split_once("Parts parts").unwrap();
+    assert_eq!(before.matches("self.sync();").count(), 1, "{kernel}");
+    assert!(!after.contains("self.sync();"), "{kernel}");
+}

@@ -1,7 +1,7 @@
 //! The text around the steps of a kernel: its function, its arguments and its tensors.
 
 use super::code::Code;
-use super::{Emitter, MAX_PLACES};
+use super::{Emitter, MAX_PLACES, divided};
 use crate::error::{Error, Result};
 use crate::named::comma;
 use crate::program::expr;
@@ -9,6 +9,7 @@ use crate::program::section::SectionInstance;
 use crate::program::section::compile::range::Range;
 use crate::program::section::compile::scope::Scope;
 use crate::program::section::compile::{KERNEL, constant, sizes, span, too_large, variables};
+use std::collections::BTreeSet;
 
 /// Maximum size of the arguments that a launch passes by value, in words; leaves room below CUDA's 4 KiB limit.
 const MAX_WORDS: usize = 500;
@@ -34,7 +35,13 @@ pub(in crate::program::section::compile) fn kernel(
         ..
     } = instance;
     let mut steps = Code::default();
-    let mut emitter = Emitter::new(instance, aligned, names(instance));
+    // The times of a lane's steps are those of its first thread, which would not have all of them.
+    let divided = if traced {
+        BTreeSet::new()
+    } else {
+        divided::loops(instance)
+    };
+    let mut emitter = Emitter::new(instance, aligned, names(instance), divided);
     emitter.traced = traced;
     emitter.body(&mut steps, &section.body)?;
     if *blocks > 1

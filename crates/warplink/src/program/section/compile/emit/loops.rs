@@ -26,18 +26,28 @@ impl Emitter<'_> {
         let mut text = Code::default();
         // Further rounds follow the first one.
         self.accesses = true;
+        let in_parts = self.divided.contains(&hazard::id_of_loop(it));
         let unroll = match bounds {
             Some((from, to)) if from >= to => return Ok(()),
             Some((from, to))
                 if to - from <= UNROLLED
-                    && (to - from) * weight(&it.body) <= MAX_UNROLLED_WEIGHT =>
+                    && (to - from) * weight(&it.body) <= MAX_UNROLLED_WEIGHT
+                    && !in_parts =>
             {
                 "#pragma unroll"
             }
             _ => "#pragma unroll 1",
         };
+        if self.barriers.contains(&hazard::id_of_loop(it)) {
+            code.line("self.sync();");
+        }
+        if in_parts {
+            text.open("{");
+            text.line("Lane &whole = self;");
+            text.line(format!("const Parts parts((i64){to} - {from});"));
+            text.line("Lane self = parts.of(whole);");
+        }
         text.line(unroll);
-        let (from, to) = (bare(&from).to_owned(), bare(&to).to_owned());
         let visible = self.scope.len();
         let range = Range::index(self.scope.range(&over.from), self.scope.range(&over.to));
         self.scope
@@ -46,16 +56,29 @@ impl Emitter<'_> {
         let one_warp = !outer && self.is_for_one_warp(&it.body);
         let divided = one_warp && hazard::divides_integers(self.instance, it);
         self.by_thread |= divided;
+        let last_warp = |first: &str| format!("self.in_last_warp() ? {first} : {}", bare(&to));
         let first = match (one_warp, divided) {
-            (false, _) => from,
-            (true, false) => format!("self.in_last_warp() ? {from} : {to}"),
-            (true, true) => format!("self.in_last_warp() ? {from} + threadIdx.x % 32 : {to}"),
+            _ if in_parts => format!("{from} + (Index)parts.number"),
+            (false, _) => bare(&from).to_owned(),
+            (true, false) => last_warp(bare(&from)),
+            (true, true) => last_warp(&format!("{} + threadIdx.x % 32", bare(&from))),
         };
-        let step = if divided { " += 32" } else { "++" };
+        let step = match divided {
+            _ if in_parts => " += (Index)parts.count",
+            true => " += 32",
+            false => "++",
+        };
         let looped = text.block(
-            format!("for (Index {index} = {first}; {index} < {to}; {index}{step}) {{"),
+            format!(
+                "for (Index {index} = {first}; {index} < {}; {index}{step}) {{",
+                bare(&to)
+            ),
             |text| self.body(text, &it.body),
         );
+        if in_parts {
+            text.line("whole.ended |= self.ended;");
+            text.close("}");
+        }
         self.by_thread = outer;
         self.scope.truncate(visible);
         match (looped, bounds) {

@@ -1,6 +1,7 @@
 //! Emits a section as a kernel in CUDA C++. The only folder that knows that language; its interface is [`kernel`].
 
 mod code;
+mod divided;
 mod expression;
 mod kernel;
 mod list;
@@ -28,6 +29,7 @@ use crate::program::site::Position;
 use code::{Code, bare};
 use expression::is_of_epoch;
 use names::{element_name, operator_name};
+use std::collections::BTreeSet;
 
 pub(super) use kernel::kernel;
 pub(super) use pair::pair;
@@ -110,6 +112,8 @@ struct Emitter<'s> {
     shares_words: bool,
     /// Whether the kernel records the start time of each step.
     traced: bool,
+    /// Loops whose iterations parts of the lane have to themselves.
+    divided: BTreeSet<usize>,
     /// Whether each thread of a warp has iterations of the loop around a step.
     by_thread: bool,
     /// Whether the lane may have accesses in flight that its next announcement has to follow.
@@ -124,11 +128,18 @@ struct Emitter<'s> {
 }
 
 impl<'s> Emitter<'s> {
-    fn new(instance: &'s SectionInstance, aligned: &'s [bool], scope: Scope) -> Self {
+    /// `divided`: loops whose iterations may be divided among parts of a lane.
+    fn new(
+        instance: &'s SectionInstance,
+        aligned: &'s [bool],
+        scope: Scope,
+        mut divided: BTreeSet<usize>,
+    ) -> Self {
         Self {
             instance,
             aligned,
-            barriers: hazard::barriers(instance, aligned, &scope),
+            barriers: hazard::barriers(instance, aligned, &scope, &mut divided),
+            divided,
             scope,
             aliases: Vec::new(),
             announced: instance.announced(),

@@ -8,6 +8,7 @@ use crate::named::comma;
 use crate::program::section::compile::scope::Scope;
 use crate::program::section::compile::{KERNEL, PairLayout};
 use crate::program::section::{SectionInstance, SectionMemory, SectionTensor};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// The kernel of both sections, which differ in the rank only. All of their sizes and integers are constants.
@@ -116,7 +117,7 @@ fn role(section: &SectionInstance) -> Result<EndSteps> {
     for (name, value) in &section.integers {
         scope.bind(name, value.to_string(), Some(*value));
     }
-    let mut emitter = Emitter::new(section, &aligned, scope);
+    let mut emitter = Emitter::new(section, &aligned, scope, BTreeSet::new());
     emitter.paired = true;
     let mut steps = Code::default();
     let done: std::result::Result<(), Refusal> = emitter.body(&mut steps, &section.section.body);
