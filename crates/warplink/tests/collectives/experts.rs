@@ -268,15 +268,14 @@ fn small(max_rows: Option<usize>, elements: usize) -> ExpertOptions {
     }
 }
 
-/// Dispatches tokens that all choose the experts of rank 1 from rank 0, and of themselves elsewhere. Tells whether no row
+/// Dispatches tokens that all choose the experts of rank 1 from rank 0, and of themselves elsewhere. Returns whether no row
 /// came, and what went wrong.
 fn dispatch_to_one(
     comm: &Communicator,
+    layer: &Experts,
     options: &ExpertOptions,
 ) -> Result<(bool, Result<(), Error>), Error> {
-    let collectives = comm.collectives()?;
     let stream = comm.create_stream(Priority::Normal)?;
-    let layer = collectives.experts(options)?;
     let buffers = Buffers::new(comm, options);
     let to = if comm.rank() == 0 { 1 } else { comm.rank() };
     let mut input = Input::new(options, Choices::AllToOne(to), 0, comm.world(), 1);
@@ -285,7 +284,7 @@ fn dispatch_to_one(
     input.experts = vec![2 * to as i32; tokens * options.top_k];
     input.weights = vec![1.0; tokens * options.top_k];
     buffers.fill(comm, options, &input);
-    buffers.dispatch(&layer, options, tokens, &stream)?;
+    buffers.dispatch(layer, options, tokens, &stream)?;
     let done = comm.synchronize(&stream);
     let rows = download(comm, &buffers.rows.slice(0..options.row_bytes())?);
     let untouched = rows.iter().all(|byte| *byte == GUARD_BYTE);
@@ -317,9 +316,13 @@ fn failing(options: impl Fn(usize) -> ExpertOptions + Sync, told: &[(usize, usiz
     }
     let all = TimedBarrier::new(ranks);
     threads_that_end(ranks, unchanged, |comm| {
+        let options = options(comm.rank());
+        let layer = comm.collectives().unwrap().experts(&options).unwrap();
+        // Kernels are compiled by now.
+        all.wait();
         let started = Stopwatch::start();
         let is_told = told.iter().any(|(rank, ..)| *rank == comm.rank());
-        let (untouched, error) = match dispatch_to_one(&comm, &options(comm.rank())) {
+        let (untouched, error) = match dispatch_to_one(&comm, &layer, &options) {
             // What was right for this rank is done; what comes next is not.
             Ok((untouched, Ok(()))) if !is_told => (untouched, next_failure(&comm, started)),
             Ok((untouched, done)) => (untouched, done.unwrap_err()),
