@@ -275,15 +275,19 @@ template <bool WHOLE = false, bool KEPT = false> struct Row {
         return width - row_unit * unit < row_unit ? width - row_unit * unit : row_unit;
     }
 
-    // Calls `with` for each unit of this thread, with its cached value. The first `UNITS` units are cached in
-    // registers; for others, `again` recomputes it.
-    template <u32 UNITS, typename Kept, typename Again, typename With>
-    __device__ __forceinline__ void each(Kept (&kept)[UNITS], const Again &again, const With &with) const {
+    // Calls `with` for each of this thread's first `UNITS` units, with its value cached in registers.
+    template <u32 UNITS, typename Kept, typename With> __device__ __forceinline__ void each_kept(Kept (&kept)[UNITS], const With &with) const {
 #pragma unroll
         for (u32 i = 0; i < UNITS; i++) {
             const u32 unit = lane.rank() + i * lane.size();
             if (unit < units) with(unit, count(unit), kept[i]);
         }
+    }
+
+    // The same for all units of this thread; for further ones, `again` recomputes the value.
+    template <u32 UNITS, typename Kept, typename Again, typename With>
+    __device__ __forceinline__ void each(Kept (&kept)[UNITS], const Again &again, const With &with) const {
+        each_kept(kept, with);
         if constexpr (KEPT) return;
 #pragma unroll 1
         for (u32 unit = lane.rank() + UNITS * lane.size(); unit < units; unit += lane.size()) {

@@ -322,8 +322,8 @@ impl Described {
         let missing = match way {
             Way::Pushed => PUSHED_ROW * (shape.rows.div_ceil(shape.lanes) - 1) as f64 * fenced,
             Way::Direct | Way::Gathered => ACCESS * fenced,
-            // Data is loaded after flags.
-            Way::Lined => lanes.load,
+            // Data is loaded after flags, unit by unit of a thread.
+            Way::Lined => call.width.div_ceil(UNIT * shape.threads) as f64 * lanes.load,
             // Half of a packet is its flag, so links carry as many bytes again as the rows have. With this time, the choice
             // changes to lines where measured times of 4 and 8 rows say so (docs/performance.md).
             Way::OneShot => {

@@ -244,6 +244,10 @@ fn the_number_of_rows_selects_the_strategy() {
         (tokens, ways[0], [shape.lanes, shape.threads, shape.blocks])
     });
     assert_eq!(chosen, expected);
+    // A few rows of which threads have several units: the packets of lines arrive later.
+    let wide = calls(2, 16384, &[FusedKind::AllReduce], Wire::Exact)[0];
+    let seconds = |way: Way| wide.seconds(&machine, way).unwrap();
+    assert!(seconds(Way::OneShot) < seconds(Way::Lined));
     assert!(!sum.ways().contains(&Way::Gathered));
 }
 

@@ -19,6 +19,7 @@ pub(super) enum Given {
 }
 
 /// Assignment of nodes to passes.
+#[derive(Clone)]
 pub(super) struct Passes<'f> {
     pub(super) function: &'f RowFunction,
     pub(super) given: &'f [Given],
@@ -30,6 +31,9 @@ pub(super) struct Passes<'f> {
     pub(super) nodes: Vec<Vec<usize>>,
     /// For each pass, the nodes taken from earlier passes.
     pub(super) taken: Vec<Vec<usize>>,
+    /// Whether rows of plain memory are loaded before the first pass, all kept units together: a unit's stores would keep the
+    /// next one's loads from being in flight.
+    pub(super) ahead: bool,
 }
 
 impl<'f> Passes<'f> {
@@ -55,6 +59,7 @@ impl<'f> Passes<'f> {
             live,
             nodes: Vec::new(),
             taken: Vec::new(),
+            ahead: false,
         };
         for pass in 0..=last {
             let roots = if pass == last {
@@ -147,7 +152,13 @@ impl<'f> Passes<'f> {
         let later = |taken: &Vec<usize>| taken.contains(&node);
         // The initial load is kept in its memory format.
         let after_first = self.nodes.iter().skip(1).any(|nodes| nodes.contains(&node));
-        self.taken.iter().any(later) || (after_first && self.plain(node).is_some())
+        self.taken.iter().any(later) || ((after_first || self.ahead) && self.plain(node).is_some())
+    }
+
+    /// Live nodes that are rows of plain memory.
+    pub(super) fn loads(&self) -> impl Iterator<Item = usize> {
+        let nodes = 0..self.function.nodes.len();
+        nodes.filter(|node| self.live[*node] && self.plain(*node).is_some())
     }
 
     /// The value of a node within a pass.

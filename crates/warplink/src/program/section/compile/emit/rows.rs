@@ -20,6 +20,9 @@ const KEPT_ELEMENTS: usize = 1 << 14;
 /// Maximum number of units that a thread keeps in registers.
 const MAX_KEPT: usize = 4;
 
+/// Registers of a block for units that are loaded before the first pass: with more, results of eight rows took no less time (docs/performance.md).
+const WORDS_AHEAD: usize = 1 << 13;
+
 /// Extent of a result stored in a target.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Extent {
@@ -247,6 +250,10 @@ impl Emitter<'_> {
         (targets, aligned, whole): (&[Group], &[bool], bool),
         all_kept: Option<usize>,
     ) -> Result<()> {
+        let units = all_kept.unwrap_or(self.most_kept());
+        let mut passes = passes.clone();
+        passes.ahead = self.loads_ahead(&passes, units);
+        let passes = &passes;
         let function = passes.function;
         if self.instance.blocks > 1 && passes.last() > 0 {
             // Before the lane waits for packets, as a reduction along the row would do it after that.
@@ -296,10 +303,16 @@ impl Emitter<'_> {
                 None => format!("float n{node}[row_unit];"),
             });
         }
-        let units = all_kept.unwrap_or(self.most_kept());
         code.close(&format!("}} kept[{units}];"));
-        uniform(code, 0);
         let mut again = Vec::new();
+        if passes.ahead {
+            code.open("const auto loads = [&](u32 unit, u32 count, Kept &kept) {");
+            Self::loads(code, passes, aligned);
+            code.close("};");
+            code.line("row.each_kept(kept, loads);");
+            again.push("loads(unit, count, kept)".to_owned());
+        }
+        uniform(code, 0);
         for pass in 0..passes.last() {
             let sums: Vec<_> = passes.reductions(pass).collect();
             let names: Vec<String> = sums.iter().map(|(node, ..)| format!("n{node}")).collect();
@@ -365,6 +378,38 @@ impl Emitter<'_> {
         unchanged.then(|| passes.loaded(group.result))
     }
 
+    /// Loads a unit of each row of plain memory.
+    fn loads(code: &mut Code, passes: &Passes<'_>, aligned: &[bool]) {
+        for node in passes.loads() {
+            let Some((argument, dtype, replaced)) = passes.plain(node) else {
+                continue;
+            };
+            let element = element_name(dtype);
+            let (function, number) = match replaced {
+                Some(number) => ("load_or", format!("{}, ", float(number.value()))),
+                None => ("load", String::new()),
+            };
+            let known = if aligned[argument] { ", true" } else { "" };
+            let declared = if passes.is_kept(node) {
+                ""
+            } else {
+                "const auto "
+            };
+            code.line(format!(
+                "{declared}{} = row.{function}<{element}{known}>({number}from{argument}.at[0], unit, count);",
+                passes.loaded(node)
+            ));
+        }
+    }
+
+    /// Whether the kept units of rows of plain memory are loaded together, which takes registers.
+    fn loads_ahead(&self, passes: &Passes<'_>, units: usize) -> bool {
+        let loads = passes.loads().filter_map(|node| passes.plain(node));
+        let words: usize = loads.map(|(_, dtype, _)| UNIT * dtype.size() / 4).sum();
+        let threads = self.instance.threads / self.instance.blocks.max(1);
+        units > 1 && words > 0 && words * units * threads <= WORDS_AHEAD
+    }
+
     /// A pass over the elements of a unit.
     fn elements(
         &self,
@@ -375,29 +420,8 @@ impl Emitter<'_> {
     ) {
         let function = passes.function;
         let known = |aligned: bool| if aligned { ", true" } else { "" };
-        if pass == 0 {
-            for (node, _) in function.nodes.iter().enumerate() {
-                if let (true, Some((argument, dtype, replaced))) =
-                    (passes.live[node], passes.plain(node))
-                {
-                    let element = element_name(dtype);
-                    let (function, number) = match replaced {
-                        Some(number) => ("load_or", format!("{}, ", float(number.value()))),
-                        None => ("load", String::new()),
-                    };
-                    let loaded = format!(
-                        "row.{function}<{element}{}>({number}from{argument}.at[0], unit, count)",
-                        known(aligned[argument])
-                    );
-                    let name = passes.loaded(node);
-                    let declared = if passes.is_kept(node) {
-                        ""
-                    } else {
-                        "const auto "
-                    };
-                    code.line(format!("{declared}{name} = {loaded};"));
-                }
-            }
+        if pass == 0 && !passes.ahead {
+            Self::loads(code, passes, aligned);
         }
         for node in &passes.nodes[pass] {
             let RowNode::Argument(argument) = function.nodes[*node] else {
