@@ -117,6 +117,10 @@ fn every_variant_is_verified() {
 
 /// The rows are the expected ones whatever memory is accessible, with slots without an expert among them.
 #[test]
+#[cfg_attr(
+    warplink_tsan,
+    ignore = "takes a minute under the sanitizer, and uses one thread"
+)]
 fn dispatch_meets_its_expectation() {
     for (number, variant) in variants().into_iter().enumerate() {
         for (world, lanes, shape, from) in [

@@ -144,6 +144,10 @@ fn check_sums(
 
 /// Lanes may add up parts of one token.
 #[test]
+#[cfg_attr(
+    warplink_tsan,
+    ignore = "takes a minute under the sanitizer, and uses one thread"
+)]
 fn several_lanes_add_up_a_token() {
     for (experts, kind) in [
         (2, PLAIN),

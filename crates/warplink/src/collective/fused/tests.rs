@@ -71,6 +71,10 @@ fn every_fused_program_is_verified_for_every_world() {
 
 /// Results equal the expected ones whatever memory is accessible, with residuals and weights that all ranks have.
 #[test]
+#[cfg_attr(
+    warplink_tsan,
+    ignore = "takes a minute under the sanitizer, and uses one thread"
+)]
 fn fused_programs_meet_their_expectations() {
     let inputs = |rank: usize, number: usize, tensor: &TensorInstance| {
         // If ranks own rows of the residual, it differs.
@@ -210,6 +214,10 @@ fn faulty_variants_are_refused() {
 /// The fastest strategy and its shape as measured on two GPUs of a server (docs/performance.md). Links limit many rows:
 /// results derived from h, which all ranks store, are not sent as well.
 #[test]
+#[cfg_attr(
+    warplink_tsan,
+    ignore = "takes a minute under the sanitizer, and uses one thread"
+)]
 fn the_number_of_rows_selects_the_strategy() {
     let estimates = Estimates::new(&shipped("h200-2").unwrap()).unwrap();
     let machine = Machine {
