@@ -405,7 +405,7 @@ fn reductions_of_a_row_that_need_no_other_are_made_together() {
 /// The kernel of a loop over rows of X, of which words of E name some.
 fn of_looked_up_rows(body: &str, threads: usize) -> String {
     let text = format!(
-        "program test(n) {{\n input X: bf16[n, n]\n input E: i32[n]\n output Y: bf16[n, n]\n output Z: bf16[n, n]\n output P: i32[n, n]\n output V: bf16[n, 4, n]\n \
+        "program test(n) {{\n input X: bf16[n, n]\n input E: i32[n]\n output Y: bf16[n, n]\n output Z: bf16[n, n]\n output P: i32[n, n]\n output V: bf16[n, 4, n]\n let H = V[1]\n \
          kernel lane in 0..4 threads {threads} {{\n let m = count(E[0..n] in 0..9)\nfor j in 0..m {{\n{body}\n}}\n}}\n}}\n"
     );
     section(&text, 0, 2, 1024).kernel(true).unwrap()
@@ -436,6 +436,8 @@ fn iterations_that_look_up_rows_are_divided_if_they_are_independent() {
             "P[j][0] = integer(s)\nP[j + 1][0] = integer(s)\nY[j] = copy(X[s])",
             false,
         ),
+        ("Y[j] = copy(X[s])\nV[j][0] = copy(X[s])", true),
+        ("H[j] = copy(X[s])\nV[j][0] = copy(X[s])", false),
         // Threads that divide a row, and others.
         ("Y[j] = copy(X[s])\nY[j] = copy(X[j])", false),
         (

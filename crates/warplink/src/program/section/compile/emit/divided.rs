@@ -171,10 +171,13 @@ impl<'s> Visitor<'s> for Iterations<'s> {
             self.independent = false;
             return;
         };
-        match self.stored.get(&tensor) {
-            Some(earlier) => self.independent &= *earlier == stored,
-            None => drop(self.stored.insert(tensor, stored)),
-        }
+        // Selections of two tensors in the same memory cannot be compared.
+        let memory = |tensor: usize| self.instance.tensors[tensor].memory;
+        let mut others = self.stored.keys().filter(|other| **other != tensor);
+        let shares = others.any(|other| memory(*other) == memory(tensor));
+        let alike = self.stored.get(&tensor).is_none_or(|it| *it == stored);
+        self.independent &= alike && !shares;
+        self.stored.insert(tensor, stored);
     }
 
     fn source(&mut self, source: &'s Source) {
