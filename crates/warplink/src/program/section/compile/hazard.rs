@@ -90,7 +90,9 @@ pub(super) fn divides_integers(instance: &SectionInstance, it: &Loop<StepKind>) 
             stores = true;
             true
         }
-        Some(OfOneWord::Read(place)) => is_never_stored(instance, place),
+        Some(OfOneWord::Read(place)) => {
+            is_never_stored(instance, place) && is_of_all_axes(instance, place)
+        }
         None => false,
     });
     divides && stores
@@ -100,6 +102,17 @@ pub(super) fn divides_integers(instance: &SectionInstance, it: &Loop<StepKind>) 
 pub(super) fn is_never_stored(instance: &SectionInstance, place: &Place) -> bool {
     let tensor = instance.tensor(&place.tensor.name);
     place.on.is_none() && tensor.is_some_and(|tensor| instance.tensors[tensor].constant)
+}
+
+/// Whether it is one word, for every thread that asks.
+pub(super) fn is_one_word(instance: &SectionInstance, place: &Place) -> bool {
+    place.is_one_word() && is_of_all_axes(instance, place)
+}
+
+/// Whether a place has a selection on each axis of its tensor.
+fn is_of_all_axes(instance: &SectionInstance, place: &Place) -> bool {
+    let tensor = instance.tensor(&place.tensor.name);
+    tensor.is_some_and(|it| instance.tensors[it].shape.len() == place.tensor.selections.len())
 }
 
 /// First selection of an operand.
@@ -185,7 +198,7 @@ struct HazardWalk<'s> {
     accesses: Vec<StepAccess>,
     /// Who stores the elements of the first access of the current step, if that is known.
     storer: Option<Storer>,
-    /// Whether all operands of the current step so far are whole rows that are aligned, so that threads divide them in the same
+    /// Whether all operands of the current step so far are whole rows of plain memory that are aligned, so that threads divide them in the same
     /// way in each execution.
     alike: bool,
     /// The address of a loop around the current step whose iterations threads divide.
@@ -385,7 +398,10 @@ impl<'s> HazardWalk<'s> {
             let mut selections = place.tensor.selections.iter();
             let whole = selections.all(|it| matches!(it, Selection::Index(_)))
                 && !self.aliases.contains_key(place.tensor.name.as_str());
-            self.alike &= whole && self.aligned[operand.0];
+            // Steps that read packets are divided by these.
+            let scratch = self.instance.scratch_of(operand.0);
+            let plain = scratch.is_none_or(|scratch| scratch.packing == Packing::Plain);
+            self.alike &= whole && plain && self.aligned[operand.0];
             let number = self.accesses.len();
             let stored = self.storer.filter(|_| writes && whole);
             let stored = stored.map(|storer| match storer {

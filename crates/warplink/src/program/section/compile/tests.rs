@@ -149,6 +149,12 @@ fn a_step_needs_no_barrier_from_itself_where_threads_divide_it_alike() {
         // Of another length each time, another step, or a step that reads what another thread stored.
         ("for c in 0..n { Y[0..c] = copy(X[0..c]) }", true, 1),
         ("for c in 0..n { Y = copy(X)\nY = copy(Z) }", true, 2),
+        // Packets are divided by their data.
+        (
+            "for r in 0..2 { Y = copy(X if r == rank else P[0][r]) }",
+            true,
+            2,
+        ),
         ("for c in 0..n { Y = copy(X)\nX = copy(Y) }", true, 2),
     ];
     for (body, aligned, expected) in cases {
@@ -405,7 +411,8 @@ fn reductions_of_a_row_that_need_no_other_are_made_together() {
 /// The kernel of a loop over rows of X, of which words of E name some.
 fn of_looked_up_rows(body: &str, threads: usize) -> String {
     let text = format!(
-        "program test(n) {{\n input X: bf16[n, n]\n input E: i32[n]\n output Y: bf16[n, n]\n output Z: bf16[n, n]\n output P: i32[n, n]\n output V: bf16[n, 4, n]\n let H = V[1]\n \
+        "program test(n) {{\n input X: bf16[n, n]\n input E: i32[n]\n output Y: bf16[n, n]\n output Z: bf16[n, n]\n output P: i32[n, n]\n output V: bf16[n, 4, n]\n \
+         input F: i32[n, n]\n output K: i32[n]\n let H = V[1]\n \
          kernel lane in 0..4 threads {threads} {{\n let m = count(E[0..n] in 0..9)\nfor j in 0..m {{\n{body}\n}}\n}}\n}}\n"
     );
     section(&text, 0, 2, 1024).kernel(true).unwrap()
@@ -449,6 +456,13 @@ fn iterations_that_look_up_rows_are_divided_if_they_are_independent() {
             true,
         ),
         ("for k in 0..2 { Y[j] = copy(X[k]) }", false),
+        ("K[j] = integer(j % 4)\nV[j][K[j]] = copy(X[s])", false),
+        // Two ways to name a row.
+        ("P[j / 4][j % 4] = integer(s)\nY[j] = copy(X[s])", true),
+        (
+            "P[j / 4][j % 4] = integer(s)\nP[j][0] = integer(j)\nY[j] = copy(X[s])",
+            false,
+        ),
         // What others store, what needs all threads, and nothing that is looked up.
         ("Y[j] = copy(Z[s])", false),
         ("Y[j] = copy(X[s])\nZ[j] = copy(Y[s])", false),
@@ -460,6 +474,10 @@ fn iterations_that_look_up_rows_are_divided_if_they_are_independent() {
         (
             "let c = count(E[j..j + 1] in 0..9)\nY[j] = copy(X[s])\nP[j][0] = integer(c)",
             true,
+        ),
+        (
+            "let c = count(F[j..j + 1] in 0..9)\nY[j] = copy(X[s])\nP[j][0] = integer(c)",
+            false,
         ),
         ("P[j][0] = integer(s)", false),
     ] {
@@ -482,4 +500,13 @@ fn the_lane_synchronizes_before_a_divided_loop() {
     let (before, after) = second.split_once("Parts parts").unwrap();
     assert_eq!(before.matches("self.sync();").count(), 1, "{kernel}");
     assert!(!after.contains("self.sync();"), "{kernel}");
+    // A loop without iterations does it, too, since what comes after relies on it.
+    let text = format!(
+        "program test(n) {{\n input X: bf16[n, n]\n input E: i32[n]\n output Y: bf16[n, n]\n output Z: bf16[n, n]\n output W: bf16[n, n]\n \
+         kernel lane in 0..4 threads 128 {{\n W[0] = copy(X[0])\nY[0] = copy(X[0])\nfor j in 2..world {{\n{}\n}}\n\
+         Z[0][0..8] = copy(W[0][0..8])\n}}\n}}\n",
+        row.replace(" on 1", "")
+    );
+    let kernel = section(&text, 0, 2, 1024).kernel(true).unwrap();
+    assert_eq!(kernel.matches("self.sync();").count(), 1, "{kernel}");
 }

@@ -76,9 +76,9 @@ enum Storer {
 /// How a tensor is stored, the same way everywhere in the loop.
 #[derive(PartialEq, Eq)]
 struct Stored {
-    /// The axis whose index differs, this index, and the bindings that it refers to.
+    /// The axis whose index differs, this index, or quotient and remainder on two axes, and the bindings that they refer to.
     axis: usize,
-    index: Expr,
+    indices: Vec<Expr>,
     bindings: Vec<usize>,
     storer: Storer,
 }
@@ -124,7 +124,7 @@ impl<'s> Visitor<'s> for Iterations<'s> {
             WordValue::Word(_) => false,
             // Counts of many words need all threads.
             WordValue::Count(range) => {
-                self.independent &= !range.rows && it.place.is_one_word();
+                self.independent &= !range.rows && hazard::is_one_word(self.instance, &it.place);
                 false
             }
             // Positions of rising numbers rise.
@@ -227,17 +227,16 @@ impl<'s> Iterations<'s> {
         }
     }
 
-    /// The index that quotient and remainder, by the same divisor, of two axes give together, if it differs.
-    fn divided<'e>(&self, quotient: &'e Expr, remainder: &Expr) -> Option<&'e Expr> {
-        let (
-            Expr::Binary(Operator::Divide, index, by),
-            Expr::Binary(Operator::Remainder, same, other),
-        ) = (quotient, remainder)
-        else {
-            return None;
-        };
-        let holds = index == same && by == other && self.is_fixed(by) && self.differs(index);
-        holds.then_some(&**index)
+    /// Whether an index, or quotient and remainder by the same divisor, select another element in each iteration.
+    fn select_apart(&self, indices: &[Expr]) -> bool {
+        match indices {
+            [index] => self.differs(index),
+            [
+                Expr::Binary(Operator::Divide, index, by),
+                Expr::Binary(Operator::Remainder, same, other),
+            ] => index == same && by == other && self.is_fixed(by) && self.differs(index),
+            _ => false,
+        }
     }
 
     fn read(&mut self, place: &'s Place) {
@@ -253,25 +252,22 @@ impl<'s> Iterations<'s> {
 
     /// How the current step stores there, if iterations store different elements.
     fn stored(&self, place: &'s Place) -> Option<Stored> {
-        let indices = place
-            .tensor
-            .selections
-            .iter()
-            .map(|selection| match selection {
-                Selection::Index(index) => Some(index),
-                _ => None,
-            });
-        let indices: Vec<&Expr> = indices.collect::<Option<_>>()?;
-        let alone = indices.iter().position(|index| self.differs(index));
-        let alone = alone.map(|axis| (axis, indices[axis]));
-        let (axis, index) = alone.or_else(|| {
-            let mut pairs = indices.windows(2).enumerate();
-            pairs.find_map(|(axis, pair)| Some((axis, self.divided(pair[0], pair[1])?)))
+        let selections = place.tensor.selections.iter();
+        let indices = selections.map(|selection| match selection {
+            // A word that names a row may be one that another thread of the part stores.
+            Selection::Index(Expr::Element(..)) => None,
+            Selection::Index(index) => Some(index.clone()),
+            _ => None,
+        });
+        let indices: Vec<Expr> = indices.collect::<Option<_>>()?;
+        let (axis, indices) = [1, 2].into_iter().find_map(|together| {
+            let mut all = indices.windows(together).enumerate();
+            all.find(|(_, indices)| self.select_apart(indices))
         })?;
         Some(Stored {
             axis,
-            index: index.clone(),
-            bindings: self.bindings(index),
+            indices: indices.to_vec(),
+            bindings: indices.iter().flat_map(|it| self.bindings(it)).collect(),
             storer: match self.step {
                 0 => Storer::Loop(self.loops.last().copied()),
                 step => Storer::Step(step),

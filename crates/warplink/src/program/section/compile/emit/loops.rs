@@ -27,6 +27,10 @@ impl Emitter<'_> {
         // Further rounds follow the first one.
         self.accesses = true;
         let in_parts = self.divided.contains(&hazard::id_of_loop(it));
+        // Also before a loop without iterations: what follows relies on it.
+        if self.barriers.contains(&hazard::id_of_loop(it)) {
+            code.line("self.sync();");
+        }
         let unroll = match bounds {
             Some((from, to)) if from >= to => return Ok(()),
             Some((from, to))
@@ -38,9 +42,6 @@ impl Emitter<'_> {
             }
             _ => "#pragma unroll 1",
         };
-        if self.barriers.contains(&hazard::id_of_loop(it)) {
-            code.line("self.sync();");
-        }
         if in_parts {
             text.open("{");
             text.line("Lane &whole = self;");

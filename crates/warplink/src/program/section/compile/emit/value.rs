@@ -241,7 +241,9 @@ impl Emitter<'_> {
                 StepKind::Value(it) => {
                     let few = match &it.gives {
                         WordValue::Word(_) | WordValue::Position(..) => true,
-                        WordValue::Count(range) => !range.rows && it.place.is_one_word(),
+                        WordValue::Count(range) => {
+                            !range.rows && hazard::is_one_word(self.instance, &it.place)
+                        }
                     };
                     few && hazard::is_never_stored(self.instance, &it.place)
                 }
