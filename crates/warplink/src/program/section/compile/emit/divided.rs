@@ -58,7 +58,7 @@ impl<'s> Visitor<'s> for Finder<'s> {
 }
 
 /// A name that is bound in the loop.
-struct Bound<'s> {
+struct LoopName<'s> {
     name: &'s str,
     /// Number of the binding: the same name may be bound again elsewhere.
     binding: usize,
@@ -75,7 +75,7 @@ enum Storer {
 
 /// How a tensor is stored, the same way everywhere in the loop.
 #[derive(PartialEq, Eq)]
-struct Stored {
+struct StoredAt {
     /// The axis whose index differs, this index, or quotient and remainder on two axes, and the bindings that they refer to.
     axis: usize,
     indices: Vec<Expr>,
@@ -86,11 +86,11 @@ struct Stored {
 /// The steps of a loop.
 struct Iterations<'s> {
     instance: &'s SectionInstance,
-    names: Vec<Bound<'s>>,
+    names: Vec<LoopName<'s>>,
     bindings: usize,
     /// The loops around a step, within this one.
     loops: Vec<usize>,
-    stored: BTreeMap<usize, Stored>,
+    stored: BTreeMap<usize, StoredAt>,
     /// The current step, if it moves rows, or 0.
     step: usize,
     looks_up: bool,
@@ -189,14 +189,14 @@ impl<'s> Visitor<'s> for Iterations<'s> {
 impl<'s> Iterations<'s> {
     fn bind(&mut self, name: &'s str, differs: bool) {
         self.bindings += 1;
-        self.names.push(Bound {
+        self.names.push(LoopName {
             name,
             binding: self.bindings,
             differs,
         });
     }
 
-    fn bound(&self, name: &str) -> Option<&Bound<'s>> {
+    fn bound(&self, name: &str) -> Option<&LoopName<'s>> {
         self.names.iter().rev().find(|bound| bound.name == name)
     }
 
@@ -251,7 +251,7 @@ impl<'s> Iterations<'s> {
     }
 
     /// How the current step stores there, if iterations store different elements.
-    fn stored(&self, place: &'s Place) -> Option<Stored> {
+    fn stored(&self, place: &'s Place) -> Option<StoredAt> {
         let selections = place.tensor.selections.iter();
         let indices = selections.map(|selection| match selection {
             // A word that names a row may be one that another thread of the part stores.
@@ -264,7 +264,7 @@ impl<'s> Iterations<'s> {
             let mut all = indices.windows(together).enumerate();
             all.find(|(_, indices)| self.select_apart(indices))
         })?;
-        Some(Stored {
+        Some(StoredAt {
             axis,
             indices: indices.to_vec(),
             bindings: indices.iter().flat_map(|it| self.bindings(it)).collect(),
