@@ -58,6 +58,9 @@ struct Move {
     data: Option<DeviceSlice>,
     position: usize,
     end: usize,
+    /// Whether chunks may be moved: those of a receive only once its header is known to be the expected one, which may arrive at
+    /// any moment.
+    matched: bool,
 }
 
 /// An unexpected header and its sender.
@@ -234,6 +237,7 @@ impl Exchange {
             )));
         }
         let start = to * BOX;
+        let header_is_empty = header.is_empty();
         Ok(Move {
             peer,
             chunks: outbox.slice(start + HEADER..start + BOX)?,
@@ -244,6 +248,7 @@ impl Exchange {
             header,
             data: data.cloned(),
             position: 0,
+            matched: sends || header_is_empty,
         })
     }
 
@@ -284,16 +289,17 @@ impl Exchange {
 
     /// The peer's header, if its first chunk has arrived and it differs from the expected one.
     fn unexpected_header(&self, receives: &mut [Move], number: usize) -> Result<UnexpectedHeader> {
-        let side = &receives[number];
-        if side.position > 0 || side.header.is_empty() {
+        let side = &mut receives[number];
+        if side.matched {
             return Ok(None);
         }
-        let Some(chunk) = side.next()? else {
+        let Some(chunk) = side.arrived()? else {
             return Ok(None);
         };
         let mut header = vec![0; side.header.len()];
         memory::read_bytes(&side.chunks(&chunk, 0..header.len())?, &mut header)?;
-        Ok((header != side.header).then_some((side.peer, header)))
+        side.matched = header == side.header;
+        Ok((!side.matched).then_some((side.peer, header)))
     }
 
     /// Combines one chunk of all peers with this rank's, once all have arrived and the target has been sent.
@@ -351,8 +357,17 @@ impl Move {
         self.position < self.end
     }
 
-    /// Next chunk, if the peer has made it available.
+    /// Next chunk, if it may be moved and the peer has made it available.
     fn next(&self) -> Result<Option<Chunk>> {
+        if self.matched {
+            self.arrived()
+        } else {
+            Ok(None)
+        }
+    }
+
+    /// Next chunk, if the peer has made it available.
+    fn arrived(&self) -> Result<Option<Chunk>> {
         // Acquire loads: the chunk's content is visible once its count is.
         let (posted, taken) = (words::load(&self.posted), words::load(&self.taken));
         let (number, ready) = if self.sends {
@@ -413,14 +428,18 @@ mod tests {
         Context::new(Arc::default(), Arc::<FaultSet>::default(), None, 1)
     }
 
-    /// One thread for each rank, with its exchange and rank.
-    fn ranks(world: usize, body: impl Fn(&Exchange) + Sync) {
+    fn exchanges(world: usize) -> Vec<Exchange> {
         let outboxes = (0..world)
             .map(|_| memory::allocate(outbox_bytes(world), AllocationKind::Plain).unwrap());
         let outboxes: Vec<DeviceSlice> = outboxes.collect();
+        let of_rank = |rank| Exchange::new(rank, outboxes.clone(), 2).unwrap();
+        (0..world).map(of_rank).collect()
+    }
+
+    /// One thread for each rank, with its exchange and rank.
+    fn ranks(world: usize, body: impl Fn(&Exchange) + Sync) {
         std::thread::scope(|scope| {
-            for rank in 0..world {
-                let exchange = Exchange::new(rank, outboxes.clone(), 2).unwrap();
+            for exchange in exchanges(world) {
                 let body = &body;
                 scope.spawn(move || body(&exchange));
             }
@@ -479,6 +498,27 @@ mod tests {
                 assert_eq!(values(&memory), expected, "rank {}", exchange.rank);
             });
         }
+    }
+
+    /// A chunk that arrives after its header was looked for is not taken.
+    #[test]
+    fn no_data_is_taken_before_its_header_is_known() {
+        let both = exchanges(2);
+        let memory = memory_of(&[-1; 10]);
+        let call = |rank: usize| RankCall {
+            headers: headers(&both[rank], 2),
+            sends: vec![(1 - rank, memory_of(&[5; 10]))],
+            receives: vec![(1 - rank, memory.clone())],
+            reduction: None,
+        };
+        let mut receives = both[0].moves(&call(0), false).unwrap();
+        assert_eq!(both[0].unexpected_header(&mut receives, 0).unwrap(), None);
+        let mut sends = both[1].moves(&call(1), true).unwrap();
+        assert!(both[1].step(&context(), &mut sends[0]).unwrap());
+        assert!(!both[0].step(&context(), &mut receives[0]).unwrap());
+        let other = both[0].unexpected_header(&mut receives, 0).unwrap();
+        assert_eq!(other, Some((1, vec![2; 112])));
+        assert_eq!(values(&memory), [-1; 10]);
     }
 
     #[test]
