@@ -20,7 +20,8 @@ const KEPT_ELEMENTS: usize = 1 << 14;
 /// Maximum number of units that a thread keeps in registers.
 const MAX_KEPT: usize = 4;
 
-/// Registers of a block for units that are loaded before the first pass: with more, results of eight rows took no less time (docs/performance.md).
+/// Registers of a block for units that are loaded before the first pass: with four times as many, sums of eight rows took no less
+/// time (docs/performance.md).
 const WORDS_AHEAD: usize = 1 << 13;
 
 /// Extent of a result stored in a target.
