@@ -164,9 +164,20 @@ struct Lane {
         together = true;
     }
 
-    // Makes the threads of a block agree on whether the lane has ended.
+    // Makes the threads of a block, or of a part, agree on whether the lane has ended.
     __device__ __forceinline__ bool agree() {
-        ended = __syncthreads_or(ended);
+        if (threads == blockDim.x)
+            ended = __syncthreads_or(ended);
+        else if (threads == 32)
+            ended = __any_sync(~0u, ended);
+        else {
+            u32 any;
+            asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %2, %3, p; selp.u32 %0, 1, 0, q;}"
+                         : "=r"(any)
+                         : "r"((u32)ended), "r"(first / threads + 1), "r"(threads)
+                         : "memory");
+            ended = any != 0;
+        }
         return ended;
     }
 
@@ -194,20 +205,21 @@ struct Lane {
 };
 
 // Division of a lane's warps into parts, each of which has every `count`-th iteration of a loop, from number `number` on. While one
-// part waits for the words that name its row, and then for the row, the others have theirs in flight. There are as many parts as
-// warps, or as iterations.
+// part waits for the words that name its row, and then for the row, the others have theirs in flight. There are `most` parts, at
+// most as many as warps, or as many as iterations.
 struct Parts {
     u32 warps, number, count;
 
-    __device__ __forceinline__ explicit Parts(long long iterations) {
+    __device__ __forceinline__ Parts(long long iterations, u32 most) {
         const u32 all = blockDim.x / 32, warp = threadIdx.x / 32;
-        count = iterations < 1 ? 1 : iterations < all ? (u32)iterations : all;
+        count = iterations < 1 ? 1 : iterations < most ? (u32)iterations : most;
         warps = all / count;
         // Warps that are left over have no iteration.
         number = warp / warps < count ? warp / warps : (u32)iterations;
     }
 
-    // A lane of this thread's part. Its steps may not need the others' threads: no barrier, signal, wait or reduction along a row.
+    // A lane of this thread's part. Its steps may not need the others' threads: no barrier, signal or wait. Reductions along rows
+    // take one of the block's barriers for each part, of which there are 15 then at most.
     __device__ __forceinline__ Lane of(const Lane &lane) const {
         Lane part = lane;
         part.first = threadIdx.x / 32 / warps * warps * 32;

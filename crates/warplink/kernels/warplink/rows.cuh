@@ -265,21 +265,29 @@ template <bool WHOLE = false, bool KEPT = false> struct Row {
     Lane &lane;
     u32 &turn;
     u32 width, units;
+    // The first unit of this thread that is not done.
+    u32 first;
     Flag flag;
 
     __device__ __forceinline__ Row(Lane &lane, u32 &turn, u64 width)
-        : lane(lane), turn(turn), width((u32)width), units(((u32)width + row_unit - 1) / row_unit), flag(lane.epoch()) {}
+        : lane(lane), turn(turn), width((u32)width), units(((u32)width + row_unit - 1) / row_unit), first(lane.rank()), flag(lane.epoch()) {}
+
+    // Whether this thread has units left after `UNITS` more of them, which are done.
+    template <u32 UNITS> __device__ __forceinline__ bool next() {
+        first += UNITS * lane.size();
+        return first < units;
+    }
 
     __device__ __forceinline__ u32 count(u32 unit) const {
         if constexpr (WHOLE) return row_unit;
         return width - row_unit * unit < row_unit ? width - row_unit * unit : row_unit;
     }
 
-    // Calls `with` for each of this thread's first `UNITS` units, with its value cached in registers.
+    // Calls `with` for each of this thread's next `UNITS` units, with its value cached in registers.
     template <u32 UNITS, typename Kept, typename With> __device__ __forceinline__ void each_kept(Kept (&kept)[UNITS], const With &with) const {
 #pragma unroll
         for (u32 i = 0; i < UNITS; i++) {
-            const u32 unit = lane.rank() + i * lane.size();
+            const u32 unit = first + i * lane.size();
             if (unit < units) with(unit, count(unit), kept[i]);
         }
     }
@@ -307,13 +315,13 @@ template <bool WHOLE = false, bool KEPT = false> struct Row {
         }
         __shared__ float of_warps[2][sizeof...(Operators)][32];
         float(*stored)[32] = of_warps[turn++ % 2];
-        const u32 number = lane.rank() % 32, warp = lane.rank() / 32;
+        const u32 number = threadIdx.x % 32, warp = threadIdx.x / 32, first_warp = lane.first / 32;
         within_warp<Operators...>(values...);
         u32 i = 0;
         if (number == 0) ((stored[i++][warp] = values), ...);
         lane.agree();
         i = 0;
-        ((values = number < lane.size() / 32 ? stored[i][number] : Operators::none(), i++), ...);
+        ((values = number < lane.size() / 32 ? stored[i][first_warp + number] : Operators::none(), i++), ...);
         within_warp<Operators...>(values...);
     }
 

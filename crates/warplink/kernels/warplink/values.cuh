@@ -91,6 +91,10 @@ template <typename T, bool CONSTANT = false> struct Words {
 
     __device__ __forceinline__ bool in_range(i64 word) const { return from <= word && word < to; }
 
+    __device__ __forceinline__ bool any_in_range(const detail::FourWords<T> &four) const {
+        return in_range(four.word[0]) | in_range(four.word[1]) | in_range(four.word[2]) | in_range(four.word[3]);
+    }
+
     // Whether groups of four words from `at` on can be loaded at once.
     __device__ __forceinline__ bool by_four() const { return sizeof(T) == 4 && at % 16 == 0; }
 
@@ -104,7 +108,7 @@ template <typename T, bool CONSTANT = false> struct Words {
 #pragma unroll 2
             for (u64 i = 0; i < row; i += 4) {
                 const detail::FourWords<T> four = detail::load_four_words<T, CONSTANT>(first + sizeof(T) * i);
-                any |= in_range(four.word[0]) | in_range(four.word[1]) | in_range(four.word[2]) | in_range(four.word[3]);
+                any |= any_in_range(four);
             }
         } else {
 #pragma unroll 4
@@ -150,6 +154,28 @@ template <typename T, bool CONSTANT> __device__ __forceinline__ Index count(Lane
             }
         }
         counted = 4 * fours;
+    }
+    if (words.row % 4 == 0 && words.by_four()) {
+        // Those of several rows, since a row has few.
+        const u64 last = words.count - 1;
+#pragma unroll 1
+        for (u64 first = threadIdx.x; first < words.count; first += together * blockDim.x) {
+            bool any[together] = {};
+#pragma unroll 1
+            for (u64 word = 0; word < words.row; word += 4) {
+                detail::FourWords<T> loaded[together];
+#pragma unroll
+                for (u32 i = 0; i < together; i++) {
+                    const u64 number = first + i * blockDim.x;
+                    loaded[i] = detail::load_four_words<T, CONSTANT>(words.at + sizeof(T) * (words.row * (number < last ? number : last) + word));
+                }
+#pragma unroll
+                for (u32 i = 0; i < together; i++) any[i] |= words.any_in_range(loaded[i]);
+            }
+#pragma unroll
+            for (u32 i = 0; i < together; i++) own += first + i * blockDim.x < words.count && any[i] == words.inside;
+        }
+        counted = words.count;
     }
 #pragma unroll together
     for (u64 number = counted + threadIdx.x; number < words.count; number += blockDim.x) own += words.holds(number);

@@ -361,6 +361,17 @@ pub struct Application {
     pub results: Vec<Vec<Each<Place>>>,
 }
 
+impl Application {
+    /// The sources of all arguments.
+    pub fn sources(&self) -> impl Iterator<Item = &Each<Source>> {
+        let lists = self.arguments.iter().map(|it| match it {
+            FunctionArgument::Sources { sources, .. } => &sources[..],
+            FunctionArgument::Number(_) => &[],
+        });
+        lists.flatten()
+    }
+}
+
 /// Argument of a row function.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FunctionArgument {

@@ -412,7 +412,9 @@ fn reductions_of_a_row_that_need_no_other_are_made_together() {
 fn of_looked_up_rows(body: &str, threads: usize) -> String {
     let text = format!(
         "program test(n) {{\n input X: bf16[n, n]\n input E: i32[n]\n output Y: bf16[n, n]\n output Z: bf16[n, n]\n output P: i32[n, n]\n output V: bf16[n, 4, n]\n \
-         input F: i32[n, n]\n output K: i32[n]\n let H = V[1]\n \
+         input F: i32[n, n]\n output K: i32[n]\n output S: f32[n]\n let H = V[1]\n \
+         function by_row(x) {{\n let most = row_max(abs(x))\n return x / most, most\n}}\n \
+         function by_block(x) {{\n return x / block_max(abs(x), 128)\n}}\n \
          kernel lane in 0..4 threads {threads} {{\n let m = count(E[0..n] in 0..9)\nfor j in 0..m {{\n{body}\n}}\n}}\n}}\n"
     );
     section(&text, 0, 2, 1024).kernel(true).unwrap()
@@ -480,6 +482,11 @@ fn iterations_that_look_up_rows_are_divided_if_they_are_independent() {
             false,
         ),
         ("P[j][0] = integer(s)", false),
+        ("Y[j] = by_block(X[s])", true),
+        ("Y[j] on 1; S[j] on 1 = by_row(X[s])", true),
+        ("Y[j]; S[0] = by_row(X[s])", false),
+        ("Y[j], Y[n - j - 1] = by_block(X[s])", false),
+        ("Y[j] = by_block(Z[s])", false),
     ] {
         let kernel = of_looked_up_rows(&format!("{found}{body}"), 128);
         assert_eq!(kernel.contains("Parts parts"), divided, "{body}");
@@ -487,6 +494,28 @@ fn iterations_that_look_up_rows_are_divided_if_they_are_independent() {
     assert!(!of_looked_up_rows("Y[j] = copy(X[j])", 128).contains("Parts"));
     // A single warp has no parts.
     assert!(!of_looked_up_rows(&format!("{found}Y[j] = copy(X[s])"), 32).contains("Parts"));
+}
+
+/// Parts that reduce along rows have as many threads as keep a row in registers, and use the lane's memory for that by themselves.
+#[test]
+fn parts_of_a_lane_reduce_along_rows() {
+    let found = "let s = position(j of E[0..n] in 0..9)\n";
+    for (body, threads, parts, meets) in [
+        ("Y[j]; S[j] = by_row(X[s])", 128, 4, true),
+        ("Y[j]; S[j] = by_row(X[s])", 1024, 15, true),
+        ("Y[j] = by_block(X[s])", 1024, 32, false),
+    ] {
+        let kernel = of_looked_up_rows(&format!("{found}{body}"), threads);
+        let (_, after) = kernel.split_once("Parts parts(").unwrap();
+        let (made, after) = after.split_once(");").unwrap();
+        assert!(made.ends_with(&format!(", {parts}")), "{made}");
+        assert_eq!(
+            after.matches("whole.sync();").count(),
+            if meets { 2 } else { 0 }
+        );
+        // Units that need no others are loaded once, however long the row is.
+        assert_eq!(after.contains("while (row.next<4>());"), !meets);
+    }
 }
 
 /// Another loop may store the same rows with other threads: the lane synchronizes before it, never within.

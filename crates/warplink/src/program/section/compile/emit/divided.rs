@@ -151,6 +151,14 @@ impl<'s> Visitor<'s> for Iterations<'s> {
                 let lists = lists || sources.iter().any(|it| it.over.is_some());
                 self.independent &= !lists;
             }
+            StepKind::Apply(it) => {
+                self.moves = true;
+                self.step = id(step);
+                self.independent &= self.loops.is_empty();
+                let lists = it.results.iter().flatten().any(|it| it.over.is_some());
+                let lists = lists || it.sources().any(|it| it.over.is_some());
+                self.independent &= !lists;
+            }
             StepKind::Store(_) | StepKind::Value(_) => {}
             _ => self.independent = false,
         }

@@ -1,11 +1,13 @@
 //! Loops: which ones the compiler copies, and which one warp runs.
 
 use super::code::{Code, bare};
+use super::rows::MAX_KEPT;
 use super::{Emitter, Refusal, Result};
 use crate::program::construct::Loop;
 use crate::program::section::compile::hazard;
 use crate::program::section::compile::range::Range;
 use crate::program::section::compile::scope::Scope;
+use crate::program::section::function::{RowNode, UNIT};
 use crate::program::section::{Step, StepKind, WordValue};
 
 /// Maximum number of iterations of a loop with known bounds that the compiler is asked to unroll.
@@ -13,6 +15,9 @@ const UNROLLED: i64 = 8;
 
 /// Maximum weight of all copies of a loop's body that the compiler is asked to make: heavier ones take seconds to compile.
 const MAX_UNROLLED_WEIGHT: i64 = 32;
+
+/// Maximum number of parts of a lane that reduce along rows: barriers of a block without that of all its threads.
+const PARTS_THAT_MEET: usize = 15;
 
 /// Maximum number of times that a loop's body is written out.
 const MAX_COPIES: i64 = 64;
@@ -27,6 +32,7 @@ impl Emitter<'_> {
         // Further rounds follow the first one.
         self.accesses = true;
         let in_parts = self.divided.contains(&hazard::id_of_loop(it));
+        let (parts, meet) = self.most_parts(&it.body);
         // Also before a loop without iterations: what follows relies on it.
         if self.barriers.contains(&hazard::id_of_loop(it)) {
             code.line("self.sync();");
@@ -45,8 +51,13 @@ impl Emitter<'_> {
         if in_parts {
             text.open("{");
             text.line("Lane &whole = self;");
-            text.line(format!("const Parts parts((i64){to} - {from});"));
+            text.line(format!("const Parts parts((i64){to} - {from}, {parts});"));
             text.line("Lane self = parts.of(whole);");
+            if meet {
+                // Parts exchange values in the memory in which the lane does.
+                text.line("u32 row_turn = 0;");
+                text.line("whole.sync();");
+            }
         }
         text.line(unroll);
         let visible = self.scope.len();
@@ -69,6 +80,8 @@ impl Emitter<'_> {
             true => " += 32",
             false => "++",
         };
+        let outer_parts = self.in_parts;
+        self.in_parts |= in_parts;
         let looped = text.block(
             format!(
                 "for (Index {index} = {first}; {index} < {}; {index}{step}) {{",
@@ -76,8 +89,12 @@ impl Emitter<'_> {
             ),
             |text| self.body(text, &it.body),
         );
+        self.in_parts = outer_parts;
         if in_parts {
             text.line("whole.ended |= self.ended;");
+            if meet {
+                text.line("whole.sync();");
+            }
             text.close("}");
         }
         self.by_thread = outer;
@@ -98,6 +115,29 @@ impl Emitter<'_> {
             (Err(refusal), _) => return Err(refusal),
         }
         Ok(())
+    }
+
+    /// Maximum number of parts of the lane's warps for the loop around `body`: where they reduce along rows, so many that the threads
+    /// of each keep their units in registers, and have a barrier of their own.
+    fn most_parts(&self, body: &[Step]) -> (usize, bool) {
+        let warps = self.instance.threads / 32;
+        let mut widths = Vec::new();
+        for (_, kind) in Step::actions(body) {
+            let StepKind::Apply(it) = kind else { continue };
+            let function = self.instance.functions.get(&it.function);
+            let nodes = function.map_or(&[][..], |function| &function.nodes);
+            if nodes.iter().any(|node| matches!(node, RowNode::Row(..))) {
+                widths.extend(it.sources().filter_map(|source| {
+                    let tensor = self.instance.tensor(&source.item.place.tensor.name)?;
+                    self.instance.tensors[tensor].shape.last().copied()
+                }));
+            }
+        }
+        let Some(widest) = widths.into_iter().max() else {
+            return (warps, false);
+        };
+        let own = widest.div_ceil(32 * UNIT * MAX_KEPT).max(1);
+        ((warps / own).clamp(1, PARTS_THAT_MEET), true)
     }
 }
 

@@ -114,6 +114,8 @@ struct Emitter<'s> {
     traced: bool,
     /// Loops whose iterations parts of the lane have to themselves.
     divided: BTreeSet<usize>,
+    /// Whether the current step is in one of these.
+    in_parts: bool,
     /// Whether each thread of a warp has iterations of the loop around a step.
     by_thread: bool,
     /// Whether the lane may have accesses in flight that its next announcement has to follow.
@@ -140,6 +142,7 @@ impl<'s> Emitter<'s> {
             aligned,
             barriers: hazard::barriers(instance, aligned, &scope, &mut divided),
             divided,
+            in_parts: false,
             scope,
             aliases: Vec::new(),
             announced: instance.announced(),

@@ -2,6 +2,7 @@
 
 use crate::device::ReduceOp;
 use crate::dtype::DType;
+use crate::program::section::RowReduction;
 
 /// Name of the element type in `warplink/elements.cuh`: its own name, except that an 8-bit float is named by its
 /// format alone.
@@ -20,5 +21,21 @@ pub(super) fn operator_name(operator: ReduceOp) -> &'static str {
         ReduceOp::Product => "Multiply",
         ReduceOp::Average => "Average",
         ReduceOp::ScaledSum(_) => "ScaledSum",
+    }
+}
+
+/// The element type by which targets are stored.
+pub(super) fn stored_name(dtype: DType) -> String {
+    match dtype {
+        DType::U8 => "RowByte".to_owned(),
+        _ => element_name(dtype),
+    }
+}
+
+/// Name of the operator of a reduction along rows.
+pub(super) fn row_operator(reduction: RowReduction) -> &'static str {
+    match reduction {
+        RowReduction::Sum => "RowSum",
+        RowReduction::Max => "RowMax",
     }
 }

@@ -4,21 +4,21 @@
 //! thread's first units and are recomputed for the others (`Row::each` in `warplink/rows.cuh`).
 
 use super::code::{Code, bare};
-use super::names::{element_name, operator_name};
+use super::names::{element_name, operator_name, row_operator, stored_name};
 use super::passes::{Given, Passes, float};
 use super::{EmittedOperand, Emitter, Result};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::named::comma;
 use crate::program::section::function::{RowNode, UNIT};
-use crate::program::section::{Application, FunctionArgument, Packing, RowReduction};
+use crate::program::section::{Application, FunctionArgument, Packing};
 
 /// Maximum number of elements that the threads of a lane keep in registers together: longer rows are read again in
 /// each pass.
 const KEPT_ELEMENTS: usize = 1 << 14;
 
 /// Maximum number of units that a thread keeps in registers.
-const MAX_KEPT: usize = 4;
+pub(super) const MAX_KEPT: usize = 4;
 
 /// Registers of a block for units that are loaded before the first pass: with four times as many, sums of eight rows took no less
 /// time (docs/performance.md).
@@ -185,7 +185,7 @@ impl Emitter<'_> {
             let read = read.filter(|(_, it)| matches!(it, Given::Row(..) | Given::Plain(..)));
             let mut all = stored.chain(read.flat_map(|(operands, _)| operands));
             let units = all.find_map(|operand| self.units(operand).filter(|_| whole));
-            let kept = units.filter(|units| *units <= self.most_kept());
+            let kept = units.filter(|units| *units <= self.most_kept() && !self.in_parts);
             let row = match (whole, kept) {
                 (true, Some(_)) => "Row<true, true>",
                 (true, None) => "Row<true>",
@@ -230,7 +230,11 @@ impl Emitter<'_> {
     /// Maximum number of units that a thread keeps in registers.
     fn most_kept(&self) -> usize {
         let units = KEPT_ELEMENTS / UNIT / self.instance.threads.max(1);
-        units.clamp(1, MAX_KEPT)
+        if self.in_parts {
+            MAX_KEPT
+        } else {
+            units.clamp(1, MAX_KEPT)
+        }
     }
 
     /// Whether all operands in plain memory are aligned to 16 bytes.
@@ -296,6 +300,14 @@ impl Emitter<'_> {
         };
         let nodes = 0..function.nodes.len();
         let kept: Vec<usize> = nodes.filter(|node| passes.is_kept(*node)).collect();
+        // Without a reduction along the row, units go through all passes a few at a time, and none is loaded again.
+        let by_turns = all_kept.is_none()
+            && (0..passes.last()).all(|pass| passes.reductions(pass).next().is_none())
+            && targets.iter().any(|group| group.extent != Extent::Single);
+        if by_turns {
+            uniform(code, 0);
+            code.open("do {");
+        }
         code.open("struct Kept {");
         for node in &kept {
             code.line(match passes.plain(*node) {
@@ -313,7 +325,13 @@ impl Emitter<'_> {
             code.line("row.each_kept(kept, loads);");
             again.push("loads(unit, count, kept)".to_owned());
         }
-        uniform(code, 0);
+        if !by_turns {
+            uniform(code, 0);
+        }
+        let each = |again: &[String]| match by_turns {
+            true => "row.each_kept(kept, ".to_owned(),
+            false => format!("row.each(kept, {}, ", anew(again)),
+        };
         for pass in 0..passes.last() {
             let sums: Vec<_> = passes.reductions(pass).collect();
             let names: Vec<String> = sums.iter().map(|(node, ..)| format!("n{node}")).collect();
@@ -335,8 +353,8 @@ impl Emitter<'_> {
             code.close("};");
             let given: Vec<String> = names.iter().map(|name| format!(", {name}")).collect();
             code.line(format!(
-                "row.each(kept, {}, [&](u32 unit, u32 count, Kept &kept) {{ pass{pass}(unit, count, kept{}); }});",
-                anew(&again),
+                "{}[&](u32 unit, u32 count, Kept &kept) {{ pass{pass}(unit, count, kept{}); }});",
+                each(&again),
                 given.concat()
             ));
             if !sums.is_empty() {
@@ -355,11 +373,14 @@ impl Emitter<'_> {
         }
         if targets.iter().any(|group| group.extent != Extent::Single) {
             code.open(format!(
-                "row.each(kept, {}, [&](u32 unit, u32 count, Kept &kept) {{",
-                anew(&again)
+                "{}[&](u32 unit, u32 count, Kept &kept) {{",
+                each(&again)
             ));
             self.elements(code, passes, passes.last(), (targets, aligned, whole));
             code.close("});");
+        }
+        if by_turns {
+            code.close(&format!("}} while (row.next<{units}>());"));
         }
         for (number, group) in targets.iter().enumerate() {
             if group.extent == Extent::Single {
@@ -408,7 +429,9 @@ impl Emitter<'_> {
         let loads = passes.loads().filter_map(|node| passes.plain(node));
         let words: usize = loads.map(|(_, dtype, _)| UNIT * dtype.size() / 4).sum();
         let threads = self.instance.threads / self.instance.blocks.max(1);
-        units > 1 && words > 0 && words * units * threads <= WORDS_AHEAD
+        // In a part of a lane, few other units of the block are in flight.
+        let most = if self.in_parts { 2 } else { 1 } * WORDS_AHEAD;
+        units > 1 && words > 0 && words * units * threads <= most
     }
 
     /// A pass over the elements of a unit.
@@ -569,19 +592,4 @@ fn anew(passes: &[String]) -> String {
         "[&](u32 unit, u32 count, Kept &kept) {{ {none}{}; }}",
         passes.join("; ")
     )
-}
-
-/// The element type by which targets are stored.
-fn stored_name(dtype: DType) -> String {
-    match dtype {
-        DType::U8 => "RowByte".to_owned(),
-        _ => element_name(dtype),
-    }
-}
-
-fn row_operator(reduction: RowReduction) -> &'static str {
-    match reduction {
-        RowReduction::Sum => "RowSum",
-        RowReduction::Max => "RowMax",
-    }
 }
