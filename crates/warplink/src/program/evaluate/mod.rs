@@ -443,6 +443,10 @@ impl Evaluation<'_> {
                 if let Some(bias) = bias.and_then(|bias| bias.get(column)) {
                     value = value.plus(*bias);
                 }
+                if spec.accumulate && bias.is_some() {
+                    // cuBLASLt rounds here for some shapes, before it adds what was there.
+                    value = value.stored(dtype);
+                }
                 if spec.accumulate
                     && let Some(before) = before.get(number * columns + column)
                 {
