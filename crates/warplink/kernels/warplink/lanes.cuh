@@ -31,8 +31,10 @@ __device__ __forceinline__ void cluster_wait() {
 // Values that the warps of a cluster exchange: every warp stores one at every block, in turns that alternate between
 // two slots. A slot's barrier counts the bytes that have arrived, so no fence is needed.
 struct ClusterExchange {
+    // Of twice as many threads as a block may have.
+    static constexpr u32 warps = 64;
     u64 barrier[2];
-    u64 values[2][32];
+    u64 values[2][warps];
 
     static __device__ __forceinline__ ClusterExchange &own() {
         __shared__ ClusterExchange exchange;

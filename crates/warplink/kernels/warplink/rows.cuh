@@ -341,9 +341,15 @@ template <bool WHOLE = false, bool KEPT = false> struct Row {
         if (threadIdx.x == 0) exchange.expect(slot, warps);
         if (number < lane_blocks) exchange.store(slot, lane.rank() / 32, number, (u64)lane.ended << 32 | __float_as_uint(value));
         exchange.wait(slot, parity);
-        const u64 stored = number < warps ? ((volatile u64 *)exchange.values[slot])[number] : (u64)__float_as_uint(Operator::none());
-        lane.ended = __any_sync(0xffffffffu, stored >> 32 != 0);
-        value = __uint_as_float((u32)stored);
+        value = Operator::none();
+#pragma unroll
+        for (u32 first = 0; first < exchange.warps; first += 32) {
+            if (first + number >= warps) break;
+            const u64 stored = ((volatile u64 *)exchange.values[slot])[first + number];
+            lane.ended |= stored >> 32 != 0;
+            value = first == 0 ? __uint_as_float((u32)stored) : Operator::combine(value, __uint_as_float((u32)stored));
+        }
+        lane.ended = __any_sync(0xffffffffu, lane.ended);
         within_warp<Operator>(value);
         return value;
     }

@@ -2,8 +2,7 @@
 //! and its kernels.
 
 use super::launch::{
-    DTYPE, MAX_THREADS, SCRATCH_WORDS, TOP_K, UNIT, UNWEIGHTED, Wanted, described_flags, flags,
-    top_k,
+    DTYPE, MANY, SCRATCH_WORDS, TOP_K, UNIT, UNWEIGHTED, Wanted, described_flags, flags, top_k,
 };
 use super::text::filled;
 use super::{ExpertOptions, RowLayout};
@@ -26,6 +25,9 @@ const ADDED_AT_ONCE: usize = 8;
 
 /// Maximum rows of the function that states the result, whose arguments are limited.
 const MAX_STATED: usize = 12;
+
+/// Threads of a lane, or twice as many for [`MANY`] tokens.
+const THREADS: usize = 512;
 
 /// Maximum lanes that add up one token.
 const MAX_PARTS: usize = 8;
@@ -292,9 +294,11 @@ impl Shape {
         } else {
             (MAX_LANE_STEPS / steps).max(1)
         };
+        let many = options.max_tokens.div_ceil(lanes) >= MANY;
+        let threads = if many { 2 * THREADS } else { THREADS };
         Ok(Self {
             lanes,
-            threads: machine.threads(MAX_THREADS.min(options.elements.div_ceil(UNIT))),
+            threads: machine.threads(threads.min(options.elements.div_ceil(UNIT))),
             tokens: options.max_tokens.min(lanes * of_lane),
             parts: if shared { 1 } else { parts(options, lanes) },
         })

@@ -2,7 +2,7 @@
 
 use super::dispatch_text::{self as text, CELL_ROWS, CELL_WORDS};
 use super::launch::{
-    DTYPE, MAX_THREADS, SCRATCH_WORDS, TOP_K, UNIT, Wanted, described_flags, flags, top_k,
+    DTYPE, MANY, SCRATCH_WORDS, TOP_K, UNIT, Wanted, described_flags, flags, top_k,
 };
 use super::{ExpertOptions, WORD};
 use crate::collective::choice::{Machine, part};
@@ -19,9 +19,10 @@ use std::sync::{Arc, Mutex};
 /// Maximum lanes that move data.
 const MAX_LANES: usize = 128;
 
-/// Threads of a lane that copies rows as they are: twice as many take up to 20 % longer for few rows, and
-/// for many at most 3 % less.
-const COPY_THREADS: usize = 256;
+/// Threads of a lane, or twice as many for [`MANY`] tokens; where rows are quantised, for fewer. With 1024, registers limit how many
+/// loads are in flight (measured, docs/performance.md).
+const THREADS: usize = 256;
+const MANY_QUANTIZED: usize = 8;
 
 /// Maximum rows that are on their way in half of the scratch of a lane.
 const MAX_DEPTH: usize = 64;
@@ -253,10 +254,15 @@ impl Shape {
         } else {
             options.max_tokens
         };
-        let threads = if text::quantizes(options) {
-            MAX_THREADS
+        let many = if text::quantizes(options) {
+            MANY_QUANTIZED
         } else {
-            COPY_THREADS
+            MANY
+        };
+        let threads = if options.max_tokens.div_ceil(lanes) < many {
+            THREADS
+        } else {
+            2 * THREADS
         };
         Ok(Self {
             lanes,

@@ -14,9 +14,12 @@ use crate::program::section::SectionInstance;
 use crate::program::{Parameters, Program, unroll};
 use std::sync::Arc;
 
-/// Maximum threads of a lane, each of which has a unit of every row of a step in registers; and elements of a unit.
-pub(super) const MAX_THREADS: usize = 512;
+/// Elements of a unit.
 pub(super) const UNIT: usize = 8;
+
+/// Tokens of a lane from which on it has twice as many threads, so that more of its rows are in flight: where rows are copied or
+/// added up. With as many for fewer tokens, dispatch takes up to 20 % longer (measured, docs/performance.md).
+pub(super) const MANY: usize = 32;
 
 /// Alignment of scratch rows, in words.
 pub(super) const SCRATCH_WORDS: usize = 16;

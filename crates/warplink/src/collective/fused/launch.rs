@@ -16,7 +16,7 @@ use crate::program::execute::{
     CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
 };
 use crate::program::section::SectionInstance;
-use crate::program::{Parameters, RankProgram, unroll};
+use crate::program::{OperationKind, Parameters, RankProgram, unroll};
 use crate::sync::lock;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -27,9 +27,10 @@ const MAX_KEPT: usize = 1024;
 /// Elements of a row that a thread handles at a time.
 const UNIT: usize = 8;
 
-/// Minimum threads of each of several blocks of a lane, and maximum blocks of a launch that has such lanes: with more,
+/// Minimum and maximum threads of each of several blocks of a lane, and maximum blocks of a launch that has such lanes: with more,
 /// launches take longer (measured, docs/performance.md).
 const MIN_BLOCK_THREADS: usize = 128;
+const MAX_BLOCK_THREADS: usize = 1024;
 const MAX_CLUSTERED: usize = 66;
 
 /// Loads with a fence after them, which the simulated steps lack: for each further row of a lane in [`Way::Pushed`],
@@ -58,7 +59,7 @@ pub(super) struct LaunchShape {
     pub(super) way: Way,
     pub(super) lanes: usize,
     pub(super) threads: usize,
-    /// Blocks of a lane, which divide its threads.
+    /// Blocks of a lane, which divide its threads: up to twice as many as one may have.
     pub(super) blocks: usize,
     /// Maximum rows of a launch.
     pub(super) rows: usize,
@@ -177,7 +178,6 @@ impl FusedLaunches {
                 .rank_program(machine, shape, self.rank)?;
             let mut section = section(&program)?;
             section.shared_tensors = form.in_place.iter().any(Option::is_some);
-            section.blocks = shape.blocks;
             section.published = matches!(shape.way, Way::Direct | Way::Gathered);
             Ok(section)
         };
@@ -293,18 +293,30 @@ impl Described {
         let units = if way == Way::Pushed { 2 } else { 1 };
         let threads = machine.threads(call.width.div_ceil(units * UNIT));
         // One block takes long to send and receive a row.
-        let fits = |blocks: &usize| {
-            matches!(way, Way::OneShot | Way::Lined)
-                && *blocks <= machine.cluster_blocks
-                && *blocks * MIN_BLOCK_THREADS <= threads
-                && *blocks * (lanes + 1) <= machine.most_blocks.min(MAX_CLUSTERED)
+        let blocks = |threads: usize| {
+            let each = MIN_BLOCK_THREADS..=MAX_BLOCK_THREADS;
+            let fits = |blocks: &usize| {
+                matches!(way, Way::OneShot | Way::Lined)
+                    && *blocks <= machine.cluster_blocks
+                    && each.contains(&(threads / *blocks))
+                    && *blocks * (lanes + 1) <= machine.most_blocks.min(MAX_CLUSTERED)
+            };
+            [8, 4, 2].into_iter().find(fits)
         };
-        let blocks = [8, 4, 2].into_iter().find(fits);
+        // As many as one block has would have several units of a longer row.
+        let twice = Some(2 * MAX_BLOCK_THREADS).filter(|twice| {
+            call.width.div_ceil(UNIT) > twice / 2 && machine.forced_threads.is_none()
+        });
+        let clustered = |threads: usize| blocks(threads).map(|blocks| (threads, blocks));
+        let (threads, blocks) = twice
+            .and_then(clustered)
+            .or_else(|| clustered(threads))
+            .unwrap_or((threads, 1));
         Ok(LaunchShape {
             way,
             lanes,
             threads,
-            blocks: blocks.unwrap_or(1),
+            blocks,
             rows,
         })
     }
@@ -343,7 +355,14 @@ impl Described {
     ) -> Result<RankProgram> {
         let parameters = self.parameters(machine, shape);
         let program = self.program(shape.way, machine.world, shape.lanes)?;
-        unroll(&program, rank, machine.world, 1, &parameters)
+        let mut program = unroll(&program, rank, machine.world, 1, &parameters)?;
+        for operation in &mut program.operations {
+            if let OperationKind::Kernel(section) = &mut operation.kind {
+                let section = Arc::make_mut(section);
+                (section.threads, section.blocks) = (shape.threads, shape.blocks);
+            }
+        }
+        Ok(program)
     }
 
     pub(super) fn parameters(&self, machine: &Machine, shape: &LaunchShape) -> Parameters {
@@ -364,7 +383,7 @@ impl Described {
             ("n", self.call.width as i64),
             ("room", room as i64),
             ("lanes", shape.lanes as i64 + 1),
-            ("threads", shape.threads as i64),
+            ("threads", shape.threads.min(MAX_BLOCK_THREADS) as i64),
             ("what", what),
             ("form", i64::from(self.form_word(shape.way) as i32)),
             ("length", length),

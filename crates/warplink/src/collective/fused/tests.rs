@@ -252,10 +252,23 @@ fn the_number_of_rows_selects_the_strategy() {
         (tokens, ways[0], [shape.lanes, shape.threads, shape.blocks])
     });
     assert_eq!(chosen, expected);
-    // A few rows of which threads have several units: the packets of lines arrive later.
+    // Longer rows have two blocks' threads at least, as far as there are blocks.
     let wide = calls(2, 16384, &[FusedKind::AllReduce], Wire::Exact)[0];
-    let seconds = |way: Way| wide.seconds(&machine, way).unwrap();
-    assert!(seconds(Way::OneShot) < seconds(Way::Lined));
+    for (tokens, shape, way) in [
+        (2, [2, 2048, 8], Way::OneShot),
+        (8, [8, 2048, 4], Way::Lined),
+        (33, [64, 1024, 1], Way::Lined),
+    ] {
+        let wide = wide.of(tokens);
+        let seconds = |way: Way| wide.seconds(&machine, way).unwrap();
+        let lined = seconds(Way::Lined) < seconds(Way::OneShot);
+        let made = wide.shape(&machine, way).unwrap();
+        assert_eq!(
+            (lined, [made.lanes, made.threads, made.blocks]),
+            (way == Way::Lined, shape),
+            "{tokens}"
+        );
+    }
     assert!(!sum.ways().contains(&Way::Gathered));
 }
 

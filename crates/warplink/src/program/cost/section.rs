@@ -15,7 +15,9 @@ use super::launch::{Seen, Steps};
 use super::schedule::{RankState, Schedule};
 use super::step::{EGRESS, INGRESS, MEMORY, Step, Work};
 use crate::error::Rank;
-use crate::program::section::{LaneStepKind, Packing, Part, ScratchId, SectionInstance};
+use crate::program::section::{
+    LaneStepKind, MAX_THREADS, Packing, Part, ScratchId, SectionInstance,
+};
 use std::collections::HashMap;
 
 /// Threads that store or load a packet of 128 bytes together.
@@ -287,7 +289,9 @@ impl Schedule<'_> {
                 usize::MAX
             },
         );
-        let block = block * (full as f64 / threads as f64).max(1.0);
+        // A lane with more threads than a block may have is several blocks.
+        let blocks = (threads as f64 / MAX_THREADS as f64).max(1.0);
+        let block = block * (full as f64 / threads as f64).max(1.0 / blocks);
         // All threads wait for the slowest, even if few of them have a packet.
         let rounds = if rounds > 0.0 {
             rounds.max(1.0) * figures.packet_round

@@ -231,11 +231,11 @@ fn e2m1(value: f32) -> f32 {
     sign + code as f32
 }
 
-/// Combines up to 32 values in a butterfly over the bits of their indices, highest first.
+/// Combines values, padded to a power of two and to 32 at least, in a butterfly over the bits of their indices, highest first.
 fn tree(values: &[f32], neutral: f32, function: RowBinary) -> f32 {
-    let mut all = [neutral; WARP];
-    all.iter_mut().zip(values).for_each(|(a, b)| *a = *b);
-    let mut half = WARP / 2;
+    let mut all = values.to_vec();
+    all.resize(values.len().next_power_of_two().max(WARP), neutral);
+    let mut half = all.len() / 2;
     while half > 0 {
         for number in 0..half {
             all[number] = all[number].binary(function, all[number + half]);
@@ -264,7 +264,7 @@ mod tests {
             f32::row(RowReduction::Sum, &mut values.iter().copied(), order)
         };
         let exact: f64 = values.iter().map(|value| f64::from(*value)).sum();
-        for threads in [1, 32, 96, 1024] {
+        for threads in [1, 32, 96, 1024, 2048] {
             assert!((f64::from(sum(threads)) - exact).abs() < 1e-5, "{threads}");
         }
         // Two threads alternate between units.
