@@ -328,9 +328,12 @@ impl Emitter<'_> {
         if !by_turns {
             uniform(code, 0);
         }
-        let each = |again: &[String]| match by_turns {
-            true => "row.each_kept(kept, ".to_owned(),
-            false => format!("row.each(kept, {}, ", anew(again)),
+        let each = |again: &[String]| {
+            if by_turns {
+                "row.each_kept(kept, ".to_owned()
+            } else {
+                format!("row.each(kept, {}, ", anew(again))
+            }
         };
         for pass in 0..passes.last() {
             let sums: Vec<_> = passes.reductions(pass).collect();
