@@ -31,7 +31,7 @@ __device__ __forceinline__ void cluster_wait() {
 // Values that the warps of a cluster exchange: every warp stores one at every block, in turns that alternate between
 // two slots. A slot's barrier counts the bytes that have arrived, so no fence is needed.
 struct ClusterExchange {
-    // Of twice as many threads as a block may have.
+    // A lane of several blocks has at most 2048 threads.
     static constexpr u32 warps = 64;
     u64 barrier[2];
     u64 values[2][warps];
@@ -207,8 +207,8 @@ struct Lane {
 };
 
 // Division of a lane's warps into parts, each of which has every `count`-th iteration of a loop, from number `number` on. While one
-// part waits for the words that name its row, and then for the row, the others have theirs in flight. There are `most` parts, at
-// most as many as warps, or as many as iterations.
+// part waits for the words that name its row, and then for the row, the others have theirs in flight. There are `most` parts, which is
+// at most the number of warps, or fewer if there are fewer iterations.
 struct Parts {
     u32 warps, number, count;
 
@@ -220,8 +220,8 @@ struct Parts {
         number = warp / warps < count ? warp / warps : (u32)iterations;
     }
 
-    // A lane of this thread's part. Its steps may not need the others' threads: no barrier, signal or wait. Reductions along rows
-    // take one of the block's barriers for each part, of which there are 15 then at most.
+    // A lane of this thread's part. Its steps may not need the others' threads: no barrier, signal or wait. For reductions along
+    // rows, each part has one of the block's named barriers, so that there are at most 15 such parts.
     __device__ __forceinline__ Lane of(const Lane &lane) const {
         Lane part = lane;
         part.first = threadIdx.x / 32 / warps * warps * 32;

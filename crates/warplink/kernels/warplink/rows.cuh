@@ -4,7 +4,7 @@
 // A row is cut into units of 8 elements; thread t of a lane handles units t, t + size, …, of every operand, whatever
 // the alignment: so the order of sums along the row depends only on its length and the lane's threads. All
 // computations are in f32, without contraction. Sources are read before any target is stored, except for units that
-// are read again (Row::each), each by the thread that stores it.
+// are read again (Row::each) or later (Row::next), each by the thread that stores it.
 
 #ifndef WARPLINK_ROWS_CUH
 #define WARPLINK_ROWS_CUH

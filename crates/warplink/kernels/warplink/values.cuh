@@ -46,6 +46,8 @@ template <typename T, bool CONSTANT> __device__ __forceinline__ FourWords<T> loa
 // aborts the waits of this rank's other lanes.
 __device__ __forceinline__ Index checked(Lane &lane, i64 value, i64 most, u64 place, u64 note) {
     if (value >= 0 && value <= most) return (Index)value;
+    // What an aborted lane reads may not be what it waited for.
+    if (lane.ended) return 0;
     lane.ended = true;
     // Any thread, since some steps are one warp's.
     volatile u64 *words = (volatile u64 *)note;
@@ -156,7 +158,7 @@ template <typename T, bool CONSTANT> __device__ __forceinline__ Index count(Lane
         counted = 4 * fours;
     }
     if (words.row % 4 == 0 && words.by_four()) {
-        // Those of several rows, since a row has few.
+        // A row has few words, so the loads of several rows are in flight together.
         const u64 last = words.count - 1;
 #pragma unroll 1
         for (u64 first = threadIdx.x; first < words.count; first += together * blockDim.x) {

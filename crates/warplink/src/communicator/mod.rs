@@ -402,12 +402,14 @@ impl Communicator {
         self.job.in_flight.release_finished();
         self.job.device.fault().check()?;
         // What this rank found itself is more specific than what another reports, perhaps because of the same calls.
-        self.value_notes
-            .check(&**self.device())
-            .and_then(|()| self.joined_collectives.check_agreement())
+        self.joined_collectives
+            .check_agreement()
             .map_err(|error| error.with_rank(self.rank()))?;
         // A fault aborts waits, so work that ended because of it must not count as done.
-        self.fault.check()
+        self.fault.check()?;
+        self.value_notes
+            .check(&**self.device())
+            .map_err(|error| error.with_rank(self.rank()))
     }
 
     /// Blocks until `stream` is done; meanwhile exchanges call statements with other ranks.

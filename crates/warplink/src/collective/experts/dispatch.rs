@@ -19,8 +19,8 @@ use std::sync::{Arc, Mutex};
 /// Maximum lanes that move data.
 const MAX_LANES: usize = 128;
 
-/// Threads of a lane, or twice as many for [`MANY`] tokens; where rows are quantised, for fewer. With 1024, registers limit how many
-/// loads are in flight (measured, docs/performance.md).
+/// Threads of a lane, and the tokens of a lane that quantises rows from which on it has twice as many; others have from [`MANY`] on.
+/// With 1024 threads, registers limit how many loads are in flight (measured, docs/performance.md).
 const THREADS: usize = 256;
 const MANY_QUANTIZED: usize = 8;
 

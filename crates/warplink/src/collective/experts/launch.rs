@@ -17,8 +17,8 @@ use std::sync::Arc;
 /// Elements of a unit.
 pub(super) const UNIT: usize = 8;
 
-/// Tokens of a lane from which on it has twice as many threads, so that more of its rows are in flight: where rows are copied or
-/// added up. With as many for fewer tokens, dispatch takes up to 20 % longer (measured, docs/performance.md).
+/// Tokens of a lane from which on it has twice as many threads, so that more rows are in flight, where rows are copied or added up.
+/// Doubled for fewer tokens, dispatch takes up to 20 % longer (measured, docs/performance.md).
 pub(super) const MANY: usize = 32;
 
 /// Alignment of scratch rows, in words.

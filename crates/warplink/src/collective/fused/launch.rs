@@ -303,15 +303,13 @@ impl Described {
             };
             [8, 4, 2].into_iter().find(fits)
         };
-        // As many as one block has would have several units of a longer row.
-        let twice = Some(2 * MAX_BLOCK_THREADS).filter(|twice| {
-            call.width.div_ceil(UNIT) > twice / 2 && machine.forced_threads.is_none()
-        });
-        let clustered = |threads: usize| blocks(threads).map(|blocks| (threads, blocks));
-        let (threads, blocks) = twice
-            .and_then(clustered)
-            .or_else(|| clustered(threads))
-            .unwrap_or((threads, 1));
+        // With the threads of one block, each would have several units of a long row.
+        let is_long = call.width > UNIT * MAX_BLOCK_THREADS && machine.forced_threads.is_none();
+        let more = 2 * MAX_BLOCK_THREADS;
+        let (threads, blocks) = match blocks(more).filter(|_| is_long) {
+            Some(blocks) => (more, blocks),
+            None => (threads, blocks(threads).unwrap_or(1)),
+        };
         Ok(LaunchShape {
             way,
             lanes,

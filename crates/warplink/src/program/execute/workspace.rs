@@ -378,7 +378,7 @@ impl KernelCode {
             && of.period == section.period
             && of.shared_tensors == section.shared_tensors
             && of.published == section.published
-            && of.blocks == section.blocks
+            && (of.threads, of.blocks) == (section.threads, section.blocks)
             && (of.integers.len(), of.tensors.len())
                 == (section.integers.len(), section.tensors.len())
             && integers

@@ -18,7 +18,7 @@ const WARP: usize = 32;
 /// A row is cut into units of [`UNIT`] elements. Starting from the operator's neutral element, thread `t` of
 /// `threads` combines the elements of units `t`, `t + threads`, … one by one. The 32 values of a warp are combined in
 /// a butterfly: each with the value of the thread whose number differs in bit 4, then 3, 2, 1 and 0. The values of
-/// the warps, padded with neutral elements to 32, are combined in the same way.
+/// the warps, padded with neutral elements to 32, or to 64 if there are more, are combined in the same way, from the highest bit on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RowOrder {
     pub(crate) threads: usize,

@@ -7,8 +7,10 @@
 use crate::program::construct::{Loop, Over, Selection, TensorRef};
 use crate::program::expr::{Expr, Operator};
 use crate::program::section::compile::hazard::{self, id};
+use crate::program::section::function::RowNode;
 use crate::program::section::{
-    DeviceValue, Move, Place, SectionInstance, Source, Step, StepKind, Visitor, WordValue,
+    DeviceValue, Move, Place, RowReduction, SectionInstance, Source, Step, StepKind, Visitor,
+    WordValue,
 };
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -155,6 +157,12 @@ impl<'s> Visitor<'s> for Iterations<'s> {
                 self.moves = true;
                 self.step = id(step);
                 self.independent &= self.loops.is_empty();
+                // The order of a sum along a row depends on the threads, and parts have as many as iterations leave them.
+                let function = self.instance.functions.get(&it.function);
+                self.independent &= function.is_some_and(|function| {
+                    let mut nodes = function.nodes.iter();
+                    !nodes.any(|node| matches!(node, RowNode::Row(RowReduction::Sum, _)))
+                });
                 let lists = it.results.iter().flatten().any(|it| it.over.is_some());
                 let lists = lists || it.sources().any(|it| it.over.is_some());
                 self.independent &= !lists;

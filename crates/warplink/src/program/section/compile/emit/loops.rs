@@ -16,8 +16,8 @@ const UNROLLED: i64 = 8;
 /// Maximum weight of all copies of a loop's body that the compiler is asked to make: heavier ones take seconds to compile.
 const MAX_UNROLLED_WEIGHT: i64 = 32;
 
-/// Maximum number of parts of a lane that reduce along rows: barriers of a block without that of all its threads.
-const PARTS_THAT_MEET: usize = 15;
+/// Maximum number of parts of a lane that reduce along rows: each has a named barrier, besides barrier 0, which is that of all threads.
+const NAMED_BARRIERS: usize = 15;
 
 /// Maximum number of times that a loop's body is written out.
 const MAX_COPIES: i64 = 64;
@@ -32,7 +32,7 @@ impl Emitter<'_> {
         // Further rounds follow the first one.
         self.accesses = true;
         let in_parts = self.divided.contains(&hazard::id_of_loop(it));
-        let (parts, meet) = self.most_parts(&it.body);
+        let (parts, reduces) = self.most_parts(&it.body);
         // Also before a loop without iterations: what follows relies on it.
         if self.barriers.contains(&hazard::id_of_loop(it)) {
             code.line("self.sync();");
@@ -53,8 +53,8 @@ impl Emitter<'_> {
             text.line("Lane &whole = self;");
             text.line(format!("const Parts parts((i64){to} - {from}, {parts});"));
             text.line("Lane self = parts.of(whole);");
-            if meet {
-                // Parts exchange values in the memory in which the lane does.
+            if reduces {
+                // Reductions of parts and of the whole lane use the same shared memory.
                 text.line("u32 row_turn = 0;");
                 text.line("whole.sync();");
             }
@@ -92,7 +92,7 @@ impl Emitter<'_> {
         self.in_parts = outer_parts;
         if in_parts {
             text.line("whole.ended |= self.ended;");
-            if meet {
+            if reduces {
                 text.line("whole.sync();");
             }
             text.close("}");
@@ -117,27 +117,33 @@ impl Emitter<'_> {
         Ok(())
     }
 
-    /// Maximum number of parts of the lane's warps for the loop around `body`: where they reduce along rows, so many that the threads
-    /// of each keep their units in registers, and have a barrier of their own.
+    /// Maximum number of parts of the lane's warps for the loop around `body`, and whether it reduces along rows: then parts are so few
+    /// that their threads keep their units in registers, and that each part has a barrier.
     fn most_parts(&self, body: &[Step]) -> (usize, bool) {
         let warps = self.instance.threads / 32;
-        let mut widths = Vec::new();
+        let (mut reduces, mut widest) = (false, 1);
         for (_, kind) in Step::actions(body) {
             let StepKind::Apply(it) = kind else { continue };
             let function = self.instance.functions.get(&it.function);
             let nodes = function.map_or(&[][..], |function| &function.nodes);
-            if nodes.iter().any(|node| matches!(node, RowNode::Row(..))) {
-                widths.extend(it.sources().filter_map(|source| {
-                    let tensor = self.instance.tensor(&source.item.place.tensor.name)?;
-                    self.instance.tensors[tensor].shape.last().copied()
-                }));
+            if !nodes.iter().any(|node| matches!(node, RowNode::Row(..))) {
+                continue;
+            }
+            reduces = true;
+            let sources = it.sources().map(|source| &source.item.place);
+            let targets = it.results.iter().flatten().map(|target| &target.item);
+            for place in sources.chain(targets) {
+                let tensor = self.instance.tensor(&place.tensor.name);
+                let width = tensor.and_then(|it| self.instance.tensors[it].shape.last());
+                widest = widest.max(width.copied().unwrap_or(1));
             }
         }
-        let Some(widest) = widths.into_iter().max() else {
-            return (warps, false);
-        };
-        let own = widest.div_ceil(32 * UNIT * MAX_KEPT).max(1);
-        ((warps / own).clamp(1, PARTS_THAT_MEET), true)
+        let own = widest.div_ceil(32 * UNIT * MAX_KEPT);
+        if reduces {
+            ((warps / own).clamp(1, NAMED_BARRIERS), true)
+        } else {
+            (warps, false)
+        }
     }
 }
 

@@ -301,10 +301,10 @@ impl Emitter<'_> {
         let nodes = 0..function.nodes.len();
         let kept: Vec<usize> = nodes.filter(|node| passes.is_kept(*node)).collect();
         // Without a reduction along the row, units go through all passes a few at a time, and none is loaded again.
-        let by_turns = all_kept.is_none()
+        let few_at_a_time = all_kept.is_none()
             && (0..passes.last()).all(|pass| passes.reductions(pass).next().is_none())
             && targets.iter().any(|group| group.extent != Extent::Single);
-        if by_turns {
+        if few_at_a_time {
             uniform(code, 0);
             code.open("do {");
         }
@@ -325,11 +325,11 @@ impl Emitter<'_> {
             code.line("row.each_kept(kept, loads);");
             again.push("loads(unit, count, kept)".to_owned());
         }
-        if !by_turns {
+        if !few_at_a_time {
             uniform(code, 0);
         }
         let each = |again: &[String]| {
-            if by_turns {
+            if few_at_a_time {
                 "row.each_kept(kept, ".to_owned()
             } else {
                 format!("row.each(kept, {}, ", anew(again))
@@ -382,7 +382,7 @@ impl Emitter<'_> {
             self.elements(code, passes, passes.last(), (targets, aligned, whole));
             code.close("});");
         }
-        if by_turns {
+        if few_at_a_time {
             code.close(&format!("}} while (row.next<{units}>());"));
         }
         for (number, group) in targets.iter().enumerate() {
