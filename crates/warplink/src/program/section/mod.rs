@@ -51,8 +51,8 @@ pub use layout::{Area, ScratchId, ScratchInstance, WorkspaceLayout};
 pub(crate) use names::FreeNames;
 pub(crate) use period::period;
 pub(crate) use remainders::common_multiple;
-pub(crate) use resolve::VALUE_TYPES;
 pub use resolve::{ReadValues, ReadWord};
+pub(crate) use resolve::{Resolution, VALUE_TYPES};
 pub(in crate::program) use step_cache::StepCache;
 pub(crate) use visit::{ExprUse, Visitor};
 

@@ -1,13 +1,13 @@
 //! Cache of resolved lane steps.
 
-use super::{FreeNames, LaneStep, ReadValues, ReadWord, SectionInstance};
+use super::{FreeNames, LaneStep, ReadValues, ReadWord, Resolution, SectionInstance};
 use crate::program::diagnostic::Diagnostic;
 use crate::sync::lock;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// Limit on the words on which cached steps depend: resolutions refer to one another, and are dropped recursively.
+/// Limit on the words on which cached steps depend: cached resolutions refer to one another, and are dropped recursively.
 const MAX_WORDS: usize = 512;
 
 /// Number of steps that are resolved although the cache is full before it is emptied, for each step that it may hold: the
@@ -26,7 +26,7 @@ pub(in crate::program) struct StepCache {
 
 #[derive(Default)]
 struct CachedSteps {
-    first: BTreeMap<StepKey, Arc<Resolution>>,
+    first: BTreeMap<StepKey, Arc<Known>>,
     count: usize,
     /// Steps that were resolved since it is full.
     missed: usize,
@@ -38,11 +38,11 @@ type StepKey = (usize, u64, Vec<usize>);
 /// Value of a word that a resolution asks for; `None` if it is not known yet.
 type ReadAnswer = Option<i64>;
 
-/// How a resolution goes on.
-enum Resolution {
+/// How a cached resolution goes on.
+enum Known {
     Complete(Arc<[LaneStep]>),
     /// It asks for a word, and depends on the answer.
-    Asks(ReadWord, Mutex<BTreeMap<ReadAnswer, Arc<Resolution>>>),
+    Asks(ReadWord, Mutex<BTreeMap<ReadAnswer, Arc<Known>>>),
 }
 
 impl StepCache {
@@ -72,17 +72,50 @@ impl StepCache {
     pub(in crate::program) fn steps(
         &self,
         section: &SectionInstance,
-        (lane, epoch): (usize, u64),
+        launch: (usize, u64),
         missing: &[usize],
         values: &ReadValues<'_>,
     ) -> Result<Arc<[LaneStep]>, Diagnostic> {
+        let (lane, epoch) = launch;
+        let reachable = |tensor: usize| !missing.contains(&tensor);
+        let resolve = |values: &ReadValues<'_>| {
+            let steps = section.steps_where(lane, epoch, &reachable, values)?;
+            Ok((steps.into(), ()))
+        };
+        let found = self.cached_or(section, launch, missing, values, resolve);
+        found.map(|(steps, _)| steps)
+    }
+
+    /// As [`steps`](Self::steps), with the resolution that goes on from there, unless the steps were cached.
+    pub(in crate::program) fn begin<'s>(
+        &self,
+        section: &'s SectionInstance,
+        launch: (usize, u64),
+        missing: &[usize],
+        values: &ReadValues<'_>,
+    ) -> Result<(Arc<[LaneStep]>, Option<Resolution<'s>>), Diagnostic> {
+        self.cached_or(section, launch, missing, values, |values| {
+            let mut resolution = Resolution::new(section, launch, missing);
+            Ok((resolution.go_on(values)?.into(), resolution))
+        })
+    }
+
+    /// The cached steps, or what `resolve` gives, which gets the values of words.
+    fn cached_or<T>(
+        &self,
+        section: &SectionInstance,
+        (lane, epoch): (usize, u64),
+        missing: &[usize],
+        values: &ReadValues<'_>,
+        resolve: impl FnOnce(&ReadValues<'_>) -> Result<(Arc<[LaneStep]>, T), Diagnostic>,
+    ) -> Result<(Arc<[LaneStep]>, Option<T>), Diagnostic> {
         let key = (lane, epoch % section.period.max(1), missing.to_vec());
         let mut asked = Vec::new();
         let mut next = lock(&self.steps).first.get(&key).cloned();
         while let Some(resolution) = next {
             match &*resolution {
-                Resolution::Complete(steps) => return Ok(steps.clone()),
-                Resolution::Asks(word, answers) => {
+                Known::Complete(steps) => return Ok((steps.clone(), None)),
+                Known::Asks(word, answers) => {
                     let answer = values(word);
                     asked.push((*word, answer));
                     next = lock(answers).get(&answer).cloned();
@@ -100,12 +133,9 @@ impl StepCache {
             asked.borrow_mut().push((*word, answer));
             answer
         };
-        let reachable = |tensor: usize| !missing.contains(&tensor);
-        let steps: Arc<[LaneStep]> = section
-            .steps_where(lane, epoch, &reachable, &answer)?
-            .into();
+        let (steps, resolved) = resolve(&answer)?;
         lock(&self.steps).insert(self.limit, key, asked.into_inner(), &steps);
-        Ok(steps)
+        Ok((steps, Some(resolved)))
     }
 }
 
@@ -136,7 +166,7 @@ impl CachedSteps {
             *self = Self::default();
         }
         self.count += size;
-        let complete = Arc::new(Resolution::Complete(steps.clone()));
+        let complete = Arc::new(Known::Complete(steps.clone()));
         // The rest of the path that is not cached yet, from its end.
         let path = |asked: &[(ReadWord, ReadAnswer)]| {
             asked
@@ -144,7 +174,7 @@ impl CachedSteps {
                 .rev()
                 .fold(complete.clone(), |next, (word, answer)| {
                     let answers = BTreeMap::from([(*answer, next)]);
-                    Arc::new(Resolution::Asks(*word, Mutex::new(answers)))
+                    Arc::new(Known::Asks(*word, Mutex::new(answers)))
                 })
         };
         let mut at = match self.first.get(&key) {
@@ -155,7 +185,7 @@ impl CachedSteps {
             }
         };
         for (number, (_, answer)) in asked.iter().enumerate() {
-            let Resolution::Asks(_, answers) = &*at else {
+            let Known::Asks(_, answers) = &*at else {
                 return;
             };
             let mut answers = lock(answers);

@@ -15,11 +15,11 @@ use crate::device::{
 };
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::program::section::StepCache;
 use crate::program::section::{
     LaneMove, LaneStep, LaneStepKind, Packing, Part, RowOrder, RowStep, SectionInstance,
     SectionMemory,
 };
+use crate::program::section::{Resolution, StepCache};
 use located::{Announcing, Located};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -142,14 +142,15 @@ async fn run_steps(
         epoch,
         located: announced.map(Located::new).collect(),
         values: BTreeMap::new(),
+        resolution: None,
         buffers: Buffers::default(),
         unrung: RefCell::default(),
     };
     let mut times = input.times.map(|clock| clock.start(lane, epoch));
     let mut missing: Vec<usize> = section.withheld.to_vec();
     let mut next = 0;
-    let mut steps = run.steps(&missing, next)?;
-    while let Some(step) = steps.get(next) {
+    let (mut first, mut steps) = run.steps(&missing, next)?;
+    while let Some(step) = steps.get(next - first) {
         if let Some(times) = &mut times {
             times.step(&step.site);
         }
@@ -160,10 +161,11 @@ async fn run_steps(
         next += 1;
         // Earlier steps depend neither on reachability nor on a value that was read last, so the lane continues at the
         // same index.
-        let has_read = matches!(step.kind, LaneStepKind::Value { .. }) && next == steps.len();
+        let is_last = next == first + steps.len();
+        let has_read = matches!(step.kind, LaneStepKind::Value { .. }) && is_last;
         if has_read || run.missing().ne(missing.iter().copied()) {
             missing = run.missing().collect();
-            steps = run.steps(&missing, next)?;
+            (first, steps) = run.steps(&missing, next)?;
         }
     }
     run.ring()?;
@@ -184,6 +186,8 @@ struct Lane<'a> {
     located: Vec<Located>,
     /// Values read from memory that may change, by the number of the read.
     values: BTreeMap<usize, i64>,
+    /// The steps so far, unless they were cached.
+    resolution: Option<Resolution<'a>>,
     buffers: Buffers,
     unrung: RefCell<Unrung>,
 }

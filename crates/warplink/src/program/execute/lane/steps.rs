@@ -3,18 +3,24 @@
 use super::{Lane, internal};
 use crate::error::{Error, Result};
 use crate::program::execute::row_values::integer;
-use crate::program::section::{LaneStep, Matching, Part};
+use crate::program::section::{LaneStep, Matching, Part, ReadWord};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 impl Lane<'_> {
-    /// Steps of the lane, as far as the values that it reads are known, with the tensors `missing` unreachable. Reads
-    /// those that the step `next` and the following ones read, so that steps are not resolved again for each.
-    pub(super) fn steps(&mut self, missing: &[usize], next: usize) -> Result<Arc<[LaneStep]>> {
+    /// Steps of the lane from number `next` or an earlier one on, and the number of the first of them: as far as the values that it
+    /// reads are known, with the tensors `missing` unreachable. Reads those that the step `next` and the following ones read, so
+    /// that steps are not resolved again for each.
+    pub(super) fn steps(
+        &mut self,
+        missing: &[usize],
+        next: usize,
+    ) -> Result<(usize, Arc<[LaneStep]>)> {
         let (section, launch) = (self.section, (self.lane, self.epoch));
         let (ahead, following) = (RefCell::new(BTreeMap::new()), Cell::new(next));
-        let steps = self.input.cache.steps(section, launch, missing, &|word| {
+        let mut resolution = self.resolution.take();
+        let values = |word: &ReadWord| {
             if let Some(known) = self.values.get(&word.number) {
                 return Some(*known);
             }
@@ -29,7 +35,21 @@ impl Lane<'_> {
                 ahead.borrow_mut().insert(word.number, value);
             }
             Some(value)
-        });
+        };
+        let steps = match &mut resolution {
+            Some(resolution) if resolution.missing() == missing => {
+                let all = resolution.go_on(&values);
+                all.map(|all| (next, all.get(next..).unwrap_or_default().into()))
+            }
+            _ => {
+                let begun = self.input.cache.begin(section, launch, missing, &values);
+                begun.map(|(all, going)| {
+                    resolution = going;
+                    (0, all)
+                })
+            }
+        };
+        self.resolution = resolution;
         self.values.extend(ahead.into_inner());
         // The verifier has checked everything that does not depend on a value.
         steps.map_err(|diagnostic| {

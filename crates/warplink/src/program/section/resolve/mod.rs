@@ -1,28 +1,32 @@
 //! Resolves the text of a section to the steps of one lane in one launch.
 
+mod frames;
 mod meeting;
 mod names;
+mod resolution;
 mod rows;
 mod value;
 
+pub(crate) use resolution::Resolution;
 pub(crate) use value::VALUE_TYPES;
 pub use value::{ReadValues, ReadWord};
 
 use super::function::Literal;
 use super::instance::SectionInstance;
 use super::ir::{Move, Otherwise, Place, ReduceOperator, Source, Step, StepKind, Verb};
-use super::iterations::Iterations;
 use super::lane::{LaneMove, LaneStep, LaneStepKind, Part};
 use super::remainders;
 use super::view::View;
 use super::{MAX_LANE_STEPS, MAX_OPERANDS};
 use crate::device::ReduceOp;
 use crate::dtype::DType;
-use crate::program::construct::{Branch, Each, Loop, NodeKind, Selection, TensorRef};
+use crate::program::construct::{Each, Loop, NodeKind, Selection, TensorRef};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use crate::program::expr::Expr;
 use crate::program::site::{Position, Site};
+use frames::{Frame, StepStart};
 use names::Slot;
+use resolution::Answers;
 use rustc_hash::FxHashMap;
 use std::cell::{OnceCell, RefCell};
 use std::sync::Arc;
@@ -92,35 +96,9 @@ impl SectionInstance {
         reachable: &'s dyn Fn(usize) -> bool,
         (values, most): (&'s ReadValues<'s>, u64),
     ) -> Result<Resolver<'s>, Diagnostic> {
-        let index = (Arc::from(self.section.lane.as_str()), lane as i64);
-        // As kernels do: products with an unreduced epoch would overflow eventually.
-        let epoch = epoch % self.period.max(1);
-        let mut resolver = Resolver {
-            instance: self,
-            lane,
-            announced: OnceCell::new(),
-            told: Vec::new(),
-            agreed: Vec::new(),
-            asked: Vec::new(),
-            reached: Vec::new(),
-            reachable,
-            values,
-            read: 0,
-            words: Vec::new(),
-            integers: vec![(&self.section.lane, lane as i64), ("epoch", epoch as i64)],
-            slots: RefCell::default(),
-            aliases: Vec::new(),
-            steps: Vec::new(),
-            weights: Vec::new(),
-            weight: 1.0,
-            most,
-            taken: 0,
-            site: Site {
-                indices: self.site.indices.iter().cloned().chain([index]).collect(),
-                ..self.site.clone()
-            },
-        };
-        match resolver.body(&self.section.body) {
+        let answers = Answers::Asked { reachable, values };
+        let mut resolver = Resolver::new(self, (lane, epoch), answers, most);
+        match resolver.go_on() {
             Ok(()) | Err(Stop::Unknown) => Ok(resolver),
             Err(Stop::Wrong(diagnostic)) => Err(diagnostic),
         }
@@ -149,8 +127,10 @@ struct Resolver<'s> {
     agreed: Vec<usize>,
     asked: Vec<(usize, Position)>,
     reached: Vec<usize>,
-    reachable: &'s dyn Fn(usize) -> bool,
-    values: &'s ReadValues<'s>,
+    answers: Answers<'s>,
+    /// What is resolved at present, outermost first; and where the step began that asks for a value that is not known yet.
+    frames: Vec<Frame<'s>>,
+    unfinished: Option<StepStart>,
     /// Number of values read so far, and the words that name rows of the current step.
     read: usize,
     words: Vec<Part>,
@@ -167,6 +147,53 @@ struct MoveOperand {
 }
 
 impl<'s> Resolver<'s> {
+    /// At the start of the section. Loops are sampled to about `most` iterations.
+    fn new(
+        instance: &'s SectionInstance,
+        (lane, epoch): (usize, u64),
+        answers: Answers<'s>,
+        most: u64,
+    ) -> Self {
+        let section = &instance.section;
+        let index = (Arc::from(section.lane.as_str()), lane as i64);
+        // As kernels do: products with an unreduced epoch would overflow eventually.
+        let epoch = epoch % instance.period.max(1);
+        let mut resolver = Self {
+            instance,
+            lane,
+            announced: OnceCell::new(),
+            told: Vec::new(),
+            agreed: Vec::new(),
+            asked: Vec::new(),
+            reached: Vec::new(),
+            answers,
+            frames: Vec::new(),
+            unfinished: None,
+            read: 0,
+            words: Vec::new(),
+            integers: vec![(&section.lane, lane as i64), ("epoch", epoch as i64)],
+            slots: RefCell::default(),
+            aliases: Vec::new(),
+            steps: Vec::new(),
+            weights: Vec::new(),
+            weight: 1.0,
+            most,
+            taken: 0,
+            site: Site {
+                indices: instance
+                    .site
+                    .indices
+                    .iter()
+                    .cloned()
+                    .chain([index])
+                    .collect(),
+                ..instance.site.clone()
+            },
+        };
+        resolver.enter(&section.body);
+        resolver
+    }
+
     fn wrong(&self, kind: DiagnosticKind, message: impl Into<String>) -> Stop {
         let place = RankSite::new(self.instance.rank, &self.site);
         Diagnostic::new(kind, format!("{place}: {}", message.into()), vec![place]).into()
@@ -211,10 +238,6 @@ impl<'s> Resolver<'s> {
         Err(self.malformed(format!(
             "'{name}' already has a meaning here; expected a new name"
         )))
-    }
-
-    fn body(&mut self, steps: &'s [Step]) -> Resolved<()> {
-        self.scoped(|resolver| steps.iter().try_for_each(|step| resolver.one(step)))
     }
 
     fn one(&mut self, step: &'s Step) -> Resolved<()> {
@@ -268,43 +291,6 @@ impl<'s> Resolver<'s> {
             StepKind::Agree(it) => self.meeting(it, false)?,
         }
         Ok(())
-    }
-
-    fn repeat(&mut self, it: &'s Loop<StepKind>) -> Resolved<()> {
-        let over = &it.over;
-        let (from, to) = (self.integer(&over.from)?, self.integer(&over.to)?);
-        let outer = Arc::clone(&self.site.indices);
-        let name: Arc<str> = Arc::from(over.index.as_str());
-        let around = self.weight;
-        for (value, weight) in Iterations::new(from, to, self.most, self.period(it)) {
-            self.step()?;
-            self.weight = around * weight;
-            let open = outer.iter().cloned();
-            self.site.indices = open.chain([(Arc::clone(&name), value)]).collect();
-            self.scoped(|resolver| {
-                resolver.bind(&over.index)?;
-                resolver.integers.push((&over.index, value));
-                resolver.body(&it.body)
-            })?;
-        }
-        self.site.indices = outer;
-        self.weight = around;
-        Ok(())
-    }
-
-    fn choose(&mut self, branch: &'s Branch<StepKind>) -> Resolved<()> {
-        for arm in &branch.arms {
-            self.at(arm.position);
-            self.note_asked(&arm.condition, arm.position);
-            if self.condition(&arm.condition)? {
-                let known = self.reached.len();
-                self.note_reached(&arm.condition);
-                let done = self.body(&arm.body);
-                self.reached.truncate(known);
-                return done;
-            }
-        }
-        self.body(&branch.otherwise)
     }
 
     /// Number of iterations after which a loop's behaviour repeats, for sampling.

@@ -53,7 +53,7 @@ impl<'s> Resolver<'s> {
                 let is =
                     |tensor: &usize| name == expr::reachable(&self.instance.tensors[*tensor].name);
                 let tensor = known.copied().find(is)?;
-                Some(i64::from((self.reachable)(tensor)))
+                Some(i64::from(self.answers.reaches(tensor)))
             }
             _ => self.instance.integers.get(name).copied(),
         }

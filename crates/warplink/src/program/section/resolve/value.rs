@@ -199,7 +199,7 @@ impl<'s> Resolver<'s> {
             matching,
             most,
         });
-        let value = (self.values)(&ReadWord {
+        let value = self.answers.value(&ReadWord {
             number,
             step,
             part,
