@@ -135,9 +135,9 @@ fn decoded(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     dtype.decode(bytes).map(|value| value as f32).collect()
 }
 
-/// The nearest value of a type.
-fn rounded(dtype: DType, value: f32) -> f32 {
-    decoded(dtype, &encoded(dtype, &[value]))[0]
+/// The nearest values of a type.
+fn rounded(dtype: DType, values: &[f32]) -> Vec<f32> {
+    decoded(dtype, &encoded(dtype, values))
 }
 
 /// The memory of a call on a rank, and what it holds.
@@ -341,10 +341,9 @@ impl Made {
         let added = sums.iter().zip(row.clone());
         let added = added.map(|(sum, at)| {
             let residual = self.wanted.residual.then(|| given.residual[at]);
-            let h = residual.map_or(*sum, |residual| sum + residual);
-            rounded(dtype, h)
+            residual.map_or(*sum, |residual| sum + residual)
         });
-        let mut h: Vec<f32> = added.collect();
+        let mut h = rounded(dtype, &added.collect::<Vec<f32>>());
         if let (Wire::Fp8, Some(local), Some(stored)) = (self.call.wire, local, residual_out) {
             // What follows is of the sum that arrived.
             for (column, h) in h.iter_mut().enumerate() {
@@ -358,9 +357,8 @@ impl Made {
         } else if let Some(local) = local {
             for (exact, stored) in [(&sums, sum), (&h, residual_out)] {
                 let Some(stored) = stored else { continue };
-                for (column, exact) in exact.iter().enumerate() {
-                    let found = at(stored, local, column);
-                    let exact = rounded(dtype, *exact);
+                let stored = &stored[size * local * width..][..size * width];
+                for (found, exact) in decoded(dtype, stored).iter().zip(rounded(dtype, exact)) {
                     let same = found.to_bits() == exact.to_bits();
                     assert!(
                         same || found.is_nan() && exact.is_nan(),

@@ -5,23 +5,27 @@ use warplink::dtype::{F8E4M3, F8E5M2};
 
 /// Values as elements of a type, the nearest ones.
 pub fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
-    let each = |value: &f64| -> Vec<u8> {
-        match dtype {
-            DType::F16 => half::f16::from_f64(*value).to_le_bytes().to_vec(),
-            DType::BF16 => half::bf16::from_f64(*value).to_le_bytes().to_vec(),
-            DType::F32 => (*value as f32).to_le_bytes().to_vec(),
-            DType::F64 => value.to_le_bytes().to_vec(),
-            DType::I32 => (*value as i32).to_le_bytes().to_vec(),
-            DType::U32 => (*value as u32).to_le_bytes().to_vec(),
-            DType::I64 => (*value as i64).to_le_bytes().to_vec(),
-            DType::U64 => (*value as u64).to_le_bytes().to_vec(),
-            DType::I8 => (*value as i8).to_le_bytes().to_vec(),
-            DType::F8E4M3 => vec![F8E4M3::from_f64(*value).0],
-            DType::F8E5M2 => vec![F8E5M2::from_f64(*value).0],
-            _ => vec![*value as u8],
+    fn all<const BYTES: usize>(values: &[f64], each: impl Fn(f64) -> [u8; BYTES]) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(BYTES * values.len());
+        for value in values {
+            bytes.extend_from_slice(&each(*value));
         }
-    };
-    values.iter().flat_map(each).collect()
+        bytes
+    }
+    match dtype {
+        DType::F16 => all(values, |value| half::f16::from_f64(value).to_le_bytes()),
+        DType::BF16 => all(values, |value| half::bf16::from_f64(value).to_le_bytes()),
+        DType::F32 => all(values, |value| (value as f32).to_le_bytes()),
+        DType::F64 => all(values, f64::to_le_bytes),
+        DType::I32 => all(values, |value| (value as i32).to_le_bytes()),
+        DType::U32 => all(values, |value| (value as u32).to_le_bytes()),
+        DType::I64 => all(values, |value| (value as i64).to_le_bytes()),
+        DType::U64 => all(values, |value| (value as u64).to_le_bytes()),
+        DType::I8 => all(values, |value| (value as i8).to_le_bytes()),
+        DType::F8E4M3 => all(values, |value| [F8E4M3::from_f64(value).0]),
+        DType::F8E5M2 => all(values, |value| [F8E5M2::from_f64(value).0]),
+        _ => all(values, |value| [value as u8]),
+    }
 }
 
 /// The values of elements.
