@@ -18,7 +18,7 @@ use std::sync::Arc;
 pub(super) const UNIT: usize = 8;
 
 /// Tokens of a lane from which on it has twice as many threads, so that more rows are in flight, where rows are copied or added up.
-/// Doubled for fewer tokens, dispatch takes up to 20 % longer (measured, docs/performance.md).
+/// Doubled for fewer tokens, dispatch takes up to a quarter longer (measured, docs/performance.md).
 pub(super) const MANY: usize = 32;
 
 /// Alignment of scratch rows, in words.

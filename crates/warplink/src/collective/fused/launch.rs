@@ -15,7 +15,7 @@ use crate::named::alternatives;
 use crate::program::execute::{
     CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
 };
-use crate::program::section::SectionInstance;
+use crate::program::section::{MAX_THREADS, SectionInstance};
 use crate::program::{OperationKind, Parameters, RankProgram, unroll};
 use crate::sync::lock;
 use std::collections::BTreeMap;
@@ -27,10 +27,9 @@ const MAX_KEPT: usize = 1024;
 /// Elements of a row that a thread handles at a time.
 const UNIT: usize = 8;
 
-/// Minimum and maximum threads of each of several blocks of a lane, and maximum blocks of a launch that has such lanes: with more,
+/// Minimum threads of each of several blocks of a lane, and maximum blocks of a launch that has such lanes: with more,
 /// launches take longer (measured, docs/performance.md).
 const MIN_BLOCK_THREADS: usize = 128;
-const MAX_BLOCK_THREADS: usize = 1024;
 const MAX_CLUSTERED: usize = 66;
 
 /// Loads with a fence after them, which the simulated steps lack: for each further row of a lane in [`Way::Pushed`],
@@ -294,7 +293,7 @@ impl Described {
         let threads = machine.threads(call.width.div_ceil(units * UNIT));
         // One block takes long to send and receive a row.
         let blocks = |threads: usize| {
-            let each = MIN_BLOCK_THREADS..=MAX_BLOCK_THREADS;
+            let each = MIN_BLOCK_THREADS..=MAX_THREADS;
             let fits = |blocks: &usize| {
                 matches!(way, Way::OneShot | Way::Lined)
                     && *blocks <= machine.cluster_blocks
@@ -304,8 +303,8 @@ impl Described {
             [8, 4, 2].into_iter().find(fits)
         };
         // With the threads of one block, each would have several units of a long row.
-        let is_long = call.width > UNIT * MAX_BLOCK_THREADS && machine.forced_threads.is_none();
-        let more = 2 * MAX_BLOCK_THREADS;
+        let is_long = call.width > UNIT * MAX_THREADS && machine.forced_threads.is_none();
+        let more = 2 * MAX_THREADS;
         let (threads, blocks) = match blocks(more).filter(|_| is_long) {
             Some(blocks) => (more, blocks),
             None => (threads, blocks(threads).unwrap_or(1)),
@@ -381,7 +380,7 @@ impl Described {
             ("n", self.call.width as i64),
             ("room", room as i64),
             ("lanes", shape.lanes as i64 + 1),
-            ("threads", shape.threads.min(MAX_BLOCK_THREADS) as i64),
+            ("threads", shape.threads.min(MAX_THREADS) as i64),
             ("what", what),
             ("form", i64::from(self.form_word(shape.way) as i32)),
             ("length", length),

@@ -16,10 +16,9 @@ use crate::device::{
 use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{
-    LaneMove, LaneStep, LaneStepKind, Packing, Part, RowOrder, RowStep, SectionInstance,
-    SectionMemory,
+    LaneMove, LaneStep, LaneStepKind, Packing, Part, Resolution, RowOrder, RowStep,
+    SectionInstance, SectionMemory, StepCache,
 };
-use crate::program::section::{Resolution, StepCache};
 use located::{Announcing, Located};
 use std::cell::RefCell;
 use std::collections::BTreeMap;

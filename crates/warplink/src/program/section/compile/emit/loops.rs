@@ -32,7 +32,11 @@ impl Emitter<'_> {
         // Further rounds follow the first one.
         self.accesses = true;
         let in_parts = self.divided.contains(&hazard::id_of_loop(it));
-        let (parts, reduces) = self.most_parts(&it.body);
+        let (parts, reduces) = if in_parts {
+            self.most_parts(&it.body)
+        } else {
+            (1, false)
+        };
         // Also before a loop without iterations: what follows relies on it.
         if self.barriers.contains(&hazard::id_of_loop(it)) {
             code.line("self.sync();");
