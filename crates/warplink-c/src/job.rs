@@ -125,6 +125,7 @@ pub extern "C" fn warplink_set_bootstrap_timeout(seconds: i32) -> Status {
                 "give a number of seconds",
             ));
         }
+        // Relaxed: the number publishes no other memory.
         BOOTSTRAP_TIMEOUT.store(seconds, Ordering::Relaxed);
         Ok(())
     })

@@ -120,6 +120,7 @@ fn notice_forks() {
         ) -> c_int;
     }
     unsafe extern "C" fn forked() {
+        // Relaxed: the child has a single thread.
         FORKED.store(true, Ordering::Relaxed);
     }
     REGISTERED.call_once(|| {
@@ -285,6 +286,7 @@ impl Comm {
             ),
             (&self.suspended, "is suspended", "call ncclCommResume first"),
         ] {
+            // Relaxed: the flags publish no other memory, and a call that races with one may pass.
             if is_so.load(Ordering::Relaxed) {
                 return Err(Failure::usage(format!("the communicator {what}"), help));
             }

@@ -31,6 +31,7 @@ pub(crate) unsafe fn finalize(comm: Handle) -> Outcome {
     let comm = find(comm)?;
     comm.joined()?;
     comm.check_open("finalized")?;
+    // Relaxed, as for the other flags of a communicator: they publish no other memory.
     comm.finalized.store(true, Ordering::Relaxed);
     Ok(())
 }

@@ -161,6 +161,7 @@ fn follow(
         });
         if let Err(error) = waited {
             let Some(comm) = comm.upgrade() else { return };
+            // Relaxed: the flag publishes no other memory, and was set before the calls were aborted.
             if !comm.revoked.load(std::sync::atomic::Ordering::Relaxed) {
                 tracing::warn!("a call failed: {error}");
                 comm.fail(error);

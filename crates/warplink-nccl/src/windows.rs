@@ -85,6 +85,7 @@ pub(crate) unsafe fn register(
         });
     }
     let address = memory as usize;
+    // Relaxed: only the number has to be unique.
     let handle = NEXT_WINDOW.fetch_add(16, Ordering::Relaxed);
     // Replaced when all ranks have registered theirs.
     lock(&WINDOWS).insert(handle, OwnWindow::new(&comm, address, bytes, None));

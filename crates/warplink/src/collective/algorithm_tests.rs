@@ -143,7 +143,6 @@ fn parameters(
 }
 
 #[test]
-#[cfg_attr(warplink_tsan, ignore = "a minute long; others cover the verifier")]
 fn every_program_is_verified_for_every_world() {
     for entry in PROGRAMS.iter().chain([&ALL_GATHER_IN_PLACE]) {
         let program = entry.program().unwrap_or_else(|error| panic!("{error}"));
@@ -204,13 +203,11 @@ fn share_a_workspace(world: usize, shapes: &'static [(usize, usize, usize)]) {
 }
 
 #[test]
-#[cfg_attr(warplink_tsan, ignore = "a minute long; others cover the verifier")]
 fn all_programs_share_a_workspace() {
     share_a_workspace(2, &[(100, 1, 2), (333, 2, 1)]);
 }
 
 #[test]
-#[cfg_attr(warplink_tsan, ignore = "a minute long; others cover the verifier")]
 fn all_programs_share_a_workspace_of_more_ranks() {
     share_a_workspace(3, &[(333, 2, 1)]);
 }

@@ -550,12 +550,13 @@ pub fn delayed(micros: u64) -> impl Fn(&mut Config) + Send + Sync {
 pub fn values(rank: usize, round: usize, count: usize) -> Vec<u8> {
     let mut x = (rank as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15)
         ^ (round as u64 + 1).wrapping_mul(0xd1b5_4a32_d192_ed03);
-    (0..count)
-        .map(|_| {
-            x ^= x << 13;
-            x ^= x >> 7;
-            x ^= x << 17;
-            (x >> 24) as u8
-        })
-        .collect()
+    let mut values = Vec::with_capacity(count + 8);
+    while values.len() < count {
+        x ^= x << 13;
+        x ^= x >> 7;
+        x ^= x << 17;
+        values.extend_from_slice(&x.to_le_bytes());
+    }
+    values.truncate(count);
+    values
 }

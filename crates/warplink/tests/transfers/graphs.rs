@@ -44,6 +44,12 @@ fn a_batch_waits_and_posts_again_in_a_graph() {
 
 /// A graph with a ring step in it, replayed many times; the data moves on by one rank each time.
 pub(super) fn replay(comm: &Communicator, times: usize) {
+    // Every replay orders the same accesses, which is all that the sanitizer looks at.
+    let times = if cfg!(warplink_tsan) {
+        times.div_ceil(10)
+    } else {
+        times
+    };
     let (rank, world) = (comm.rank(), comm.world());
     let stream = comm.create_stream(Priority::Normal).unwrap();
     for protocol in PROTOCOLS {

@@ -148,6 +148,7 @@ impl Faults {
         thread::scope(|scope| {
             for _ in 0..jobs {
                 scope.spawn(|| {
+                    // Relaxed: the counter hands out each index once, and the mutex publishes results.
                     while !settings.is_ending()
                         && let Some(&cell) = cells.get(next.fetch_add(1, Ordering::Relaxed))
                     {

@@ -77,10 +77,6 @@ fn check_verified(options: &ExpertOptions, world: usize, lanes: usize) {
 }
 
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
-)]
 fn dispatch_is_verified_for_every_world() {
     for (world, lanes, shape, max_rows) in [
         (1, 1, (2, 2), 3),
@@ -94,10 +90,6 @@ fn dispatch_is_verified_for_every_world() {
 
 /// With all options on one rank, where rows overflow; and each layout on two, where they do if they may be dropped.
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
-)]
 fn every_variant_is_verified() {
     for variant in variants() {
         // With more rows than there can be, some would never be written.
@@ -117,10 +109,6 @@ fn every_variant_is_verified() {
 
 /// The rows are the expected ones whatever memory is accessible, with slots without an expert among them.
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, and uses one thread"
-)]
 fn dispatch_meets_its_expectation() {
     for (number, variant) in variants().into_iter().enumerate() {
         for (world, lanes, shape, from) in [
@@ -157,10 +145,6 @@ fn dispatch_meets_its_expectation() {
 
 /// Dispatches may precede and follow combines in their workspace.
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
-)]
 fn dispatch_shares_the_workspace_of_others() {
     let machine = with_lanes(2, 1);
     for variant in [variants()[0], variants()[7], variants()[10]] {
@@ -177,10 +161,6 @@ fn dispatch_shares_the_workspace_of_others() {
 
 /// The program with one fault is rejected for that fault.
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
-)]
 fn faulty_variants_are_refused() {
     let before = "let before = count(E[0..start] in q * per..(q + 1) * per)";
     let [by_source, drops, by_expert, once] = [0, 1, 5, 9].map(|number| variants()[number]);

@@ -69,10 +69,6 @@ fn made_for(
 }
 
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
-)]
 fn combine_is_verified_for_every_world() {
     for (world, shape, kind) in [
         (1, (1, 1, 0), PLAIN),
@@ -144,10 +140,6 @@ fn check_sums(
 
 /// Lanes may add up parts of one token.
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, and uses one thread"
-)]
 fn several_lanes_add_up_a_token() {
     for (experts, kind) in [
         (2, PLAIN),
@@ -167,10 +159,6 @@ fn several_lanes_add_up_a_token() {
 
 /// Combines may precede and follow a collective in its workspace.
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
-)]
 fn combine_shares_the_workspace_of_collectives() {
     let machine = with_lanes(2, 1);
     let (combine, of_combine) = made(2, (1, 1, 2), PLAIN, 24);
@@ -198,10 +186,6 @@ fn combine_shares_the_workspace_of_collectives() {
 
 /// The program with one fault is rejected for that fault.
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
-)]
 fn faulty_variants_are_refused() {
     let variants = [
         // Scratch of the previous launch is overwritten while a rank may still read it.

@@ -42,10 +42,6 @@ fn made(call: &Described, way: Way, world: usize, lanes: usize) -> (Program, Par
 }
 
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
-)]
 fn every_fused_program_is_verified_for_every_world() {
     let mut count = 0;
     for (tokens, width, lanes) in [(1, 1, 1), (6, 24, 2), (12, 137, 4)] {
@@ -71,10 +67,6 @@ fn every_fused_program_is_verified_for_every_world() {
 
 /// Results equal the expected ones whatever memory is accessible, with residuals and weights that all ranks have.
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, and uses one thread"
-)]
 fn fused_programs_meet_their_expectations() {
     let inputs = |rank: usize, number: usize, tensor: &TensorInstance| {
         // If ranks own rows of the residual, it differs.
@@ -114,10 +106,6 @@ fn fused_programs_meet_their_expectations() {
 
 /// Fused calls may precede and follow any collective in its workspace.
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
-)]
 fn fused_programs_share_the_workspace_of_collectives() {
     for world in [2, 3] {
         let machine = machine(world);
@@ -214,10 +202,6 @@ fn faulty_variants_are_refused() {
 /// The fastest strategy and its shape as measured on two GPUs of a server (docs/performance.md). Links limit many rows:
 /// results derived from h, which all ranks store, are not sent as well.
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, and uses one thread"
-)]
 fn the_number_of_rows_selects_the_strategy() {
     let estimates = Estimates::new(&shipped("h200-2").unwrap()).unwrap();
     let machine = Machine {

@@ -45,10 +45,6 @@ fn verdict(text: &str, parameters: &Parameters) -> Result<(), DiagnosticKind> {
 const SHAPES: [(i64, i64); 4] = [(0, 1), (1, 1), (0, 2), (1, 2)];
 
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
-)]
 fn messages_of_every_length_are_verified() {
     let of_one_lane = [1, 16, 33, 100].map(|most| (most, (0, 1)));
     for (most, shape) in of_one_lane
@@ -62,10 +58,6 @@ fn messages_of_every_length_are_verified() {
 
 /// Counts within the limit, which is that of units of 16 bytes, and over it.
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
-)]
 fn messages_of_every_count_are_verified() {
     for (most, shape) in [(16, (0, 1)), (100, (0, 1)), (700, (1, 2))] {
         for counts in [(most / 16, 0), (most, 1)] {
@@ -78,10 +70,6 @@ fn messages_of_every_count_are_verified() {
 
 /// One launch may have messages of the one program, and the next one of the other.
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
-)]
 fn both_programs_share_a_workspace() {
     let programs = TEXTS.map(|(text, _)| Program::parse(text).unwrap());
     for (most, shape) in [(100, (0, 1)), (320, (1, 1))] {
@@ -95,10 +83,6 @@ fn both_programs_share_a_workspace() {
 
 /// Each fault is found, in messages that have lines of packets, direct stores and chunks.
 #[test]
-#[cfg_attr(
-    warplink_tsan,
-    ignore = "takes a minute under the sanitizer, which sees the verifier in other tests"
-)]
 fn faults_of_messages_are_refused() {
     use DiagnosticKind::{Deadlock, LostSignal, Malformed, Race};
     for (right, wrong, kind) in [

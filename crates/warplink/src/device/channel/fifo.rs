@@ -315,6 +315,7 @@ impl FifoMemory for HostFifoMemory {
     }
 
     fn claimed(&self) -> Result<u64> {
+        // Acquire keeps the reads of slots that follow after this one. A stale count only makes a claim fail.
         Ok(self.claimed.load(Ordering::Acquire))
     }
 

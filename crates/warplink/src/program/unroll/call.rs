@@ -12,6 +12,7 @@ use crate::program::ir::{
 };
 use crate::program::parameters::{Parameters, Value};
 use crate::program::rank_program::CallSite;
+use rustc_hash::FxHashMap;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::mem::{replace, take};
 use std::sync::Arc;
@@ -56,7 +57,7 @@ impl<'p> Called<'p> {
 struct Aside<'p> {
     called: Called<'p>,
     names: Vec<&'p str>,
-    bound: HashMap<&'p str, Bound>,
+    bound: FxHashMap<&'p str, Bound>,
     loops: Vec<OpenLoop>,
     transfers: BTreeMap<&'p str, Named>,
     given: BTreeSet<String>,

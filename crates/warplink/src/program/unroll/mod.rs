@@ -31,6 +31,7 @@ use super::rank_program::{Operation, OperationKind, RankProgram, Site, StreamKin
 use super::text::MAX_BLOCK_DEPTH;
 use crate::error::{Rank, Result};
 use call::Called;
+use rustc_hash::{FxHashMap, FxHashSet};
 use scope::{Bound, Named, OpenLoop};
 use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
@@ -175,8 +176,8 @@ fn unroll_knowing(
         pool: streams,
         current: 0,
         names: Vec::new(),
-        bound: HashMap::new(),
-        valid_names: HashSet::new(),
+        bound: FxHashMap::default(),
+        valid_names: FxHashSet::default(),
         loops: Vec::new(),
         transfers: BTreeMap::new(),
         parts: HashSet::new(),
@@ -217,9 +218,10 @@ struct Unroller<'p> {
     current: usize,
     /// The names that have a meaning, in the order in which they got it.
     names: Vec<&'p str>,
-    bound: HashMap<&'p str, Bound>,
+    /// Hashed quickly: unrolling a step looks up every name in it.
+    bound: FxHashMap<&'p str, Bound>,
     /// The names that were checked, of loops for instance.
-    valid_names: HashSet<&'p str>,
+    valid_names: FxHashSet<&'p str>,
     loops: Vec<OpenLoop>,
     transfers: BTreeMap<&'p str, Named>,
     /// The lists of ranks whose collectives this rank takes part in.
