@@ -188,7 +188,7 @@ def in_place(comm, rank, ranks):
 
 def many_messages(comm, rank, ranks):
     """A group with more messages than one launch carries."""
-    count, stream, other = 1000, stream_of(11, rank), (rank + 1) % ranks
+    count, stream, other = 300, stream_of(11, rank), (rank + 1) % ranks
     (given, _), (place, found) = memory([rank + 1] * count), memory([0] * count)
     ok("GroupStart")
     for at in range(count):
