@@ -54,13 +54,20 @@ fn put(connection: u32, bytes: u64) -> [u64; 2] {
     trigger.encode()
 }
 
+/// Pushes a trigger on which the proxy fails. It may have stopped the FIFO by the time the push returns.
+fn push_refused(proxy: &Proxy, trigger: [u64; 2]) {
+    if let Err(error) = proxy.fifo.push(trigger, || Ok(())) {
+        assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
+    }
+}
+
 #[test]
 fn failure_is_reported_and_ends_waits() {
     let (device, fault) = (host(), Arc::default());
     let (proxy, failure) = start(&device);
     let (good, _) = route(&device, &fault);
     let connection = proxy.register(good).unwrap().connection;
-    proxy.fifo.push(put(connection, 65), || Ok(())).unwrap();
+    push_refused(&proxy, put(connection, 65));
     let error = failure.recv_timeout(LATE).unwrap();
     assert_eq!(
         (error.kind(), error.peer()),
@@ -83,7 +90,7 @@ fn failure_is_reported_and_ends_waits() {
 fn a_trigger_of_no_connection_is_a_failure() {
     let device = host();
     let (proxy, failure) = start(&device);
-    proxy.fifo.push(put(9, 0), || Ok(())).unwrap();
+    push_refused(&proxy, put(9, 0));
     let error = failure.recv_timeout(LATE).unwrap();
     assert!(
         error.to_string().contains("unknown connection 9"),
