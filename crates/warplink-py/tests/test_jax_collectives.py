@@ -1,4 +1,4 @@
-"""Collectives inside programs of JAX: on the host device, or, with WARPLINK_TEST_DEVICE=cuda, on a GPU for each rank."""
+"""Collectives inside programs of JAX: on the host device, or, with WARPLINK_TEST_DEVICE=cuda, on GPUs."""
 
 import os
 
@@ -9,6 +9,7 @@ import warplink
 jax = pytest.importorskip("jax")
 
 from conftest import Stopwatch, as_ranks, meet  # noqa: E402
+from gpus import gpu, prepare_sharing  # noqa: E402
 
 WORLD = 2
 ON_GPUS = os.environ.get("WARPLINK_TEST_DEVICE") == "cuda"
@@ -22,8 +23,9 @@ def join(rank, world, meeting):
     if ON_GPUS:
         # Each process would take most of the memory of its GPU.
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-        jax.config.update("jax_cuda_visible_devices", str(rank))
-    device = {"device": "cuda", "ordinal": rank} if ON_GPUS else {"device": "host"}
+        prepare_sharing(rank)
+        jax.config.update("jax_cuda_visible_devices", str(gpu(rank)))
+    device = {"device": "cuda", "ordinal": gpu(rank)} if ON_GPUS else {"device": "host"}
     return warplink.Job.join(rank, world, meeting, timeout=60.0, **device)
 
 
