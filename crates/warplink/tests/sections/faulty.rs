@@ -58,7 +58,7 @@ fn failure(text: &str, world: usize, seed: u64) -> Option<String> {
                     let mut config = Config::new(join, DeviceKind::Host);
                     config.timeout = Duration::from_secs(2);
                     // Every other time one rank is slow and the others get as far ahead as they may.
-                    let is_slow = seed % 2 == 0 || seed / 2 % world as u64 == rank as u64;
+                    let is_slow = seed.is_multiple_of(2) || seed / 2 % world as u64 == rank as u64;
                     config.device.delays = is_slow.then(|| Delays {
                         seed: 64 * seed + rank as u64 + 1,
                         max: Duration::from_micros(40 << (seed % 4)),
