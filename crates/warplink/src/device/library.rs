@@ -1,9 +1,10 @@
 //! Locates vendor libraries at run time, and reports where they were searched for.
 
 use crate::error::{Error, ErrorKind, Result};
-use std::ffi::{CStr, OsString, c_char, c_int};
+use std::ffi::{CStr, OsString, c_char, c_int, c_void};
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::ptr::NonNull;
 use std::sync::OnceLock;
 
 /// Colon-separated list of directories that are searched first.
@@ -124,14 +125,11 @@ impl Loaded {
     /// # Safety
     /// `F` must be a function pointer type with the symbol's signature and calling convention.
     pub(crate) unsafe fn find<F: Copy>(&self, symbol: &'static str) -> Option<F> {
-        // SAFETY: the caller vouches for the signature; the library is never unloaded, so that the
-        // copied pointer stays valid.
-        unsafe {
-            self.library
-                .get::<F>(symbol.as_bytes())
-                .ok()
-                .map(|found| *found)
-        }
+        const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
+        // SAFETY: the caller vouches for the type, which is as large; the library is never unloaded, so that the pointer
+        // stays valid.
+        self.address(symbol)
+            .map(|found| unsafe { std::mem::transmute_copy(&found) })
     }
 
     /// Resolves `symbol`.
@@ -140,14 +138,23 @@ impl Loaded {
     /// As for [`find`](Self::find).
     pub(crate) unsafe fn get<F: Copy>(&self, symbol: &'static str) -> Result<F> {
         // SAFETY: passed on to the caller.
-        unsafe { self.find(symbol) }.ok_or_else(|| {
-            let message = format!(
-                "{} at {} has no {symbol}; it is too old",
-                self.name,
-                self.path.display()
-            );
-            Error::new(ErrorKind::LibraryMissing, message).with_help(self.help)
-        })
+        unsafe { self.find(symbol) }.ok_or_else(|| self.missing(symbol))
+    }
+
+    // Not generic, and neither is the next: there are hundreds of functions, and one type for each.
+    fn address(&self, symbol: &'static str) -> Option<NonNull<c_void>> {
+        // SAFETY: the address is only copied.
+        let found = unsafe { self.library.get::<*mut c_void>(symbol.as_bytes()) };
+        NonNull::new(*found.ok()?)
+    }
+
+    fn missing(&self, symbol: &'static str) -> Error {
+        let message = format!(
+            "{} at {} has no {symbol}; it is too old",
+            self.name,
+            self.path.display()
+        );
+        Error::new(ErrorKind::LibraryMissing, message).with_help(self.help)
     }
 }
 

@@ -218,31 +218,40 @@ impl Ranks {
         body: impl FnOnce(Communicator),
     ) -> Option<Vec<Ended>> {
         let group = next_group();
-        if is_rank() {
-            if std::env::var(GROUP).unwrap() != group.to_string() {
-                return None;
-            }
-            let parent = rustix::process::getppid();
-            rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
-                .unwrap();
-            assert_eq!(
-                rustix::process::getppid(),
-                parent,
-                "the test ended before its rank began"
-            );
-            let mut config = config_of_rank();
-            if let Some(own) = self.config {
-                own(&mut config);
-            }
-            change(&mut config);
-            let comm = Communicator::join(&config).unwrap();
-            println!("{JOINED}");
-            body(comm);
+        if !is_rank() {
+            return Some(self.start_processes(group));
+        }
+        if std::env::var(GROUP).unwrap() == group.to_string() {
+            body(self.join_as_rank(&change));
             if std::env::var_os("WARPLINK_TEST_SHORT").is_some() {
                 wait_for_threads();
             }
-            return None;
         }
+        None
+    }
+
+    /// Joins the others, in a process of [`start_processes`](Self::start_processes).
+    fn join_as_rank(&self, change: &dyn Fn(&mut Config)) -> Communicator {
+        let parent = rustix::process::getppid();
+        rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::KILL))
+            .unwrap();
+        assert_eq!(
+            rustix::process::getppid(),
+            parent,
+            "the test ended before its rank began"
+        );
+        let mut config = config_of_rank();
+        if let Some(own) = self.config {
+            own(&mut config);
+        }
+        change(&mut config);
+        let comm = Communicator::join(&config).unwrap();
+        println!("{JOINED}");
+        comm
+    }
+
+    /// Starts each rank as a process that runs this test again, and waits until all have ended.
+    fn start_processes(self, group: usize) -> Vec<Ended> {
         let name = name_of_test();
         let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
         // The listener that found the port is this process's; rank 0 is another.
@@ -293,11 +302,7 @@ impl Ranks {
             command.spawn().unwrap()
         });
         let children: Vec<Child> = children.collect();
-        Some(wait_all(
-            children,
-            started,
-            self.limit.unwrap_or_else(limit),
-        ))
+        wait_all(children, started, self.limit.unwrap_or_else(limit))
     }
 }
 
@@ -491,11 +496,20 @@ pub fn threads_that_end(
         return;
     }
     next_group();
+    start_threads(world, &change, &body);
+}
+
+/// Not generic: it would be compiled for every test.
+fn start_threads(
+    world: usize,
+    change: &(dyn Fn(&mut Config) + Sync),
+    body: &(dyn Fn(Communicator) + Sync),
+) {
     let id = UniqueId::create(IpAddr::V4(Ipv4Addr::LOCALHOST), 0).unwrap();
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..world)
             .map(|rank| {
-                let (body, mut config) = (&body, config_of_thread(&id, rank, world));
+                let mut config = config_of_thread(&id, rank, world);
                 change(&mut config);
                 scope.spawn(move || body(Communicator::join(&config).unwrap()))
             })
