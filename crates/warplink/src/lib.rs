@@ -60,12 +60,12 @@
 //!
 //! The examples `two_ranks` and `ring_all_gather_matmul` are made to be read next.
 
-// Some of what is left is used by the modules left out alone.
+// Only modules that these builds leave out use some items.
 #![cfg_attr(any(loom, fuzzing), allow(unused_imports, dead_code))]
 
 pub mod bootstrap;
 pub mod channel;
-// Models of races, and fuzz targets, are compiled without the modules that they cannot reach, in a shorter time.
+// Loom's models and fuzz targets reach none of the modules that are left out below, and build faster without them.
 #[cfg(not(any(loom, fuzzing)))]
 pub mod collective;
 #[cfg(not(any(loom, fuzzing)))]

@@ -141,7 +141,7 @@ impl Loaded {
         unsafe { self.find(symbol) }.ok_or_else(|| self.missing(symbol))
     }
 
-    // Not generic, and neither is the next: there are hundreds of functions, and one type for each.
+    // `address` and `missing` are not generic: they would be compiled for each of hundreds of function types.
     fn address(&self, symbol: &'static str) -> Option<NonNull<c_void>> {
         // SAFETY: the address is only copied.
         let found = unsafe { self.library.get::<*mut c_void>(symbol.as_bytes()) };

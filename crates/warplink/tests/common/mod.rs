@@ -499,7 +499,7 @@ pub fn threads_that_end(
     start_threads(world, &change, &body);
 }
 
-/// Not generic: it would be compiled for every test.
+/// Runs `body` as each of `world` threads. Not generic, or it would be compiled for each caller.
 fn start_threads(
     world: usize,
     change: &(dyn Fn(&mut Config) + Sync),
