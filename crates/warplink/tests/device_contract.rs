@@ -245,6 +245,30 @@ fn unjoined_work_does_not_make_a_graph() {
 }
 
 #[test]
+fn queries_during_a_capture_leave_it_valid() {
+    let device = open_device();
+    let [captured, other] = [(); 2].map(|()| device.create_stream(Priority::Normal).unwrap());
+    let words = device.allocate_signals(64).unwrap();
+    let word = words.word(0).unwrap();
+    let memory = device.allocate(64, AllocationKind::Plain).unwrap();
+    let event = device.create_event(false).unwrap();
+    await_word(&other, &word, 1);
+    other.record(&event).unwrap();
+    captured.begin_capture().unwrap();
+    assert!(!event.is_reached().unwrap() && !other.is_idle().unwrap());
+    captured.fill(&memory, 1).unwrap();
+    let graph = captured.end_capture().unwrap();
+    captured
+        .memory_ops(&[MemoryOp::write(&word, 1)])
+        .and_then(|()| graph.launch(&captured))
+        .unwrap();
+    for stream in [&captured, &other] {
+        stream.synchronize(soon()).unwrap();
+    }
+    assert!(event.is_reached().unwrap() && other.is_idle().unwrap());
+}
+
+#[test]
 fn what_is_dropped_during_a_capture_leaves_it_valid() {
     let device = open_device();
     let record = |a: &DeviceSlice, byte: u8, dropped: Vec<Box<dyn Any>>| {

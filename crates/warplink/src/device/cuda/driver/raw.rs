@@ -47,6 +47,8 @@ impl RawStream {
     /// Whether all enqueued work is done. The context need not be current.
     pub(crate) fn is_idle(&self) -> Result<bool> {
         let _entered = self.context.enter()?;
+        // This thread may be capturing another stream, and a query would invalidate that capture.
+        let _relaxed = self.context.relax_capture();
         // SAFETY: the stream lives as long as `self`.
         match unsafe { (self.context.driver.cuStreamQuery)(self.raw) } {
             status::NOT_READY => Ok(false),
@@ -117,6 +119,8 @@ impl RawEvent {
     /// Whether the event has completed; true if it was never recorded.
     pub(crate) fn is_reached(&self) -> Result<bool> {
         let _entered = self.context.enter()?;
+        // As in `RawStream::is_idle`.
+        let _relaxed = self.context.relax_capture();
         // SAFETY: the event lives as long as `self`.
         match unsafe { (self.context.driver.cuEventQuery)(self.raw) } {
             status::NOT_READY => Ok(false),

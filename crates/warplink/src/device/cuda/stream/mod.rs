@@ -219,6 +219,8 @@ impl CudaStream {
 
     /// Whether all work in one of our own streams is complete.
     fn query(&self, driver: &Driver, operation: &'static str) -> Result<bool> {
+        // As in `RawStream::is_idle`.
+        let _relaxed = self.gpu.context.relax_capture();
         // SAFETY: the stream is valid as long as `self`.
         match unsafe { (driver.cuStreamQuery)(self.raw) } {
             status::NOT_READY => Ok(false),

@@ -51,6 +51,8 @@ impl SecondContext {
         // SAFETY: the context lives as long as `self`.
         let code = unsafe { (driver.cuCtxSetCurrent)(self.raw) };
         driver.check(code, "enter a second context")?;
+        // As in `RawStream::is_idle`.
+        let _relaxed = self.context.relax_capture();
         // SAFETY: the stream lives as long as its context.
         let result = match unsafe { (driver.cuStreamQuery)(self.stream) } {
             status::NOT_READY => Ok(false),
