@@ -27,13 +27,41 @@ pub(crate) struct CallState {
     lock: Py<PyAny>,
     plans: Py<PyDict>,
     decisions: Py<PyDict>,
-    streams: Py<PyDict>,
-    current: Option<(Py<PyAny>, Py<PyAny>)>,
+    streams: CurrentStreams,
     turns: Py<Turns>,
     order: Py<Order>,
     watch: Option<Py<Watch>>,
     closed: AtomicBool,
     noted: Mutex<Noted>,
+}
+
+/// Streams by handle, as PyTorch and as Warplink know them.
+#[derive(Debug)]
+pub(crate) struct CurrentStreams {
+    known: Py<PyDict>,
+    /// Returns the handle of the current stream of the GPU passed with it.
+    current: Option<(Py<PyAny>, Py<PyAny>)>,
+}
+
+impl CurrentStreams {
+    /// The streams `known`, which grows. Without `current`, the handle is 0.
+    pub(crate) fn new(known: Py<PyDict>, current: Option<(Py<PyAny>, Py<PyAny>)>) -> Self {
+        Self { known, current }
+    }
+
+    /// The caller's current stream; `None` if it is not among the known ones.
+    pub(crate) fn current<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, Stream>>> {
+        let known = self.known.bind(py);
+        let known = match &self.current {
+            Some((current, index)) => known.get_item(current.bind(py).call1((index,))?)?,
+            None => known.get_item(0)?,
+        };
+        let Some(known) = known else {
+            return Ok(None);
+        };
+        let stream = known.cast::<PyTuple>()?.get_item(1)?;
+        Ok(Some(stream.cast_into::<Stream>()?))
+    }
 }
 
 /// The calls of a workspace, in order.
@@ -65,14 +93,14 @@ impl CallState {
         current: Option<Py<PyAny>>,
     ) -> PyResult<Self> {
         let index = device.getattr("index")?.unbind();
+        let current = current.map(|current| (current, index));
         Ok(Self {
             space: PyWeakrefReference::new(space)?.unbind(),
             device: device.clone().unbind(),
             lock,
             plans,
             decisions,
-            streams,
-            current: current.map(|current| (current, index)),
+            streams: CurrentStreams::new(streams, current),
             turns,
             order,
             watch,
@@ -148,16 +176,9 @@ impl CallState {
         {
             return Ok(None);
         }
-        let streams = self.streams.bind(py);
-        let known = match &self.current {
-            Some((current, index)) => streams.get_item(current.bind(py).call1((index,))?)?,
-            None => streams.get_item(0)?,
-        };
-        let Some(known) = known else {
+        let Some(stream) = self.streams.current(py)? else {
             return Ok(None);
         };
-        let stream = known.cast::<PyTuple>()?.get_item(1)?;
-        let stream = stream.cast_into::<Stream>()?;
         let recording = stream.get().is_capturing()?;
         Ok((!recording).then_some(stream))
     }

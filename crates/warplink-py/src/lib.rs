@@ -16,6 +16,7 @@ mod channel;
 mod collective_options;
 mod collectives;
 mod communicator;
+mod direct_calls;
 mod dlpack;
 mod element;
 mod engine;
@@ -64,6 +65,8 @@ mod _warplink {
     use super::collectives::Collectives;
     #[pymodule_export]
     use super::communicator::Communicator;
+    #[pymodule_export]
+    use super::direct_calls::DirectCalls;
     #[pymodule_export]
     use super::element::element_types;
     #[pymodule_export]

@@ -214,7 +214,7 @@ impl Watch {
     }
 
     /// Raises the first failure of the calls or of the communicator, if there is one.
-    fn check(&self) -> PyResult<()> {
+    pub(crate) fn check(&self) -> PyResult<()> {
         // Creating an exception may switch to another thread of the interpreter, which must not find the state locked.
         let failure = self.calls.get()?.state().failure.clone();
         if let Some(failure) = failure {

@@ -38,6 +38,9 @@ class Passing:
     def __getattr__(self, name):
         return getattr(self._tensor, name)
 
+    def get_device(self):
+        return self.device.index
+
 
 class Long:
     """A group of which every call says that it took the long way."""
@@ -138,10 +141,9 @@ def test_calls_that_need_no_work_take_the_short_way(rank, world, meeting):
     kinds = c10d.ReduceOp
     with warplink.Job.join(rank, world, meeting, device="host") as job:
         direct, works = calls_on_host(job.world()), Noted()
-        direct._device = Passing.device
         group = Long()
         shortcuts.open_to(group, Library())
-        shortcuts.open_past(group, direct, world, works, True, True)
+        shortcuts.open_past(group, direct, works, True, True)
         names = ("allreduce", "broadcast", "_allgather_base", "_reduce_scatter_base", "alltoall_base")
         names += ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
         assert sorted(vars(group)) == sorted(names)
@@ -201,14 +203,23 @@ def test_calls_that_need_no_work_take_the_short_way(rank, world, meeting):
         assert reduced(now(c10d.AllreduceOptions())) == "long"
         assert group.alltoall_base(alike, alike, [], [], now(c10d.AllToAllOptions())) == "long"
         works.works = None
-        direct._waits_block = True
+        with torch.autograd.profiler.profile():
+            assert reduced(now(c10d.AllreduceOptions())) == "long"
+        quick, direct._quick = direct._quick, None
         assert reduced(now(c10d.AllreduceOptions())) == "long"
+        direct._quick = quick
         assert torch.equal(found, own)
-        # Errors are raised before other ranks wait.
-        with pytest.raises(ValueError, match="rows"):
-            group.alltoall_base(alike, alike, [world + 1] + [0] * (world - 1), sent, now(c10d.AllToAllOptions()))
-        with pytest.raises(ValueError, match="elements"):
-            group._allgather_base(Passing(torch.zeros(1)), alike, now(c10d.AllgatherOptions()))
+        # The long way raises what is wrong.
+        wrong = [[world + 1] + [0] * (world - 1), [-1] * world, [1] * (world + 1), [1.5] * world]
+        for rows in wrong:
+            assert group.alltoall_base(alike, alike, rows, [], now(c10d.AllToAllOptions())) == "long"
+            assert group.alltoall_base(alike, alike, [], rows, now(c10d.AllToAllOptions())) == "long"
+        short, other = Passing(torch.zeros(1)), Passing(torch.zeros(world, world, 5, dtype=torch.int32))
+        for output in (short, other):
+            assert group._allgather_base(output, alike, now(c10d.AllgatherOptions())) == "long"
+        assert group._reduce_scatter_base(short, alike, now(c10d.ReduceScatterOptions())) == "long"
+        rooted.rootRank = -1
+        assert group.broadcast([alike], rooted) == "long"
         shortcuts.close(group)
         assert not vars(group)
 
@@ -222,7 +233,7 @@ def test_what_does_not_go_direct_takes_the_short_way_to_nccl(messages):
 
     group = Long()
     shortcuts.open_to(group, Library())
-    shortcuts.open_past(group, None, 2, Noted(), messages, not messages)
+    shortcuts.open_past(group, None, Noted(), messages, not messages)
     one = Passing(torch.ones(2))
     # Asynchronous, so that it is not short where it goes direct.
     for call, arguments in [

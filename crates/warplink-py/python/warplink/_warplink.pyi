@@ -684,6 +684,31 @@ class CallState:
     def close(self) -> None: ...
 
 @final
+class DirectCalls:
+    def __new__(
+        cls,
+        collectives: Collectives,
+        order: Order,
+        watch: Watch | None,
+        index: int,
+        streams: dict[int, tuple[Any, Stream]],
+        current: Callable[[int], int],
+        profiler: Any,
+        strided: Any,
+    ) -> DirectCalls: ...
+    def collective(
+        self,
+        kind: str,
+        output: Any,
+        input: Any,
+        how: tuple[str, str] | None = None,
+        root: int | None = None,
+    ) -> bool: ...
+    def all_to_all(
+        self, output: Any, input: Any, output_rows: Sequence[int], input_rows: Sequence[int]
+    ) -> bool: ...
+
+@final
 class Order:
     def __new__(cls) -> Order: ...
     def add(self, user: Collectives | Turns) -> None: ...

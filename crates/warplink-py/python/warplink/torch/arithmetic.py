@@ -23,16 +23,11 @@ _NAMES = {
     _KINDS.BXOR: "bxor",
 }
 
-#: The same by what PyTorch's reductions of these kinds hash to: comparing them with one another takes microseconds.
-_BY_HASH = {hash(dist.ReduceOp(kind)): name for kind, name in _NAMES.items()}
+#: Names by what PyTorch's reductions of these kinds hash to: comparing them with one another takes microseconds.
+NAMES_BY_HASH = {hash(dist.ReduceOp(kind)): name for kind, name in _NAMES.items()}
 
 #: The name of a sum of what is multiplied by a factor beforehand, which follows in parentheses.
 _SCALED = "premul_sum"
-
-
-def plain_name(op: Any) -> str | None:
-    """The name of PyTorch's reduction ``op``, if it is one that has nothing but a name."""
-    return _BY_HASH.get(hash(op))
 
 
 def reduction_name(op: Any, tensors: Iterable[torch.Tensor]) -> str:
@@ -45,7 +40,7 @@ def reduction_name(op: Any, tensors: Iterable[torch.Tensor]) -> str:
         # As it is pickled, which is the only way to read it.
         _, factor = op.__getstate__()
         return f"{_SCALED}({float(factor)!r})"
-    if (name := plain_name(op)) is not None:
+    if (name := NAMES_BY_HASH.get(hash(op))) is not None:
         for dtype in {tensor.dtype for tensor in tensors}:
             if not _is_reduced(name, dtype):
                 raise UnsupportedError(f"{name} of {dtype}; expected a type for which PyTorch implements {name} on CPU")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Sequence
 
 import torch
+from torch.autograd import profiler
 
 import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError, WarplinkError
@@ -151,6 +152,19 @@ class GpuMessages:
             self._side = space.current_streams()
         self._order = space.order
         self._order.add(collectives)
+        #: Of calls that need no more than a launch; None where all do.
+        self._quick: warplink.DirectCalls | None = None
+        if not self._waits_block and self._recorder is None:
+            self._quick = warplink.DirectCalls(
+                collectives,
+                space.order,
+                self._watch,
+                space.device.index,
+                space.streams,
+                torch._C._cuda_getCurrentRawStream,
+                profiler,
+                torch.strided,
+            )
 
     def exchange(self, messages: Sequence[Message], asynchronous: bool = True) -> GpuWork:
         """Does all ``messages`` at the same time."""
@@ -195,48 +209,17 @@ class GpuMessages:
         return self._enqueue("all_to_all", [output], [input], call, asynchronous)
 
     def all_to_all_single_now(
-        self, output: torch.Tensor, input: torch.Tensor, received: list[int], sent: list[int]
+        self, output: torch.Tensor, input: torch.Tensor, output_rows: Sequence[int], input_rows: Sequence[int]
     ) -> bool:
-        """As above, on the current stream without a work; see ``_now``."""
-        call = self._collectives.all_to_all_v_at
-        return self._now("all_to_all", output, input, call, (), (received, sent))
-
-    def _now(
-        self,
-        name: str,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        call: Callable[..., None],
-        before: tuple[Any, ...],
-        behind: tuple[Any, ...],
-    ) -> bool:
-        """Has the current stream do ``call``, given the arguments ``before``, the stream, the addresses of ``output`` and
-        ``input``, and the arguments ``behind``. Raises what went wrong so far, as a wait would.
-
-        False, with nothing done, where more than that is to be done: to tensors that are on another device or not
-        contiguous, and where waits block. ``_enqueue`` does all of it, for a multiple of the host's time."""
-        if self._waits_block:
-            return False
-        device = self._device
-        if output.device != device or input.device != device:
-            return False
-        if not (_is_plain(output) and (input is output or _is_plain(input))):
-            return False
-        call = profiling.recorded(self._source, name, call, [input], [output])
-        recorded = None if self._recorder is None else self._record(name, [input], [output])
-        borrowed = self._space.stream
-        self._order.follow(self._collectives, borrowed)
+        """As above, of rows, on the current stream without a work: equally many for each rank without sizes. False, with nothing
+        done, for calls that ``DirectCalls`` leaves to others."""
+        quick = self._quick
         try:
-            # PyTorch keeps their memory until the stream is past it.
-            call(*before, borrowed, output.data_ptr(), input.data_ptr(), *behind)
+            return quick is not None and quick.all_to_all(output, input, output_rows, input_rows)
         except WarplinkError:
             # Raises the first failure, if that is why.
             self._check()
             raise
-        if recorded is not None:
-            recorded.enqueue(borrowed.mark())
-        self._check()
-        return True
 
     def _enqueue(
         self,

@@ -12,7 +12,8 @@ from typing import Any, Sequence
 import torch
 
 import warplink
-from warplink.torch.arithmetic import plain_name
+from warplink.errors import WarplinkError
+from warplink.torch.arithmetic import NAMES_BY_HASH
 from warplink.torch.direct import GpuMessages
 from warplink.torch.element_types import DTYPES, REDUCED
 from warplink.torch.works import GpuWork
@@ -24,12 +25,13 @@ OPERATORS = {"sum": "sum", "avg": "average", "product": "product", "min": "min",
 def reduction(op: Any, dtype: torch.dtype) -> tuple[str, str] | None:
     """Warplink's names of PyTorch's ``op`` and of the type; None where something else reduces by it. An average of
     integers is rounded as that likes."""
-    return _reduction(plain_name(op), dtype)
+    # An attribute of PyTorch's reduction takes longer than its hash.
+    return _reduction(hash(op), dtype)
 
 
 @functools.lru_cache(maxsize=None)
-def _reduction(op: str | None, dtype: torch.dtype) -> tuple[str, str] | None:
-    element, name = DTYPES.get(dtype), OPERATORS.get(op or "")
+def _reduction(op: int, dtype: torch.dtype) -> tuple[str, str] | None:
+    element, name = DTYPES.get(dtype), OPERATORS.get(NAMES_BY_HASH.get(op, ""))
     if element not in REDUCED or name is None or name == "average" and not dtype.is_floating_point:
         return None
     return name, element
@@ -119,16 +121,18 @@ class GpuCollectives(GpuMessages):
         kind: str,
         output: torch.Tensor,
         input: torch.Tensor,
-        part: torch.Tensor,
         how: tuple[str, str] | None = None,
         root: int | None = None,
     ) -> bool:
-        """The collective ``kind`` from ``input`` to ``output``, where ``part`` is the shorter one, on the
-        current stream without a work; see ``_now``. False also where there are no elements."""
-        operator, element = (None, "u8") if how is None else how
-        count = part.nbytes if how is None else part.numel()
-        behind = (count, element, operator, root)
-        return count > 0 and self._now(kind, output, input, self._collectives.call_at, (kind,), behind)
+        """The collective ``kind`` from ``input`` to ``output`` on the current stream without a work. False, with nothing done, for
+        calls that ``DirectCalls`` leaves to others."""
+        quick = self._quick
+        try:
+            return quick is not None and quick.collective(kind, output, input, how, root)
+        except WarplinkError:
+            # Raises the first failure, if that is why.
+            self._check()
+            raise
 
     def _between(
         self,

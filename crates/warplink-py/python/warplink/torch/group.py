@@ -278,7 +278,7 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         shortcuts.open_to(self, self._nccl)
         if (made := self._on_gpu) is not None:
             messages, collectives = self._options.direct_messages, self._options.direct_collectives
-            shortcuts.open_past(self, made, self._size, self._direct_works, messages, collectives)
+            shortcuts.open_past(self, made, self._direct_works, messages, collectives)
 
     def _join_on_gpu(self, device: torch.device) -> GpuCollectives | None:
         """Direct executor on ``device``; None, on all members alike, where one of them cannot."""

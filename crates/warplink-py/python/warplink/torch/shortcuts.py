@@ -16,7 +16,6 @@ from torch.distributed import distributed_c10d as c10d
 
 from warplink.torch.direct_collectives import GpuCollectives, reduction
 from warplink.torch.modes import active
-from warplink.torch.shapes import bytes_of_parts, share
 from warplink.torch.works import Noted
 
 #: Calls of a list of tensors, with the type of their options.
@@ -50,9 +49,9 @@ def open_to(group: Any, backend: Any) -> None:
 
 
 def open_past(
-    group: Any, direct: GpuCollectives, size: int, works: Noted, messages: bool, collectives: bool
+    group: Any, direct: GpuCollectives, works: Noted, messages: bool, collectives: bool
 ) -> None:
-    """Has calls on CUDA tensors of ``group``, of ``size`` ranks, take the short way to ``direct``, and not to NCCL: those
+    """Has calls on CUDA tensors of ``group`` take the short way to ``direct``, and not to NCCL: those
     of messages, of collectives, or of both. ``works`` notes works where calls are coalesced."""
     for name in (*_OF_LISTS, *_OF_PAIRS):
         if messages if name in _MESSAGES else collectives:
@@ -67,7 +66,7 @@ def open_past(
     }
     for name, make in made.items():
         if messages if name in _MESSAGES else collectives:
-            ways[name] = make(direct, size, works, _long(group, name))
+            ways[name] = make(direct, works, _long(group, name))
             if name in _OF_PAIRS:
                 ways[_OF_PAIRS[name]] = ways[name]
 
@@ -112,64 +111,59 @@ def _of_pair(short: Way, long: weakref.WeakMethod[Any]) -> Way:
 # gives none.
 
 
-def _all_reduce(direct: GpuCollectives, _size: int, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
+def _all_reduce(direct: GpuCollectives, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
     def call(tensors: Any, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is c10d.AllreduceOptions and type(tensors) is list and len(tensors) == 1:
             tensor = tensors[0]
             if tensor.is_cuda and not opts.asyncOp and works.works is None and not active():
                 how = reduction(opts.reduceOp, tensor.dtype)
-                if how is not None and direct.now("all_reduce", tensor, tensor, tensor, how):
+                if how is not None and direct.now("all_reduce", tensor, tensor, how):
                     return None
         return _alive(long)(tensors, opts, *rest)
 
     return call
 
 
-def _broadcast(direct: GpuCollectives, size: int, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
+def _broadcast(direct: GpuCollectives, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
     def call(tensors: Any, opts: Any = None, *rest: Any) -> Any:
         if type(opts) is c10d.BroadcastOptions and type(tensors) is list and len(tensors) == 1:
             tensor, root = tensors[0], opts.rootRank
-            if tensor.is_cuda and not opts.asyncOp and works.works is None and not active() and 0 <= root < size:
-                if direct.now("broadcast", tensor, tensor, tensor, root=root):
+            if tensor.is_cuda and not opts.asyncOp and works.works is None and not active():
+                if direct.now("broadcast", tensor, tensor, None, root):
                     return None
         return _alive(long)(tensors, opts, *rest)
 
     return call
 
 
-def _all_gather(direct: GpuCollectives, size: int, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
+def _all_gather(direct: GpuCollectives, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
     def call(output: Any, input: Any, opts: Any = None) -> Any:
         if type(opts) is c10d.AllgatherOptions and output.is_cuda and input.is_cuda:
             if not opts.asyncOp and works.works is None and not active():
-                share(size, output, input)
-                if direct.now("all_gather", output, input, input):
+                if direct.now("all_gather", output, input):
                     return None
         return _alive(long)(output, input, opts)
 
     return call
 
 
-def _reduce_scatter(direct: GpuCollectives, size: int, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
+def _reduce_scatter(direct: GpuCollectives, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
     def call(output: Any, input: Any, opts: Any = None) -> Any:
         if type(opts) is c10d.ReduceScatterOptions and output.is_cuda and input.is_cuda:
             if not opts.asyncOp and works.works is None and not active():
                 how = reduction(opts.reduceOp, output.dtype)
-                if how is not None:
-                    share(size, input, output)
-                    if direct.now("reduce_scatter", output, input, output, how):
-                        return None
+                if how is not None and direct.now("reduce_scatter", output, input, how):
+                    return None
         return _alive(long)(output, input, opts)
 
     return call
 
 
-def _all_to_all(direct: GpuCollectives, size: int, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
+def _all_to_all(direct: GpuCollectives, works: Noted, long: weakref.WeakMethod[Any]) -> Way:
     def call(output: Any, input: Any, output_split_sizes: Any, input_split_sizes: Any, opts: Any = None) -> Any:
         if type(opts) is c10d.AllToAllOptions and output.is_cuda and input.is_cuda:
             if not opts.asyncOp and works.works is None and not active():
-                received = bytes_of_parts(size, output, output_split_sizes, "output")
-                sent = bytes_of_parts(size, input, input_split_sizes, "input")
-                if direct.all_to_all_single_now(output, input, received, sent):
+                if direct.all_to_all_single_now(output, input, output_split_sizes, input_split_sizes):
                     return None
         return _alive(long)(output, input, output_split_sizes, input_split_sizes, opts)
 

@@ -107,7 +107,7 @@ class Workspace:
         self._barriers: dict[tuple[int, ...], warplink.StreamBarrier] = {}
         #: Streams by their handles, which PyTorch never frees, as it knows them and as Warplink does. On the host device,
         #: there is one of the workspace's own, which PyTorch does not know.
-        self._streams: dict[int, tuple[torch.cuda.Stream | None, warplink.Stream]] = {}
+        self.streams: dict[int, tuple[torch.cuda.Stream | None, warplink.Stream]] = {}
         #: State for calls that recur, which run in native code.
         self.state = warplink.CallState(
             self,
@@ -115,7 +115,7 @@ class Workspace:
             self.lock,
             self.plans,
             self.decisions,
-            self._streams,
+            self.streams,
             self.turns,
             self.order,
             self.watch,
@@ -306,14 +306,14 @@ class Workspace:
         """The caller's current stream of the GPU, as PyTorch knows it and as Warplink does; on the host device, None and
         ``stream``."""
         handle = current_handle(self.device)
-        found = self._streams.get(handle)
+        found = self.streams.get(handle)
         if found is None:
             if self.device.type == "cuda":
                 current = torch.cuda.current_stream(self.device)
                 found = current, self.communicator.borrow_stream(handle, current)
             else:
                 found = None, self.communicator.create_stream()
-            self._streams[handle] = found
+            self.streams[handle] = found
         return found
 
     def settle(self, stream: warplink.Stream) -> None:
