@@ -26,6 +26,7 @@ use std::sync::Arc;
 
 /// Bytes of each of the two handshake messages: an ephemeral public key, and the tag of an empty payload.
 pub(super) const HANDSHAKE_MESSAGE: usize = 32 + TAG;
+// `psk0` mixes the secret in before the first message, so the store can reject a stranger on that message alone.
 const PATTERN: &str = "Noise_NNpsk0_25519_ChaChaPoly_SHA256";
 /// Bytes that encryption adds to a record.
 const TAG: usize = 16;
@@ -84,6 +85,7 @@ pub(super) fn read_record(reader: &mut impl Read) -> Result<Option<Vec<u8>>> {
     };
     let length = match next(2)?[..] {
         [low, high] => usize::from(u16::from_le_bytes([low, high])),
+        // Only between records is the end of the stream an orderly close; after half a length it is not.
         [] => return Ok(None),
         _ => return Err(truncated()),
     };
@@ -104,6 +106,8 @@ impl Channel {
     /// The channel after both handshake messages.
     pub(super) fn new(handshake: HandshakeState) -> Result<Self> {
         let keys = handshake
+            // Stateless, with the nonces counted here: one thread can seal while another opens, without a lock in
+            // common.
             .into_stateless_transport_mode()
             .map_err(internal)?;
         let keys = Arc::new(keys);
@@ -137,6 +141,7 @@ impl Sealer {
             )));
         }
         let length = (body.len() as u32).to_le_bytes();
+        // Header and body as one plaintext: a short message is a single record, with one tag and one write.
         let frame = [&length[..], &id.to_le_bytes(), body].concat();
         let records = frame.len().div_ceil(MAX_PLAINTEXT);
         let mut sealed = Vec::with_capacity(frame.len() + records * (2 + TAG));
@@ -184,6 +189,7 @@ impl Opener {
                 "a frame announces {length} bytes; expected at most {MAX_BODY}"
             )));
         }
+        // Grows record by record: a frame that only announces `MAX_BODY` bytes allocates none of them.
         let mut body = rest.to_vec();
         while body.len() < length {
             body.extend(self.open(reader)?.ok_or_else(truncated)?);
@@ -202,6 +208,7 @@ impl Opener {
         let Some(record) = read_record(reader)? else {
             return Ok(None);
         };
+        // A record shorter than a tag must fail to decrypt below, not underflow here.
         let mut plaintext = vec![0; record.len().saturating_sub(TAG)];
         let opened = self
             .keys

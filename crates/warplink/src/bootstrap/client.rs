@@ -242,6 +242,8 @@ impl Client {
             if let Some((_, error)) = ended.find(|(group, _)| group.is_of(&call.request)) {
                 return Err(error.clone());
             }
+            // In the same critical section as the lookup of the link. Otherwise `ready` could run in between and
+            // send the request over a new link, and this thread would send it a second time.
             state.calls.insert(id, call.clone());
             state.open_link()
         };
@@ -290,6 +292,8 @@ impl Client {
             let call = state.calls.remove(&frame.id);
             // If there is none, its deadline has passed.
             if let Some(call) = call {
+                // Before the caller sees the answer: the store may be lost right after, and a confirmed change must
+                // survive that.
                 state.journal.record(&call.request, version, &reply);
                 drop(state);
                 call.finish(Ok(reply));
@@ -351,6 +355,7 @@ impl Client {
         let mut state = lock(&self.state);
         state.phase = Phase::Ready;
         state.standby = standby;
+        // A repeated announcement must not send the same requests again.
         if state.open {
             return;
         }
@@ -399,6 +404,7 @@ impl Client {
             .with_help("end this process, or join a new job");
         self.health.end(&error);
         let mut state = lock(&self.state);
+        // Set before the connection is shut down, so that its reader does not look for another store.
         state.over.get_or_insert_with(|| error.clone());
         let link = state.link.clone();
         drop(state);
@@ -411,6 +417,8 @@ impl Client {
     fn end(&self, reason: &str) {
         let state = lock(&self.state);
         let serving = state.serving;
+        // The most specific reason first: callers should see why there is no store rather than that a connection
+        // closed.
         let error = match state.over.clone() {
             Some(closed) => closed,
             None if self.health.left().contains(&serving) => {
@@ -430,6 +438,7 @@ impl Client {
             }
         };
         drop(state);
+        // Before any call fails, as `when_ended` promises, and without the lock, which the callbacks may need.
         if error.kind() != ErrorKind::Closed {
             self.health.end(&error);
         }
@@ -466,7 +475,10 @@ impl Client {
             return;
         }
         let reason = not_heard(limit);
+        // Before the shutdown below, which wakes the reader: `run` takes its reason from here.
         lock(&self.state).given_up = Some(reason.clone());
+        // A rank that was merely stopped learns from this that it is no longer a member. If it is dead, nothing is
+        // lost.
         if let Ok(given_up) = message::encode(&Request::GiveUp { reason }) {
             let _ = link.push(0, &given_up);
         }
@@ -491,6 +503,8 @@ impl Client {
             let mut state = lock(&self.state);
             state
                 .over
+                // First: the reader, which the shutdown below wakes, would otherwise take it for the loss of the
+                // store.
                 .get_or_insert_with(|| Error::closed("this rank has closed its membership"));
             if let Some(connecting) = &state.connecting {
                 // This ends its handshake.
@@ -501,6 +515,8 @@ impl Client {
         if let Some(link) = link {
             link.close();
         }
+        // Taken out of the lock before joining, so a concurrent close does not block on it and finds nothing to
+        // join.
         let reader = lock(&self.reader).take();
         if let Some(reader) = reader {
             let _ = reader.join();

@@ -88,6 +88,7 @@ pub(crate) fn join(
         // A process that holds the port may not have begun to serve, so the handshake may take all of the time.
         let error = match connect(address, identity, limit, [deadline; 2], &begin) {
             Ok(link) => return Ok(link),
+            // Refused, reset or closed during the handshake: the store is not there yet, or was out of descriptors.
             Err(error) if error.kind() == ErrorKind::Io => error,
             // A single attempt has a shorter limit than the deadline.
             Err(error) if error.kind() == ErrorKind::Timeout => error,
@@ -102,6 +103,7 @@ pub(crate) fn join(
                 )));
         }
         thread::sleep(pause.min(deadline.remaining()));
+        // The cap bounds how late a rank joins once the store is up, at four attempts per second and rank.
         pause = (pause * 2).min(Duration::from_millis(250));
     }
 }

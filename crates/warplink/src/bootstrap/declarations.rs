@@ -58,6 +58,7 @@ impl Declarations {
     /// `rank` is gone.
     pub(crate) fn forget(&mut self, rank: u32) {
         self.open
+            // Its counterparts will never be declared, so the entries would stay for the rest of the job.
             .retain(|&(_, low, high, _), _| low != rank && high != rank);
     }
 

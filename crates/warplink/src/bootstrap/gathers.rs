@@ -71,6 +71,7 @@ impl Gathers {
             purpose,
             value,
         } = contribution;
+        // Before anything else: the members that were answered by the lost store do not contribute again.
         if let Some(reply) = self.completed.get(&id) {
             out.push(Outgoing::new(rank, request, unversioned(reply.clone())));
             return Ok(());
@@ -92,6 +93,8 @@ impl Gathers {
             arrived: 0,
             bytes: 0,
         });
+        // Ranks that call different collectives would otherwise wait for each other, or get values of the other
+        // call.
         if gather.purpose != purpose {
             let message = format!(
                 "rank {rank} calls {purpose}; the other members of its group call {}",
@@ -100,6 +103,8 @@ impl Gathers {
             let refusal = Refusal::new(RefusalKind::Mismatch, message).with_peer(rank);
             return Err(self.spoil(&id, rank, refusal, out));
         }
+        // 10 bytes is the longest encoding of a length. Checked at each contribution, since the result goes into
+        // one message.
         let bytes = gather.bytes + value.0.len() + 10;
         if bytes > MAX_BODY {
             let message = format!(
@@ -134,6 +139,7 @@ impl Gathers {
 
     /// A lost store had sent this result to a member.
     pub(crate) fn restore(&mut self, id: GatherId, reply: Reply) {
+        // Kept for the rest of the job; the journals bound their number, and their bytes, per member.
         self.completed.insert(id, reply);
     }
 

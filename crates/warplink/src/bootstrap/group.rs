@@ -40,6 +40,7 @@ pub struct Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
+        // Every attempt makes such a group, so the list would grow for the rest of the job.
         if self.is_dependent {
             let mut state = lock(&self.client.state);
             state.dependents.retain(|(_, group)| *group != self.name);
@@ -112,6 +113,7 @@ impl Group {
         );
         let group = Arc::new(group.named(name).depending_on(self));
         attempt(group.clone()).inspect_err(|error| {
+            // The peer that failed has reported itself. A second report would name this rank as the cause.
             if !error.is_by_peer() {
                 group.report_failure(error);
             }

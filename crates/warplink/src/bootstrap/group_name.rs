@@ -16,6 +16,8 @@ impl GroupName {
     pub(crate) fn child(self, how: &str, members: &[Rank], number: u64) -> Self {
         let mut hash = Sha256::new();
         hash.update(self.0);
+        // In the order of the list, not sorted: members that list the ranks differently must get different names,
+        // which the store then reports as a conflict.
         hash.update(format!("{how} {number} {members:?}"));
         let digest: [u8; 32] = hash.finalize().into();
         let mut name = [0; 16];

@@ -39,11 +39,14 @@ impl Client {
             if lock(&self.state).over.is_some() {
                 return None;
             }
+            // Chosen anew in each round, since `pass_over` may have recorded more losses.
             let next = self.find_candidate(&standby)?;
             match self.connect_to(next, session, &standby) {
                 Ok(link) => {
                     let mut state = lock(&self.state);
                     if state.over.is_some() {
+                        // `close` ran between the handshake and here, and saw neither this link nor a handshake to
+                        // end.
                         link.connection.outbox.shut_down();
                         return None;
                     }

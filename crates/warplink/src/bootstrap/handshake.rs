@@ -182,6 +182,7 @@ pub(crate) fn accept(stream: &mut (impl Read + Write), secret: &Secret) -> Resul
         send(stream, &message::encode(&reply)?)?;
         Err(refusal.into_error())
     };
+    // Before the secret: another version may have another handshake, which would look like a wrong secret.
     if hello.version.get() != VERSION {
         let message = format!(
             "the store uses version {VERSION} of the protocol, rank {} uses version {}; expected the same",

@@ -97,6 +97,8 @@ impl Health {
         if inner.closed {
             return;
         }
+        // Under the same lock as the registration below, so that each loss is reported to the callback exactly
+        // once.
         let already: Vec<_> = inner
             .lost
             .iter()
@@ -190,6 +192,8 @@ impl Health {
     /// Records a loss, once per rank, and calls the callbacks.
     pub(crate) fn lose(&self, rank: Rank, reason: &str) {
         let mut inner = lock(&self.0);
+        // A rank that left closes its connection next, which is no loss; and the first reason of a loss is its
+        // cause.
         if inner.closed || inner.left.contains(&rank) || inner.lost.contains_key(&rank) {
             return;
         }
@@ -241,6 +245,7 @@ impl HealthState {
     /// Queues a call for the notifying thread, which the first one starts.
     fn submit(&mut self, job: HealthTask) {
         if self.notifier.is_none() {
+            // Started on demand: most jobs lose no rank, and never need the thread.
             let (jobs, queue) = mpsc::channel::<HealthTask>();
             let run = move || queue.iter().for_each(|job| job());
             match thread::Builder::new()
@@ -249,6 +254,7 @@ impl HealthState {
             {
                 Ok(thread) => self.notifier = Some(Notifier { jobs, thread }),
                 Err(error) => {
+                    // The loss itself is recorded all the same, so calls that depend on the rank still fail.
                     tracing::error!(%error, "could not start the thread that reports lost ranks");
                     return;
                 }

@@ -59,6 +59,7 @@ fn run(stopping: &(Mutex<bool>, Condvar), client: &Client, server: &Server, limi
         if *stop {
             return;
         }
+        // Beating may wait for the locks of client and server, and must not keep `stop` waiting for this one.
         drop(stop);
         if last.elapsed() > interval + limit / 4 {
             // This process itself was stopped. Heartbeats that arrived meanwhile have not been read yet, so silence

@@ -70,6 +70,8 @@ impl Journal {
 
     fn put(&mut self, key: &str, version: u64, value: Option<Bytes>) {
         match self.entries.get_mut(key) {
+            // A set that completes a take of another thread of this rank is answered after that take, whose version
+            // is higher.
             Some(entry) if entry.0 > version => {}
             Some(entry) => *entry = (version, value),
             None => drop(self.entries.insert(key.to_owned(), (version, value))),
@@ -82,6 +84,7 @@ impl Journal {
             if self
                 .entries
                 .get(key)
+                // A newer entry is a change of this rank that crossed the notice in flight.
                 .is_some_and(|entry| entry.0 < *version)
             {
                 self.entries.remove(key);

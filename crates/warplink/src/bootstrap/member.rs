@@ -350,6 +350,7 @@ impl Bootstrap {
                 _ => Err(error),
             });
         let notifier = self.disconnect();
+        // The heartbeat still runs: without it, members that have not left yet would give up this rank as silent.
         if self.server.serves() {
             let remaining = self.server.wait_until_empty(deadline);
             if let [first, ..] = remaining[..] {
@@ -393,6 +394,7 @@ impl Bootstrap {
 
     fn disconnect(&self) -> Option<JoinHandle<()>> {
         let notifier = self.client.health().close();
+        // Before the server stops, or the client's reader would take that for a loss and look for the next store.
         self.client.close();
         notifier
     }

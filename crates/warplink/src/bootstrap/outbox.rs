@@ -66,6 +66,8 @@ impl Outbox {
             return Err(Error::closed("the connection is closed"));
         }
         if !queue.draining {
+            // Never past frames that are still queued: the records must arrive in the order in which they were
+            // sealed.
             let sent = self.send_now(&bytes)?;
             if sent == bytes.len() {
                 return Ok(());
@@ -100,6 +102,7 @@ impl Outbox {
             match send(
                 &*self.stream,
                 &bytes[sent..],
+                // `NOSIGNAL`: a closed connection is an error here, not a SIGPIPE that ends the application.
                 SendFlags::DONTWAIT | SendFlags::NOSIGNAL,
             ) {
                 Ok(count) => sent += count,
@@ -121,6 +124,7 @@ impl Outbox {
                         bytes
                     }
                     None => {
+                        // Under the lock that found the queue empty, so a frame pushed next starts another thread.
                         queue.draining = false;
                         return;
                     }
@@ -149,6 +153,7 @@ impl Outbox {
     /// Shuts the connection down, which ends the sending thread, and waits for that.
     pub(crate) fn close(&self) {
         let drain = {
+            // Joined without the lock, which the thread takes for every frame.
             let mut queue = lock(&self.queue);
             self.shut(&mut queue);
             queue.drain.take()

@@ -44,6 +44,7 @@ impl Secret {
 
     /// The key of jobs without a secret. Everybody knows it, so it protects nothing.
     pub(crate) fn well_known() -> Self {
+        // Exactly 32 bytes, the size of a key.
         Self(*b"warplink: no secret was given ..")
     }
 

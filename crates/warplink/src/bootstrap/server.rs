@@ -193,6 +193,7 @@ impl Server {
         let missing: Vec<(u32, SocketAddr)> = missing.iter().filter_map(standby).collect();
         shared.probe_missing(&mut state, missing);
         shared.deliver(state);
+        // After the delivery, so that a rank that was merely stopped still reads that it was given up.
         for (_, outbox) in silent {
             outbox.shut_down();
         }
@@ -240,6 +241,7 @@ impl Server {
 
     /// Closes every connection and the listener, and waits for all threads to end.
     pub(crate) fn stop(&self) {
+        // Idempotent: `Drop` calls it again after an explicit stop.
         let Some(accepting) = lock(&self.accepting).take() else {
             return;
         };
@@ -266,6 +268,8 @@ impl ServerShared {
         let in_time = {
             let mut state = lock(&self.state);
             state.handshakes -= 1;
+            // Its entry is gone if the connection was shut down to admit others; the handshake may still have just
+            // succeeded.
             state.unauthenticated.remove(&id).is_some()
         };
         self.changed.notify_all();
@@ -341,6 +345,7 @@ impl ServerShared {
             );
             return Err(Refusal::new(RefusalKind::Mismatch, message).with_peer(server as u32));
         }
+        // A number that does not fit is out of range in every world, and is refused as such by the table.
         let rank = u32::try_from(rank).unwrap_or(u32::MAX);
         let mut state = match entry {
             StoreEntry::Join { .. } => lock(&self.state),
@@ -417,6 +422,7 @@ impl ServerShared {
             request => state.table.handle(rank, frame.id, request),
         }
         self.deliver(state);
+        // Wakes `wait_until_empty`, which waits for the members to go.
         if leaving {
             self.changed.notify_all();
         }
@@ -440,6 +446,7 @@ impl ServerShared {
             }
             let mut addressed: Vec<(Arc<Outbox>, Outgoing)> = outgoing
                 .into_iter()
+                // A rank without a connection has left or was lost since the message was queued.
                 .filter_map(|frame| Some((state.members.get(&frame.to)?.outbox.clone(), frame)))
                 .collect();
             drop(state);

@@ -168,7 +168,10 @@ pub(crate) fn set_options(
     sockopt::set_socket_keepalive(stream, true)?;
     sockopt::set_tcp_keepidle(stream, heartbeat)?;
     sockopt::set_tcp_keepintvl(stream, heartbeat)?;
+    // One idle interval and three probes: the four heartbeats promised above.
     sockopt::set_tcp_keepcnt(stream, 3)?;
+    // Keepalive does not apply while data is unacknowledged; this bounds that case, which would last about 15
+    // minutes otherwise.
     sockopt::set_tcp_user_timeout(stream, limit.as_millis() as u32)?;
     Ok(())
 }
@@ -200,6 +203,7 @@ impl<'a> DeadlineStream<'a> {
 
 impl Read for DeadlineStream<'_> {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        // Set before each call: a timeout of the socket bounds one call, not their sum.
         self.stream.set_read_timeout(self.remaining()?)?;
         let mut stream = self.stream;
         stream.read(buffer)

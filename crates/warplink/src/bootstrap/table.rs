@@ -289,6 +289,7 @@ impl StoreTable {
 
     /// Handles a request that `rank` sent under the number `id`.
     pub(crate) fn handle(&mut self, rank: u32, id: u64, request: Request) {
+        // Frames of a rank that was just given up may still arrive until its connection is down.
         if self.members.get(rank as usize) != Some(&MemberState::Present) {
             return;
         }
@@ -423,6 +424,7 @@ impl StoreTable {
                 reason,
                 is_attempt,
             } => {
+                // Otherwise a rank could end the calls of groups that it has no part in.
                 if !members.contains(&rank) {
                     let message = format!(
                         "protocol error: rank {rank} reported the failure of a group that it does not belong to"
@@ -501,6 +503,7 @@ impl StoreTable {
                 .with_key(&key));
             }
         };
+        // A counter that wraps would repeat values, which callers use as unique numbers.
         let sum = current.checked_add(amount).ok_or_else(|| {
             Refusal::new(RefusalKind::Invalid, "the counter would overflow").with_key(&key)
         })?;

@@ -160,9 +160,11 @@ impl UniqueId {
                 layout.version
             )));
         }
+        // After the version: another version may compute its checksum differently, and should be named as such.
         if layout.checksum != checksum(&bytes[..CHECKED]) {
             return Err(bad("its checksum is wrong; it was altered".into()));
         }
+        // Refused rather than ignored, so that a later version can give these bytes a meaning.
         if layout.zero != [0; 56] || layout.reserved != [0; 2] {
             return Err(bad("reserved bytes are set; expected zeros".into()));
         }

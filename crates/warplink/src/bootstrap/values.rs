@@ -27,7 +27,8 @@ struct StoredValue {
 }
 
 impl StoreValues {
-    /// The approximate cost of an entry beyond its key and value.
+    /// The approximate cost of an entry beyond its key and value: a slot of the map, allocations, reference counts. Without
+    /// it, a store of many empty values would count as empty.
     const ENTRY: usize = 64;
 
     pub(crate) fn new(limit: usize) -> Self {
@@ -85,6 +86,7 @@ impl StoreValues {
             return Err(Refusal::new(RefusalKind::OutOfMemory, message).with_key(&key));
         }
         self.used = used;
+        // The owner's own journal replaces its entry when it reads the answer.
         if let Some(old) = old.filter(|old| old.owner != owner) {
             self.superseded.push((old.owner, key.clone(), self.version));
         }

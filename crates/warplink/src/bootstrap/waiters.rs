@@ -79,6 +79,7 @@ impl Waiter {
             let message = format!("the values take {size} bytes; expected at most {MAX_BODY}");
             return Reply::Refused(Refusal::new(RefusalKind::Invalid, message));
         }
+        // A take changes keys, so it needs a version above that of the set that completed it.
         values.next_version();
         let fetch = |key: &String| match self.on_ready {
             OnReady::Take => values.remove(key),
@@ -137,6 +138,7 @@ impl Waiters {
         values: &mut StoreValues,
         members: &MemberStates,
     ) -> Result<Option<Reply>, Refusal> {
+        // Before `failure`: a value that is there satisfies the wait even if the rank that set it is gone.
         if !waiter.advance(values) {
             return Ok(Some(waiter.finish(values)));
         }
@@ -187,6 +189,7 @@ impl Waiters {
                 continue;
             };
             if waiter.advance(values) {
+                // Parked again under its old ticket, so that it keeps its place in the order of arrival.
                 *self.count.entry(waiter.rank).or_default() += 1;
                 self.by_request
                     .insert((waiter.rank, waiter.request), ticket);

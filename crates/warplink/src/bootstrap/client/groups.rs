@@ -45,11 +45,13 @@ impl Client {
         let link = state.open_link();
         let mut names = vec![group];
         let mut at = 0;
+        // `names` grows while it is walked, which covers dependents of dependents.
         while let Some(&parent) = names.get(at) {
             let pairs = state.dependents.iter();
             names.extend(pairs.filter_map(|(of, one)| (*of == parent).then_some(*one)));
             at += 1;
         }
+        // The first error of a group is the cause, so a later one must not replace it.
         names.retain(|name| state.ended_groups.iter().all(|(ended, _)| ended != name));
         let ended = names.iter().map(|name| (*name, error.clone()));
         state.ended_groups.extend(ended);
@@ -91,6 +93,7 @@ impl ClientState {
     pub(in crate::bootstrap) fn depend(&mut self, parent: GroupName, group: GroupName) {
         self.dependents.push((parent, group));
         let mut ended = self.ended_groups.iter();
+        // `end_group` visits only the pairs registered so far, so a parent that ended earlier ends the group here.
         if let Some((_, error)) = ended.find(|(ended, _)| *ended == parent) {
             let error = error.clone();
             self.ended_groups.push((group, error));

@@ -32,6 +32,8 @@ impl ServerShared {
 
     fn accept_in<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
         loop {
+            // Before accepting: connections beyond the limit stay in the backlog, where they cost no descriptor
+            // here.
             self.wait_for_handshakes();
             let accepted = self.listener.accept();
             if lock(&self.state).closing {
@@ -48,6 +50,8 @@ impl ServerShared {
             let error = Error::io("accept a connection", &error);
             let mut state = lock(&self.state);
             if errno == Some(Errno::MFILE) || errno == Some(Errno::NFILE) {
+                // At the limit of descriptors even young handshakes go: members that need a descriptor come before
+                // strangers, and a member that is dropped retries.
                 self.drop_unauthenticated(&mut state, usize::MAX, Duration::ZERO);
             }
             self.cannot_serve(state, &error);
@@ -92,6 +96,8 @@ impl ServerShared {
             tracing::warn!(%error, omitted, "a connection to the store could not be served; it may try again");
         }
         let now = Instant::now();
+        // Failures less than `MAX_SHORTAGE` apart count as one shortage, so a single failure now and then never
+        // adds up.
         let begun = match state.short {
             Some((begun, last)) if now - last < MAX_SHORTAGE => begun,
             _ => now,
@@ -115,6 +121,7 @@ impl ServerShared {
         let id = state.next;
         let served = stream.clone();
         let thread = thread::Builder::new().name("warplink-store".into());
+        // The lock is held over the start, so the thread finds its own entries when it looks for them.
         match thread.spawn_scoped(scope, move || self.serve(id, served)) {
             Ok(_) => {
                 state.short = None;

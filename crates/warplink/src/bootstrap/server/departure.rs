@@ -41,6 +41,8 @@ impl ServerShared {
         // A rank that left in order, or was declared lost already, is not present.
         while !state.closing && state.table.present().contains(&rank) {
             let late = since.elapsed() > self.settings.identity.heartbeat_limit;
+            // Heard from all others since: the failure is not on this side. Beyond the limit, silence is decided by
+            // the heartbeat.
             if late || self.all_heard(&state) {
                 break;
             }
@@ -91,6 +93,7 @@ impl ServerShared {
             if state.closing {
                 return;
             }
+            // Asked again under the lock: ranks may have resumed or been lost during the probes.
             let missing = state.table.missing();
             for rank in ended.iter().filter(|rank| missing.contains(rank)) {
                 state.table.lose(*rank, "its process has ended");
