@@ -145,6 +145,8 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
         // Marks the key as being opened before the lock is released, so that concurrent requests wait.
         let stale = table.entries.insert(key, opening);
         drop(table);
+        // Unmaps the older generation, so outside the lock (invariant 4); its remaining users hold references of
+        // their own.
         drop(stale);
         let opened = open();
         let mut table = guard(&self.0.table);
@@ -165,6 +167,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> MappingCache<K, V> {
         };
         let evicted = table.evict(&self.0.limits);
         drop(table);
+        // All: waiters for other keys share the condition variable.
         self.0.changed.notify_all();
         drop(evicted);
         result.map(|(serial, value)| self.lease(key, serial, value))
@@ -249,6 +252,7 @@ impl<K: Copy + Eq + Hash, V: Mapping> CacheTable<K, V> {
                 generation,
                 revoked,
             }) if *generation == of => *revoked = true,
+            // A stream may still be reading through it, so unmapping waits for `release`.
             Some(CacheEntry::Open(open)) if open.generation == of && open.users > 0 => {
                 open.revoked = true;
             }

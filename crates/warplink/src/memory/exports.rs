@@ -103,7 +103,6 @@ struct RegionEntry {
     backing: Arc<dyn Backing>,
     registered: bool,
     // Handles of this region in use by each peer; tracked if the memory is borrowed or reusable.
-    // memory is somebody else's, or is to be used again.
     users: Holders,
 }
 

@@ -163,6 +163,7 @@ impl Line {
         {
             if self.is_gone {
                 self.first_is_done();
+                // Not only at `forget`: the failed connection may be the first sign that the peer is gone.
                 shared.forget_peer(peer);
                 continue;
             }
@@ -216,8 +217,8 @@ impl Line {
     }
 
     /// Time until the next retransmission, if one is due.
-    // While an answer is pending, its arrival wakes the thread.
     fn pause(&self) -> Option<Duration> {
+        // While an answer is pending, its arrival wakes the thread.
         self.again
             .filter(|_| self.asked.is_none())
             .map(|again| again.remaining())

@@ -105,6 +105,7 @@ fn import(shared: &Shared, handle: &Handle) -> Result<DeviceSlice> {
     if let Some(ipc) = handle.ipc {
         match shared.device.import(Opening::Ipc(ipc), bytes) {
             Ok(mapped) => return Ok(mapped),
+            // Kept for the case without descriptors: the driver's own error is the more useful one then.
             Err(error) => failed = Some(error),
         }
     }

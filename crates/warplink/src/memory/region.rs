@@ -36,6 +36,7 @@ impl Drop for Registration {
         let ended = self.shared.exports.unregister(self.numbers);
         self.shared.ask_to_unmap(ended.unwanted);
         if let Some(EnteredPool { slice, numbers }) = ended.pooled {
+            // Weak: the callback waits for streams, which may take longer than the job.
             let shared = Arc::downgrade(&self.shared);
             let past = move || {
                 if let Some(shared) = shared.upgrade() {
@@ -116,6 +117,7 @@ impl Region {
                 .with_operation("close a region")
                 .with_help("drop the other clones of the region and the transfers that hold it"));
         }
+        // Before the drop below, which would pool the memory, and a pooled allocation never counts as freed.
         shared.exports.keep_out_of_pool(numbers.generation);
         drop(self);
         let Some(peers) = shared.exports.wait_freed(numbers, deadline.remaining()) else {

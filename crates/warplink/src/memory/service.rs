@@ -180,6 +180,8 @@ impl<'a> Server<'a> {
                     if let Some(omitted) = CANNOT_WAIT.due() {
                         tracing::warn!(%errno, omitted, "the memory service cannot wait for requests; trying again");
                     }
+                    // Poll cannot report it here; the read succeeds only once `stop` was signalled, since the
+                    // descriptor does not block.
                     if rustix::io::read(stop, &mut [0; 8]).is_ok() {
                         return;
                     }
@@ -258,6 +260,8 @@ impl<'a> Server<'a> {
 
 pub(super) fn read_request(connection: &OwnedFd, token: &[u8; TOKEN_BYTES]) -> Result<Request> {
     let mut bytes = [0; MAX_REQUEST_BYTES];
+    // One record of a SOCK_SEQPACKET socket: a request arrives whole or not at all, and longer ones are cut off and
+    // refused.
     let (got, _) = rustix::net::recv(connection, &mut bytes[..], RecvFlags::empty())
         .map_err(io("read a request"))?;
     Request::decode(&bytes[..got], token)

@@ -47,6 +47,7 @@ pub(super) fn ask(
     let deadline = Deadline::after(patience);
     let ask_once = || {
         let connection = socket()?;
+        // The system's own timeouts bound the connect, which blocks while the backlog of a stopped peer is full.
         limit(&connection)?;
         let asked = send(connection, name, token, request)?;
         asked.wait(deadline)?;

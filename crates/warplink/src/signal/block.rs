@@ -31,6 +31,7 @@ impl Signals {
         count: usize,
     ) -> Result<Self> {
         let bytes = count
+            // One more than asked for: the header that precedes the signals.
             .checked_add(1)
             .and_then(|all| all.checked_mul(SIGNAL_BYTES));
         let bytes = bytes.filter(|_| count > 0).ok_or_else(|| {
@@ -75,6 +76,8 @@ impl RemoteSignals {
     /// peer's signals.
     pub fn new(region: RemoteRegion) -> Result<Self> {
         let bytes = region.memory().bytes();
+        // Less than a header and one signal, or parts of one: `count` would underflow, and kernels would write past
+        // the end.
         if bytes < 2 * SIGNAL_BYTES || !bytes.is_multiple_of(SIGNAL_BYTES) {
             return Err(Error::invalid(format!(
                 "a region of {bytes} bytes; expected a peer's signals, a multiple of {SIGNAL_BYTES}"
@@ -83,6 +86,7 @@ impl RemoteSignals {
             .with_peer(region.owner())
             .with_help("export Signals::region on the peer"));
         }
+        // Several ranks may increment one signal, and increments that are not atomic would be lost.
         if !region.has_atomics() {
             return Err(Error::unsupported(
                 "the device has no atomic operations on the peer's memory",

@@ -154,6 +154,8 @@ impl Drop for EndOfSlots {
     fn drop(&mut self) {
         let [own, slot] = self.slots;
         if let Some(memory) = self.releases.memory.upgrade() {
+            // The peer's slot, which this end wrote to: notices are retransmitted, so a slot is leaked only if the
+            // peer is lost.
             memory.notify(self.peer, Message::SlotReleased { slot });
         }
         self.releases.release(own);

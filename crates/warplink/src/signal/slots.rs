@@ -93,6 +93,7 @@ impl SlotPool {
                 number
             }
             None => {
+                // With the lock held, unlike scratch pages: allocating signals never calls back for unused pages.
                 let page = memory.allocate_signals(PAGE_BYTES, &self.fault)?;
                 let first = (state.pages.len() * (PAGE_BYTES / SLOT_BYTES)) as u64;
                 state.pages.push(page);

@@ -77,6 +77,7 @@ impl Carrier for CopyEngine {
             let reached = under_way.marks.pop_front();
             under_way.spare.extend(reached);
         }
+        // All events are unreached: the stream holds the most calls that it may.
         let Some(mark) = under_way.spare.pop() else {
             return Ok(false);
         };
@@ -103,6 +104,8 @@ impl Carrier for CopyEngine {
             .filter_map(|(word, value)| value.map(|value| MemoryOp::write(word, value)))
             .collect();
         self.count();
+        // In the order of the list: the peer's word first, since this rank's completion promises that the peer was
+        // signalled.
         self.stream.memory_ops(&writes)
     }
 

@@ -113,9 +113,12 @@ impl Carrier for NetworkCarrier {
     }
 
     fn answer(&self, word: &Word, value: u64) -> Result<()> {
+        // Set by a stream rather than by the host: the word is in device memory, which the host may not be able to
+        // write.
         let (stream, word) = (self.stream.clone(), word.clone());
         self.link.connection().when_done(Box::new(move |done| {
             let write = MemoryOp::write(&word, value);
+            // A broken connection raises the fault, which aborts the waiter; without that the word must stay unset.
             if let Err(error) = done.and_then(|()| stream.memory_ops(&[write])) {
                 tracing::debug!(%error, "a waiter for the network could not be notified");
             }

@@ -25,6 +25,8 @@ const SLACK_DIVISOR: u64 = 8;
 /// Wait 1 ns for each `WAIT_BYTES_PER_NS` bytes for a fitting allocation that a peer still uses. Fresh memory
 /// must be mapped by peers, which takes longer than that.
 const WAIT_BYTES_PER_NS: u64 = 16;
+// Long enough for a notice between two processes, also for allocations whose share by size would be a few
+// nanoseconds.
 const MIN_WAIT: Duration = Duration::from_micros(200);
 
 /// An allocation is evicted if this many others, plus [`MAX_UNUSED_EACH`] for each one in the pool, have

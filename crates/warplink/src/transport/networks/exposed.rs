@@ -73,6 +73,7 @@ impl Exposed {
 impl Drop for Exposed {
     fn drop(&mut self) {
         if let (Some(memory), Some(networks)) = (self.memory.take(), self.networks.upgrade()) {
+            // The peer received the keys and may be writing by now, although this end never connected.
             networks.retire(memory, None);
         }
     }

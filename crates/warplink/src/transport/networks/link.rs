@@ -163,9 +163,9 @@ impl NetworkLink {
 
     /// Keeps the link's staged end alive while the peer may write; returns the service for it.
     pub(in crate::transport) fn keep_end(&self, staged_end: &Arc<StagedEnd>) -> &Arc<Service> {
-        // At most one, created with the connection.
-        // Kept alive with the exposed memory, since it must receive messages until the peer's end is gone.
+        // Cannot be set already: a link has at most one, created with the connection.
         let _ = self.staged_end.set(staged_end.clone());
+        // Kept alive with the exposed memory, since it must receive messages until the peer's end is gone.
         if let Some(exposed) = &mut *lock(&self.exposed) {
             exposed.held.push(Box::new(staged_end.clone()));
         }

@@ -193,8 +193,10 @@ impl Networks {
         let opened: Vec<_> = lock(&self.opened).drain().collect();
         let closed: Vec<_> = opened
             .iter()
+            // Collected before the first error is returned, so that one network that fails leaves no other open.
             .map(|(_, network)| network.close(deadline))
             .collect();
+        // Only after the networks are closed: until then a peer's put may still arrive in this memory.
         lock(&self.retired).clear();
         closed.into_iter().collect()
     }

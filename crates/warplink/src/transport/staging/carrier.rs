@@ -52,6 +52,7 @@ impl StagedCarrier {
             inbound: inbound.clone(),
         };
         let end = Arc::new(StagedEnd::new(device, parts)?);
+        // Before the service gets the end: its first message from the peer may name region 0.
         end.set_region(0, own, link.is_reached());
         if let Some(peers) = link.peers_memory() {
             end.set_peers_region(0, peers.clone());
@@ -81,6 +82,7 @@ impl Carrier for StagedCarrier {
 
     fn start(&self, movement: Movement, own: &DeviceSlice, peers: At) -> Result<()> {
         self.windows.check(Side::Peers, peers, own.bytes() as u64)?;
+        // An empty message would take a chunk, and a get of 0 bytes is a protocol violation at the peer.
         if own.bytes() == 0 {
             return Ok(());
         }

@@ -79,6 +79,7 @@ impl Direct {
 
     /// The peer's region at `at`, if both it and `own` are directly accessible.
     fn remote(&self, own: &DeviceSlice, at: At) -> Option<&Arc<RemoteMemory>> {
+        // The peer's key alone does not suffice: the network card reads this side's memory by its own registration.
         self.own.iter().find(|region| region.contains(own))?;
         self.peers.get(&at.region)
     }

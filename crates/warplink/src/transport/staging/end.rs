@@ -155,6 +155,7 @@ impl StagedEnd {
         if let Some(delivered) = state.delivered.take() {
             // A peer that cannot be notified is gone as well.
             let gone = delivered.clone();
+            // Set before the notice: after it, the peer may close the connection, and nothing may use it any more.
             if self.notify_gone(delivered).is_err() {
                 gone.store(true, Ordering::Release);
             }

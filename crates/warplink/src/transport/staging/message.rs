@@ -46,6 +46,7 @@ impl StagingMessage {
             Self::Got { id, offset, bytes } => [GOT, 0, offset, bytes, id],
             Self::End => [END, 0, 0, 0, 0],
         };
+        // Number and complement enclose the header: one that is stale or only partly written does not decode.
         [number, kind, region, offset, bytes, value, !number]
     }
 

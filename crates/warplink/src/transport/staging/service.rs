@@ -78,6 +78,7 @@ impl Service {
                 worked |= end.advance();
             }
             drop(ends);
+            // Before sleeping, so that the thread does not keep an end alive whose link was dropped.
             let idle = last.elapsed();
             if worked {
                 last = Instant::now();
