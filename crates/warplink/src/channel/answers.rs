@@ -47,6 +47,7 @@ impl Answers {
             return Ok(Answer { word, value });
         }
         let slot = self.slots.allocate(&self.memory)?;
+        // Kept for the drop: a word has no way back to its slot, and slots are recycled only with the connection.
         state.slots.push(slot.number);
         Ok(Answer {
             word: slot.completed_word().clone(),

@@ -175,6 +175,7 @@ impl Connection {
     fn copy(&self, stream: &Stream, movement: Movement, own: &DeviceSlice, at: At) -> Result<()> {
         let (end, memory) = (&self.end, &self.end.memory);
         if let Some(fault) = memory.fault() {
+            // A connection whose communicator has failed enqueues nothing: the peer may no longer serve the copy.
             fault.check()?;
         }
         let copied = match end.held.reach {
@@ -189,6 +190,7 @@ impl Connection {
             PeerReach::Network(_) => self.copy_by_proxy(stream, movement, own, at),
         };
         copied.map_err(|error| error.with_peer(end.peer).with_key(end.key()))?;
+        // After the copy is enqueued, so that dropping the connection waits for the stream to pass it.
         end.note(stream);
         Ok(())
     }
@@ -213,6 +215,7 @@ impl Connection {
             ))
             .with_help("use memory of the communicator's device"));
         }
+        // The proxy would copy once, at capture, and a replayed wait would be satisfied by that copy.
         if stream.is_capturing()? {
             return Err(
                 Error::unsupported("a graph does not contain copies over the network")
@@ -227,6 +230,7 @@ impl Connection {
         if own.bytes() == 0 {
             return Ok(());
         }
+        // An event of its own: copies of one stream are pending at several points of it at the same time.
         let after = self.device.create_event(false)?;
         stream.record(&after)?;
         let answers = &self.end.held.answers;
@@ -241,10 +245,13 @@ impl Connection {
             answers: answers.clone(),
         };
         if let Err(error) = proxy.copy(end.connection, copy) {
+            // No write for it was enqueued and no stream waits for it, so the word is free at once.
             answers.give_back(answer);
             return Err(error);
         }
         let (word, value) = (&answer.word, answer.value);
+        // Only after the proxy has accepted the copy: a wait without a copy would block the stream until it is
+        // aborted.
         stream.memory_ops(&[MemoryOp::wait(word, value)])
     }
 }
@@ -255,6 +262,8 @@ impl ChannelHandle for Connection {
     }
 
     fn note(&self, stream: &Stream) {
+        // The wake-up comes last and is a hint only: the proxy polls the ring anyway, though rarely after a long
+        // idle time.
         self.end.note(stream);
         self.wake_proxy();
     }
@@ -291,6 +300,7 @@ impl Drop for ConnectionEnd {
     fn drop(&mut self) {
         let connection = self.memory.parts().proxy.as_ref();
         if let (Some(proxy), Some(end)) = (&self.proxy, connection) {
+            // `held` goes along: triggers still in the ring may name the connection's regions and words.
             proxy.retire(end.connection, Box::new(self.held.clone()));
         }
     }

@@ -35,6 +35,8 @@ impl TablePool {
         let mut free = lock(&self.free);
         if free.is_empty() {
             let page = self.device.allocate(PAGE_BYTES, AllocationKind::Plain)?;
+            // By the page: an allocation of its own for each table would take a driver call and a multiple of its
+            // memory.
             for start in (0..PAGE_BYTES).step_by(TABLE_BYTES) {
                 free.push(page.slice(start..start + TABLE_BYTES)?);
             }

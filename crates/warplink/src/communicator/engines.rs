@@ -76,6 +76,7 @@ impl Engines {
         }
         let (group, whole) = (&joined.group, &self.all.group);
         let deadline = Deadline::after(self.timeout);
+        // An attempt: the all-gathers of a failed join must not be matched with those of the next.
         let engine = group.attempt("engine", |attempt| {
             let mut exchange = |bytes: Vec<u8>| {
                 let gathered = attempt.all_gather(&bytes, deadline);

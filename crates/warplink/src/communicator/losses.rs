@@ -34,7 +34,8 @@ impl Losses {
         concerned.retain(|(fault, _)| fault.strong_count() > 0);
         concerned.push((Arc::downgrade(fault), group.clone()));
         drop(concerned);
-        // Later losses are reported by callback.
+        // Later losses are reported by callback. The list comes first, since a loss in between may be reported
+        // twice, but must not be missed.
         if let Some(error) = health.group_failure(group.name()) {
             fault.raise(group.in_own_ranks(error));
         }

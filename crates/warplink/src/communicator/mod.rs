@@ -98,6 +98,7 @@ impl Communicator {
         })?;
         let everyone = job.bootstrap.everyone().clone();
         let world = Self::of(&job, everyone, true);
+        // Weak: a handle for aborts may outlive the job, and must not keep it from ending.
         let own = (Arc::downgrade(&job), Arc::downgrade(&world.fault));
         abort.interrupt_with(move |reason| {
             if let (Some(job), Some(fault)) = (own.0.upgrade(), own.1.upgrade()) {
@@ -370,6 +371,7 @@ impl Communicator {
             );
         }
         self.job.in_flight.release_finished();
+        // A loop of such calls would otherwise keep every transfer until the next synchronization.
         let transfers = self.exchange(requests)?;
         Batch::new()
             .post(&transfers)
@@ -555,6 +557,8 @@ impl Communicator {
     /// [`abort`](Self::abort). Those of [`barrier`](Self::barrier) if a peer is lost or does not close; for a
     /// job, this rank then leaves as by abort too. The communicator is closed in any case.
     pub fn close(self) -> Result<()> {
+        // Before the barrier: their memory and their mappings of peers are released while every rank is still
+        // there.
         drop(lock(&self.collectives).take());
         if self.is_world {
             let closed = self.job.close(|deadline| self.group.barrier(deadline));

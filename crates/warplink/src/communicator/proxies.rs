@@ -68,6 +68,7 @@ impl Proxies {
     /// As [`stop`](Self::stop), for good.
     pub(super) fn close(&self, deadline: Deadline) -> Result<()> {
         let stopped = self.stop(deadline);
+        // Out of the lock: releasing routes runs destructors, which may ask for a proxy.
         let started = std::mem::take(&mut *lock(&self.started));
         started.values().for_each(|proxy| proxy.release());
         stopped
@@ -82,6 +83,7 @@ fn end_the_job(
     let (device, joined) = (device.clone(), joined.clone());
     move |error| {
         if let Some(bootstrap) = joined.upgrade() {
+            // Before the fault, so that peers learn the reason and not just of streams that ended.
             bootstrap.abort(&format!("its proxy failed: {error}"));
         }
         device.fault().raise(error.clone());

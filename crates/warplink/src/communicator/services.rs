@@ -78,6 +78,8 @@ impl JobServices {
         let joined = Arc::downgrade(&bootstrap);
         bootstrap.health().when_lost(move |lost, error| {
             let deadline = Deadline::after(losses::NOTIFY_TIMEOUT);
+            // First, so that every later call finds the error; the waits in streams are released last, when others
+            // know.
             let announced = recorder.announce(lost, error);
             if let Some(memory) = forgetful.upgrade() {
                 memory.forget_peer(lost);
@@ -101,6 +103,8 @@ impl JobServices {
         let ended = Arc::downgrade(&device);
         bootstrap.health().when_ended(move |error| {
             if let Some(device) = ended.upgrade() {
+                // The others go on without this rank and reuse its words, so nothing on the device may wait for
+                // them any more.
                 device.fault().raise(error.clone());
             }
         });
@@ -161,6 +165,7 @@ impl JobServices {
         let stopped = self.proxies.close(self.deadline());
         self.memory.release_idle();
         let deadline = self.deadline();
+        // Before the barrier: ranks that have passed it close their connections while this one may still be in it.
         self.networks.leave();
         let together = barrier(deadline);
         if let Err(error) = &together {
@@ -180,6 +185,7 @@ impl JobServices {
         let networks = self.networks.close(deadline);
         self.memory.stop();
         together
+            // Last: a failure while the parts above are closed is still reported through it.
             .and(self.bootstrap.close(deadline))
             .and(stopped)
             .and(networks)

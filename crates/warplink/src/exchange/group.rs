@@ -143,6 +143,7 @@ impl GroupExchange<'_> {
         }
         let mut counts = handles.iter().map(Vec::len).enumerate();
         let differs = |(rank, count): &(Rank, usize)| *rank != own && *count != regions.len();
+        // The handles received so far are dropped, which returns them to their owners.
         if let Some((rank, _)) = counts.find(differs) {
             return Err(self.out_of_step(rank));
         }

@@ -27,6 +27,7 @@ impl<K: Eq + Hash> EndNumbers<K> {
     pub(crate) fn next(&self, key: K) -> u64 {
         let mut all = guard(&self.0);
         let numbers = all.entry(key).or_default();
+        // The smallest, since a peer that did not fail still waits under that number.
         numbers.free.pop_first().unwrap_or_else(|| {
             numbers.next += 1;
             numbers.next - 1

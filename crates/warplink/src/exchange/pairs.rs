@@ -128,6 +128,7 @@ pub(crate) trait Matching {
             let message = self.describe(&mut offer).and_then(|terms| encode(&terms));
             offers.push(offer);
             if let Some(offer) = offers.last_mut() {
+                // Pushed before its error is returned, so that its resources are freed with those of the others.
                 offer.message = message?;
             }
             Ok(())
@@ -136,6 +137,8 @@ pub(crate) trait Matching {
         match prepared.and_then(|()| pairs.set(&offers, deadline)) {
             Ok(()) => Ok(PublishedEnds(offers)),
             Err(error) => {
+                // At a timeout the request may still reach the store: a peer may then see the offers, whose handles
+                // must stay valid.
                 let may_be_published = is_prepared && error.kind() == ErrorKind::Timeout;
                 for offer in offers {
                     if may_be_published {
@@ -194,6 +197,7 @@ pub(crate) trait Matching {
                 Some(Ok(Some(message))) => drop(self.match_end(offer, &message)),
                 Some(Err(error)) if error.kind() == ErrorKind::Timeout && deadline.passed() => {
                     pairs.fault.fail(pairs.not_withdrawn(&error));
+                    // The store has not answered within the deadline, so the rest would only wait in vain.
                     is_answered = false;
                     drop(offer.seen());
                 }
@@ -288,6 +292,7 @@ impl<K: Eq + Hash> PairExchange<K> {
     /// Reserves a slot, and a number under `key`, for a new end; to be [given back](Self::give_back) if no peer sees
     /// it.
     pub(crate) fn reserve(&self, key: K) -> Result<(Slot, u64)> {
+        // Before the number, which an error here would otherwise leave as a gap that the peer waits for.
         let slot = self.slots.allocate(&self.memory)?;
         Ok((slot, self.numbers.next(key)))
     }

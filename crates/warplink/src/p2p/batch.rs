@@ -137,6 +137,8 @@ impl<'a> Batch<'a> {
                 };
                 part.kind == Kind::Wait || self.parts[index + 1..].iter().any(same)
             });
+        // An estimate that saves reallocations: a post takes at most two signals before its movement, and two after
+        // it.
         queue.operations.reserve(6 * self.parts.len());
         let mut rest = &self.parts[..];
         for group in self.parts.chunk_by(|a, b| a.kind == b.kind) {
@@ -419,6 +421,7 @@ impl<'a, 's> Queue<'a, 's> {
             }
             self.operations.clear();
         }
+        // After the operations are enqueued: an event marks the position of the stream at the time of recording.
         self.marks.drain(..).try_for_each(|(transfer, mark)| {
             let end = &transfer.end;
             match mark {
@@ -504,6 +507,7 @@ pub(crate) fn post_stores_in_launch(
         queue.signals(transfer, *post, steps.before)?;
     }
     queue.flush()?;
+    // Enqueued before `store` runs, whose kernels must not begin until the receivers' buffers are free.
     store(&targets)?;
     for (transfer, post, steps, marks) in begun {
         queue.signals(transfer, post, steps.after)?;

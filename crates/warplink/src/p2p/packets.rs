@@ -95,6 +95,8 @@ impl Turns {
     pub(super) fn wait(&mut self, stream: u64) -> Turn {
         let times = self.posted - self.unpacked;
         if times > 0 {
+            // The caller holds the lock until the unpacks are enqueued, so nobody follows a stream that has not got
+            // them yet.
             (self.unpacked, self.unpacked_on) = (self.posted, stream);
             return Turn::Unpack {
                 times,

@@ -123,6 +123,7 @@ impl Flow {
             let least = kernels.packet_threads.clamp(32, MAX_THREADS);
             let most = kernels.packet_blocks.clamp(1, MAX_PACKET_BLOCKS);
             let blocks = packets.div_ceil(least).min(most);
+            // Whole warps; a partial one would occupy as many registers and issue slots.
             let threads = packets.div_ceil(blocks).next_multiple_of(32);
             return Self::Packets {
                 blocks,
@@ -142,6 +143,7 @@ impl Flow {
     /// The same for a peer whose words this device cannot add to atomically, as several blocks would have to.
     pub(super) fn without_atomics(self, path: Path) -> Self {
         match self {
+            // The path promises kernels, so one block, which signals by a plain store, rather than the copy engine.
             Self::Stores { blocks: 2.. } if path == Path::Multiprocessors => {
                 Self::Stores { blocks: 1 }
             }

@@ -48,6 +48,7 @@ impl TransferProgress {
         };
         let mut met = [0; 8];
         let (word, each) = &self.met;
+        // Only for a message: a device that cannot be read must not replace the error that is being explained.
         device.download(word.as_slice(), &mut met).ok()?;
         if u64::from_le_bytes(met) >= posts.saturating_mul(*each) {
             return None;

@@ -76,6 +76,7 @@ impl TransferRecording {
         let before = posted.filter(|before| before.capture == capture);
         let count = before.map_or(0, |before| before.count) + 1;
         let (marked_on, marks) = match (before, role) {
+            // The first post stays marked: it resets the word, which is all that other streams must not overtake.
             (Some(before), Role::Target) => (before.marked_on, false),
             (None, Role::Target) | (_, Role::Initiator) => (stream, true),
         };
@@ -135,6 +136,7 @@ impl GraphMark {
             Some(event) => event,
             None => {
                 let event = self.device.create_event(false)?;
+                // Two threads may create one at the same time; the loser's is dropped unused.
                 self.event.get_or_init(|| event)
             }
         };

@@ -62,6 +62,7 @@ impl StreamBarrier {
     /// The device's fault, and that of the communicator.
     pub fn enqueue(&self, stream: &Stream) -> Result<()> {
         let ring: Vec<&Transfer> = self.ring.iter().collect();
+        // After hop n, a rank has heard from its n left neighbours; all of them after world - 1 hops.
         for _ in 0..self.rounds {
             post_all(&ring, stream)?;
             wait_all(&ring, stream)?;

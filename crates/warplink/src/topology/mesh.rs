@@ -74,6 +74,7 @@ impl LinkCounts {
                     reaches.insert(peer);
                 }
                 Ok(false) => {}
+                // A partial answer would look like a device without access, which is a different obstacle.
                 Err(error) => return Self::failed(&error),
             }
         }

@@ -118,6 +118,7 @@ impl Topology {
             let checked = answer.links.check(rank, recorded.ranks.len());
             checked.map_err(|error| malformed(error.message().to_owned()))?;
         }
+        // A recorded class is derived anew: the file may be edited by hand, and this process may force none.
         let forced = vec![None; recorded.ranks.len()];
         Ok(Self::new(recorded.ranks, &forced))
     }

@@ -32,8 +32,11 @@ impl ConnectionExchange {
             .exposed
             .as_ref()
             .map(|exposed| exposed.staging().is_some());
+        // Both ends must put to the same kind of memory: rings and regions are different protocols.
         let other_staging = is_staged.is_some_and(|is_staged| is_staged != terms.staging.is_some());
         // Over the network, the offer contains keys instead.
+        // Wrapped before any check can fail: a handle that is dropped is returned to the peer, a plain message is
+        // not.
         let handles = (terms.transport != Transport::Network).then(|| {
             let handle = |wire: &Vec<u8>| pairs.memory.peer_handle(job_peer, wire.clone());
             [&terms.inbound, &terms.region].map(handle)

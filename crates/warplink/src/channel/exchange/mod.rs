@@ -128,6 +128,7 @@ impl ConnectionExchange {
 
     fn end(&self, request: &ConnectionRequest) -> Result<Offer<RequestedConnection>> {
         let transport = self.transport(request)?;
+        // Before memory is allocated for this end, since ends dropped earlier may be released by now.
         self.networks.collect();
         let (peer, tag) = (request.peer, request.tag);
         let (slot, number) = self.pairs.reserve((peer, tag))?;
@@ -170,6 +171,7 @@ impl ConnectionExchange {
                 "the devices of the two ranks have no atomic operations on each other's memory",
                 "leave the transport open, or choose the proxy",
             ),
+            // Also for a requested proxy, whose copy engine needs mapped memory.
             _ if !near => Ok(Transport::Network),
             None if !access.atomics => Ok(Transport::Proxied),
             chosen => Ok(chosen.unwrap_or_default()),
@@ -209,6 +211,7 @@ impl Matching for ConnectionExchange {
         }
         let slots = self.pairs.slots.clone();
         let devices = offer.end.request.network_devices.as_deref();
+        // Over the network the peer announces its last write by a word, so `Networks::collect` recycles the slot.
         let recycle = move || slots.recycle(slot);
         let exposed = self.networks.expose(devices, &inbound, &region, recycle);
         let exposed = exposed.map_err(|error| error.with_peer(offer.peer))?;

@@ -141,6 +141,7 @@ impl Matching for Regions<'_> {
         }
     }
 
+    // Nothing is reserved: the number is taken only by `add`, on both ranks alike.
     fn forget(&self, _: Added) {}
 
     fn unreadable(&self, end: Added) {

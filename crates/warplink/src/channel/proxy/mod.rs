@@ -205,6 +205,8 @@ impl Proxy {
                 .with_operation("launch the proxy")
                 .with_help("connect again with other tags, which starts another proxy")
         })?;
+        // Kernels that were released by the stop may have claimed positions, whose triggers are not for the new
+        // run.
         let resumed = reader.discard(Deadline::after(GRACE));
         if let Err(error) = resumed.and_then(|()| self.fifo.resume()) {
             *run = ProxyThread::Stopped(Some(reader));
@@ -214,6 +216,7 @@ impl Proxy {
             let mut state = lock(&self.shared.state);
             (state.stopping, state.ended) = (stopping, ended);
         };
+        // Before the thread starts, which would otherwise see the old stop and end at once.
         set(None, false);
         *run = self.spawn(reader).inspect_err(|_| {
             // Nobody reads the ring, so kernels must not wait for it. If this fails, the device's fault releases
@@ -235,6 +238,7 @@ impl Proxy {
         if state.stopping.is_some() {
             return Err(crate::device::channel::fifo::stopped());
         }
+        // Reused, since a trigger has only 10 bits for the number.
         let free = state.routes.iter().position(Option::is_none);
         let number = free.unwrap_or(state.routes.len());
         if number >= MAX_CONNECTIONS {
@@ -304,6 +308,7 @@ impl Proxy {
 
     /// Requests a stop once the ring is served, or at `deadline`. Does not block.
     fn begin_stop(&self, deadline: Deadline) {
+        // The first deadline counts, so that a later request cannot cut a stop in progress short.
         lock(&self.shared.state).stopping.get_or_insert(deadline);
         self.wake();
     }
@@ -338,6 +343,8 @@ impl Proxy {
         };
         self.begin_stop(deadline);
         let drained = ended.recv_timeout(deadline.remaining() + GRACE);
+        // Also where the result is an error: a thread that did not end keeps its reader, so no other may be
+        // started.
         *run = ProxyThread::Stopped(None);
         self.check()?;
         let failed = |error: Error| Err(error.with_operation("stop the proxy"));

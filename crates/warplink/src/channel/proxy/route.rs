@@ -75,6 +75,7 @@ impl Route {
             words.signals += 1;
         }
         if trigger.flush {
+            // One more than the position: kernels wait for "at least", and 0 is the initial value.
             words.completed = Some(position + 1);
         }
         words.triggers += u64::from(trigger.signal || trigger.flush);
@@ -86,6 +87,7 @@ impl Route {
         self.set_words()?;
         self.carrier.start(copy.movement, &copy.own, copy.peers)?;
         self.carrier.answer(&copy.answer.word, copy.answer.value)?;
+        // Free as soon as the write is enqueued, since later writes to the word are ordered after it.
         copy.answers.give_back(copy.answer.clone());
         Ok(())
     }
@@ -103,6 +105,7 @@ impl Route {
         }
         let signals = (words.signals > words.signalled).then_some(words.signals);
         self.carrier.set(signals, words.completed)?;
+        // Only after the carrier accepted them, so that a failed write is not taken for a sent signal.
         words.signalled = words.signals;
         words.completed = None;
         words.triggers = 0;

@@ -137,9 +137,11 @@ impl Worker {
             if looks < SPINS {
                 looks += 1;
                 std::hint::spin_loop();
+            // Never asleep with work at hand: nothing wakes the thread when a carrier has room again.
             } else if self.waits_for_room() {
                 std::thread::yield_now();
             } else if idle_since.get_or_insert_with(Instant::now).elapsed() < self.config.idle {
+                // Kernels cannot wake a host thread; only if host threads push can it sleep without adding latency.
                 if !self.reader.listen(self.config.nap) {
                     std::thread::yield_now();
                 }
@@ -180,6 +182,7 @@ impl Worker {
     fn try_serve(&mut self, route: &Arc<Route>, position: u64, trigger: &Trigger) -> Result<bool> {
         let served = if self.is_faulted(route) {
             Ok(None)
+        // Triggers without data need no room: their words are noted in the route and written together later.
         } else if trigger.movement.is_some() && !self.has_room(route)? {
             return Ok(false);
         } else {
@@ -406,6 +409,7 @@ impl Worker {
         while self.set_words().is_ok() && !self.unset.is_empty() && !deadline.passed() {
             std::thread::yield_now();
         }
+        // Their carriers had no room until the deadline, so they are reported as unsent rather than started now.
         let parked = std::mem::take(&mut self.parked);
         let parked = parked.iter().map(|parked| parked.triggers.len() as u64);
         self.skipped += parked.sum::<u64>();
@@ -416,6 +420,7 @@ impl Worker {
             let state = lock(&self.shared.state);
             state.routes.iter().flatten().cloned().collect()
         };
+        // A lost peer acknowledges nothing, so draining its carrier would only use up the deadline.
         let alive = routes.iter().filter(|route| !self.is_faulted(route));
         let unfinished = alive
             .map(|route| route.carrier.drain(deadline))
@@ -424,6 +429,7 @@ impl Worker {
             // The device's fault releases its kernels.
             tracing::warn!(%error, "failed to notify kernels that the proxy has stopped");
         }
+        // After the stop flag is set: a producer that claims later sees the flag and does not count on being read.
         let unread = self.reader.unread().unwrap_or(0);
         let drained = Drained {
             unsent: unread + self.skipped,

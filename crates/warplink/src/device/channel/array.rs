@@ -53,6 +53,7 @@ impl ChannelArray {
         let bytes: Vec<u8> = channels
             .iter()
             .flat_map(|channel| channel.memory().descriptor())
+            // Native order: kernels read the words as they are.
             .flat_map(u64::to_ne_bytes)
             .collect();
         let table = device.allocate(bytes.len(), AllocationKind::Plain)?;

@@ -166,6 +166,7 @@ impl Fifo {
     /// # Errors
     /// Errors of the device, whose kernels may then not have been notified.
     pub(crate) fn stop(&self) -> Result<()> {
+        // Host producers first: their flag cannot fail to be set, unlike that of kernels.
         self.memory.store(self.words_of_ring() + 1, 1);
         let result = self.memory.set_kernels_stopped(true);
         // Orders the stop flag before the count of claims that the caller reads next (guarantee 5).
@@ -179,6 +180,7 @@ impl Fifo {
     /// # Errors
     /// Errors of the device; the FIFO then stays stopped for kernels.
     pub(crate) fn resume(&self) -> Result<()> {
+        // Kernels first: if this fails, host producers find the FIFO stopped too rather than half of it open.
         self.memory.set_kernels_stopped(false)?;
         self.memory.store(self.words_of_ring() + 1, 0);
         Ok(())
@@ -213,6 +215,7 @@ impl FifoReader {
         let position = self.position;
         self.position += 1;
         let fifo = &self.fifo;
+        // After both halves were loaded: from here on a producer may overwrite the slot.
         fifo.memory.store(fifo.words_of_ring(), self.position);
         Some((position, halves))
     }

@@ -28,6 +28,7 @@ impl Listener {
         if !is_there() {
             park_timeout(limit);
         }
+        // Needs no order: a producer that still sees it set unparks a thread that is awake, which is harmless.
         self.listens.store(false, SeqCst);
     }
 

@@ -75,6 +75,7 @@ impl RegionPlace {
     fn window(&self) -> [u64; 2] {
         match self {
             Self::Mapped(slice) => [slice.address(), slice.bytes() as u64],
+            // Not 0, which marks an entry of the table that does not exist.
             Self::Elsewhere(bytes) => [1, *bytes],
         }
     }
@@ -116,6 +117,7 @@ impl Windows {
         sides[1].push(peers);
         drop(sides);
         self.upload()?;
+        // Before the number is returned, by which kernels look the region up.
         Ok(number)
     }
 
@@ -199,6 +201,8 @@ impl Windows {
     }
 
     fn upload(&self) -> Result<()> {
+        // The whole table each time: entries of other regions are rewritten with the same values, which kernels may
+        // read meanwhile.
         let mut bytes = Vec::with_capacity(TABLE_BYTES);
         for side in &*lock(&self.sides) {
             for region in 0..MAX_REGIONS {

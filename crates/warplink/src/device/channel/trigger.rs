@@ -96,6 +96,8 @@ impl Trigger {
         let flag = |set: bool, bit: u32| if set { bit } else { 0 };
         let kind = movement | flag(self.signal, SIGNAL) | flag(self.flush, FLUSH);
         [
+            // From the top, below the lap bit: 4 bits of kind, 10 of connection, 4 of region, 36 of offset, the low
+            // 9 of the length. The second half has 4 of region, 36 of offset, and the other 23 of the length.
             u64::from(kind) << 59
                 | u64::from(self.connection) << 49
                 | u64::from(self.own.region) << 45

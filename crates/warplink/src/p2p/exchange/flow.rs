@@ -34,6 +34,7 @@ impl PathModel {
             return Ok(found);
         }
         let found = (self.find)()?;
+        // Only a success is kept, so that a model that could not be read is tried again.
         Ok(self.found.get_or_init(|| found))
     }
 }

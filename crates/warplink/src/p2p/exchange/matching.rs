@@ -21,6 +21,7 @@ impl TransferExchange {
     ) -> Result<Transfer> {
         let agreed = check_alike(&end, &terms).and_then(|()| agreed(&end, &terms));
         let handle = |wire| self.pairs.memory.peer_handle(job_peer, wire);
+        // Wrapped before any check can fail, since a handle that is dropped returns itself to the peer.
         let (buffer, scratch) = (terms.buffer.map(handle), terms.scratch.map(handle));
         let inbound = handle(terms.inbound);
         let RequestedTransfer {
@@ -35,6 +36,8 @@ impl TransferExchange {
             // The peer detects the same mismatch and drops its end, so nobody writes to the slot.
             self.pairs.slots.recycle(slot.number);
         })?;
+        // From here on an error releases both slots through the pair's drop, not by `recycle`: the peer may use its
+        // end.
         let slots = self.pairs.pair_slots(slot, job_peer, terms.slot, inbound)?;
         let role = request.direction.role(protocol);
         if buffer.is_some() != (role == Role::Initiator) {
@@ -54,6 +57,7 @@ impl TransferExchange {
             );
             return Err(Error::invalid_handle(what));
         }
+        // The ends may have offered scratch before they agreed on another flow; it is returned unopened.
         let scratch = scratch.filter(|_| matches!(flow, Flow::Packets { .. }));
         let scratch = scratch.map(|handle| handle.open()).transpose()?;
         let line = self.line(&request, flow, (own_scratch, scratch), slots.own.abort()?)?;

@@ -89,6 +89,7 @@ impl TransferExchange {
     ) -> Result<PublishedEnds<RequestedTransfer>> {
         requests
             .iter()
+            // All before the first reservation, so that an invalid request leaves no numbers to return.
             .try_for_each(|request| self.check(request))?;
         self.publish(requests.iter().map(|request| self.end(request)), deadline)
     }
@@ -173,10 +174,12 @@ impl Matching for TransferExchange {
 
     fn describe(&self, offer: &mut Offer<RequestedTransfer>) -> Result<EndOffer> {
         let end = &mut offer.end;
+        // Chosen by each end for itself from the same model, and compared when they meet: no extra round trip.
         end.flow = self.flow(&end.request, end.protocol, end.path)?;
         end.scratch = self.scratch(&end.request, end.flow, &end.slot)?;
         let buffer = match end.request.direction.role(end.protocol) {
             Role::Target => end.request.buffer.region(),
+            // The target never touches the initiator's memory, so there is nothing to map.
             Role::Initiator => None,
         };
         let buffer = buffer.cloned();
