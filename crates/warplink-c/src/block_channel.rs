@@ -109,6 +109,7 @@ pub unsafe extern "C" fn warplink_block_channel(
 ) -> Status {
     block_entry("get a channel", || {
         pointer::check(channel, "channel")?;
+        // Checked here, where the index is at hand, rather than at the first use of the number.
         running(|block| of_array(block, argument, index).map(drop))?;
         let made = number(argument, index)?;
         // SAFETY: the caller passes null or a pointer valid for a write.

@@ -54,6 +54,8 @@ impl Drop for Guard {
 
 /// Calls a user callback, which must return.
 pub(crate) fn call<R>(callback: Callback, function: impl FnOnce() -> R) -> R {
+    // Dropped only by unwinding, by a C++ exception or by `pthread_exit`, which must not go on through the
+    // library's frames: locks would be released with their data half updated.
     let guard = Guard(callback);
     // Not accessible during thread destruction, when a thread may still log.
     let outer = RUNNING

@@ -158,6 +158,7 @@ pub extern "C" fn warplink_setup(comm: Comm) -> Status {
         let connected = job.communicator.connect(&requests)?;
         let mut setup = job.setup();
         let made = requests.len().min(setup.declared.len());
+        // Only those that were connected: another thread may have declared more meanwhile, which come after these.
         setup.declared.drain(..made);
         setup.connections.extend(connected.all().iter().cloned());
         Ok(())
@@ -221,6 +222,7 @@ pub extern "C" fn warplink_launched(comm: Comm, stream: Stream) -> Status {
         let stream = stream.get()?;
         same_job(&job, &stream.job, "stream")?;
         let setup = job.setup();
+        // All before any is noted, so that a failed proxy leaves nothing half done.
         setup.all()?.iter().try_for_each(ChannelHandle::check)?;
         for connection in setup.all()? {
             connection.note(&stream.stream);
@@ -315,6 +317,7 @@ pub(crate) fn array(job: &JobObject) -> Outcome<Arc<ChannelArray>> {
         return Ok(array.clone());
     }
     let made = ChannelArray::new(job.communicator.device(), &handles)?;
+    // Earlier arrays are kept: kernels that are running may still read them.
     setup.arrays.push(made.clone());
     Ok(made)
 }

@@ -160,6 +160,7 @@ impl CollectivesObject {
         let output = place(writes, output as u64, output_bytes)?;
         Ok(match (output, input) {
             (Some(output), Some(input)) => (output, input),
+            // A rank that uses one of them still has to pass both; the call does not touch the other.
             (Some(used), None) | (None, Some(used)) => (used.clone(), used),
             (None, None) => (self.nothing.clone(), self.nothing.clone()),
         })

@@ -154,6 +154,7 @@ handles! {
 
 /// Removes everything that belongs to `job` from the tables.
 pub(crate) fn take_all_of(job: &Arc<JobObject>) {
+    // From users to what they use: an object that is dropped last is not used by any other at that time.
     BOUND_CALLS.take_where(|bound| Arc::ptr_eq(&bound.job, job));
     ROUTINGS.take_where(|routing| Arc::ptr_eq(&routing.job, job));
     EXPERTS.take_where(|experts| Arc::ptr_eq(&experts.job, job));
@@ -218,6 +219,7 @@ impl<T> Table<T> {
     fn get(&self, id: u64) -> Outcome<Arc<T>> {
         let entries = self.lock();
         let at = self.find(&entries, id)?;
+        // Cloned under the lock, and used without it: calls may block, and other handles must stay usable.
         entries.all[at].object.clone().ok_or_else(|| self.gone())
     }
 
@@ -263,6 +265,7 @@ impl<T> Table<T> {
                 format!("pass the {} handle unchanged", self.name),
             ));
         };
+        // A handle of an earlier object in the same place is stale, and must not reach the present one.
         if entry.object.is_none() || id >> GENERATION & MAX_GENERATION != entry.generation {
             return Err(self.gone());
         }

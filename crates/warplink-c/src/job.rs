@@ -236,10 +236,12 @@ pub unsafe extern "C" fn warplink_all_gather(
                 "pass the number of bytes of one rank",
             )
         })?;
+        // No overflow: `bytes` times the number of ranks was checked above, and the rank is below it.
         let own = data.cast::<u8>().wrapping_add(rank * bytes);
         // SAFETY: the caller passes a buffer for all ranks, in which this rank's bytes are initialized.
         let own = unsafe { pointer::values(own, bytes, "data") }?.to_vec();
         let gathered = job.communicator.all_gather_bytes(&own)?;
+        // Lengths may differ in the library, but not in a buffer with a fixed place for each rank.
         if let Some(other) = gathered.iter().position(|part| part.len() != bytes) {
             let message = format!(
                 "the peer passed {} bytes; expected {bytes}",
@@ -271,7 +273,9 @@ pub extern "C" fn warplink_barrier(comm: Comm) -> Status {
 pub extern "C" fn warplink_destroy(comm: Comm) -> Status {
     entry("destroy", || {
         let job = comm.take()?;
+        // Before closing: objects that hold peers' memory must be gone by the time that the peers wait for it.
         handles::take_all_of(&job);
+        // Before closing, like the objects above: connections hold regions, and mappings of peers.
         drop(std::mem::take(&mut *job.setup()));
         Ok(job.communicator.clone().close()?)
     })
@@ -301,6 +305,7 @@ unsafe fn init(
     options: *const Options,
 ) -> Outcome {
     pointer::check(comm, "comm")?;
+    // Before joining, whose messages are the first that a user needs.
     log::start();
     // SAFETY: guaranteed by the caller.
     let config = unsafe { configuration(identity, meeting, options) }?;

@@ -67,6 +67,8 @@ pub unsafe extern "C" fn warplink_set_log_handler(
 ) -> Status {
     entry("set the log handler", || {
         let new = handler.map(|function| Handler { function, user });
+        // The write lock waits for handlers in progress: after this call, the caller may free what the old one
+        // used.
         *HANDLER.write().unwrap_or_else(PoisonError::into_inner) = new;
         if start() {
             return Ok(());
@@ -123,6 +125,7 @@ fn deliver(level: LogLevel, line: String) -> Outcome {
         print(level as i32, &line);
         return Ok(());
     };
+    // Handlers get one line per call, and a zero byte would end the text early.
     let text = CString::new(line.replace(['\0', '\n'], " ")).unwrap_or_default();
     callback::call(Callback::LogHandler, || {
         // SAFETY: the caller passed the function for this call, and replacing it waits for the write lock: the read

@@ -37,6 +37,7 @@ impl RegionObject {
 
     /// Its bytes from `offset` to the end.
     pub(crate) fn rest(&self, offset: u64) -> Outcome<DeviceSlice> {
+        // An offset past the end leaves 0 bytes there, which `part` refuses.
         let bytes = (self.region.bytes() as u64).saturating_sub(offset);
         self.part(offset, bytes)
     }
@@ -118,6 +119,7 @@ pub unsafe extern "C" fn warplink_register(
 pub extern "C" fn warplink_region_free(region: Region) -> Status {
     entry("free a region", || {
         let object = region.take()?;
+        // Memory of the library needs no wait: it is pooled, and released when no peer maps it any more.
         if !object.is_registered {
             return Ok(());
         }

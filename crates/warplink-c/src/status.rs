@@ -184,11 +184,13 @@ fn entry_unless(
         Some(callback) => Err(misplaced(callback)),
         None => body(),
     };
+    // Unwinding out of an `extern "C"` function aborts the process, which is not for a library to decide.
     let ended = catch_unwind(AssertUnwindSafe(body))
         .unwrap_or_else(|payload| Err(Failure::panicked(&*payload)));
     let Err(mut failure) = ended else {
         return Status::SUCCESS;
     };
+    // An operation from further inside is more specific.
     if failure.error.operation().is_none() {
         failure.error = failure.error.with_operation(operation);
     }

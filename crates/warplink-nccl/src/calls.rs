@@ -258,6 +258,7 @@ fn message(
             "pass a smaller count",
         ));
     }
+    // Empty messages are not dropped: they take part in the matching of sends and receives of the group.
     if count > 0 && memory == 0 {
         return Err(null("the memory"));
     }

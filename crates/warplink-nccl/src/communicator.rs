@@ -186,6 +186,8 @@ impl Comm {
         static NEXT: AtomicUsize = AtomicUsize::new(FIRST);
         notice_forks();
         let comm = Arc::new(Self {
+            // Relaxed: only the number has to be unique. Steps of 16 keep handles aligned, as addresses of
+            // structures are.
             handle: NEXT.fetch_add(16, Ordering::Relaxed) + 16,
             rank: rank.into(),
             ranks: ranks.into(),
@@ -210,6 +212,8 @@ impl Comm {
 
     /// This rank's number in the communicator.
     pub(crate) fn rank(&self) -> usize {
+        // Relaxed, here and below: read by calls that follow the end of the join, which the lock of the state
+        // orders.
         self.rank.load(Ordering::Relaxed)
     }
 
@@ -228,6 +232,8 @@ impl Comm {
     pub(crate) fn set_joined(&self, joined: Result<Arc<Joined>, Error>) -> Option<Arc<Joined>> {
         let mut state = lock(&self.state);
         match joined {
+            // Ended while it joined: the caller of the destruction found nothing to close, so the joining thread
+            // has to.
             Ok(joined) if matches!(*state, CommunicatorState::Ended) => return Some(joined),
             Ok(joined) => *state = CommunicatorState::Joined(joined),
             Err(_) if matches!(*state, CommunicatorState::Ended) => {}
@@ -241,6 +247,7 @@ impl Comm {
         let mut alive = ALIVE.write().unwrap_or_else(PoisonError::into_inner);
         alive.remove(&self.handle);
         drop(alive);
+        // After the removal from the table, so that later calls find neither the communicator nor its windows.
         windows::forget(self.handle());
         let state = std::mem::replace(&mut *lock(&self.state), CommunicatorState::Ended);
         match state {

@@ -182,6 +182,7 @@ fn run_all(tasks: Vec<Task>) -> Outcome {
         work.push(task.work);
     }
     if work.len() == 1 {
+        // On the caller's thread, without the cost of another.
         results.extend(work.into_iter().map(|work| work()));
     } else {
         std::thread::scope(|scope| {
@@ -194,6 +195,8 @@ fn run_all(tasks: Vec<Task>) -> Outcome {
     let mut first = None;
     for (result, undo) in results.into_iter().zip(undoing) {
         if let Err(failure) = result {
+            // Here rather than on the task's thread: the caller's pointers are only valid while the caller is in
+            // the group.
             undo();
             first.get_or_insert(failure);
         }

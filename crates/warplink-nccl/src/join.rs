@@ -254,6 +254,8 @@ fn join(comm: &Arc<Comm>, place: &MeetingPlace) -> Result<Joined> {
     let own = variables::read("WARPLINK_TIMEOUT")?.is_none_or(|text| text.is_empty());
     let mut config = warplink::Config::from_variables(join, |name| std::env::var_os(name))?;
     config.device.ordinal = place.ordinal;
+    // The variable of Warplink wins where it is set; its default is too short for programs that create
+    // communicators lazily.
     if own {
         config.timeout = TIMEOUT;
         config.join.timeout = TIMEOUT;
@@ -344,6 +346,7 @@ pub(crate) unsafe fn split(
     let told = child.clone();
     let place = move || {
         let id = new_id()?;
+        // Every rank offers one, since only the gather shows which rank is the first of its color.
         let all = gather(id.to_bytes().to_vec())?;
         let mut members: Vec<(c_int, usize)> = all
             .iter()
@@ -351,6 +354,7 @@ pub(crate) unsafe fn split(
             .filter(|(_, member)| member.color == color)
             .map(|(rank, member)| (member.key, rank))
             .collect();
+        // By key and then by rank in the parent, as NCCL documents.
         members.sort_unstable();
         let position = members.iter().position(|(_, member)| *member == rank);
         let first = members[0].1;

@@ -43,16 +43,19 @@ pub(crate) unsafe fn destroy(comm: Handle) -> Outcome {
         return Ok(());
     }
     let comm = find(comm)?;
+    // Relaxed: a revocation that races with the destruction of the communicator may be missed.
     let failed = comm.failure().is_some() || comm.revoked.load(Ordering::Relaxed);
     let Some(joined) = comm.end() else {
         return Ok(());
     };
     release(&joined);
+    // On the caller's thread: right after this call, the caller may destroy the streams that are given back here.
     in_background(move || {
         joined.end_real(failed);
         let finished = if failed { Ok(()) } else { finish(&joined) };
         let communicator = joined.communicator.clone();
         drop(joined);
+        // Before closing: it holds mappings of peers' memory, which peers wait for when they free theirs.
         let closed = finished
             .inspect_err(|error| communicator.abort(&format!("its last calls failed: {error}")))
             .and_then(|()| communicator.close());
@@ -90,6 +93,8 @@ pub(crate) unsafe fn revoke(comm: Handle, flags: c_int) -> Outcome {
     let comm = find(comm)?;
     let joined = comm.joined()?;
     comm.check_open("revoked")?;
+    // Relaxed: it publishes nothing. Before the calls are aborted, so that the watch takes their errors for the
+    // revocation.
     comm.revoked.store(true, Ordering::Relaxed);
     joined.end_real(true);
     joined.communicator.fail("ncclCommRevoke aborted its calls");
@@ -102,6 +107,7 @@ pub(crate) unsafe fn suspend(comm: Handle, _flags: c_int) -> Outcome {
     let comm = find(comm)?;
     let joined = comm.usable()?;
     joined.communicator.release_idle()?;
+    // Relaxed, as for the other flags: a call that races with it may pass.
     comm.suspended.store(true, Ordering::Relaxed);
     Ok(())
 }
@@ -111,6 +117,7 @@ pub(crate) unsafe fn suspend(comm: Handle, _flags: c_int) -> Outcome {
 pub(crate) unsafe fn resume(comm: Handle) -> Outcome {
     let comm = find(comm)?;
     comm.joined()?;
+    // Relaxed, as above.
     comm.suspended.store(false, Ordering::Relaxed);
     Ok(())
 }
@@ -137,6 +144,7 @@ fn finish(joined: &Joined) -> Result<()> {
 /// Releases resources that the caller may destroy next.
 fn release(joined: &Joined) {
     if let Some(served) = joined.served() {
+        // Before the streams are given back: the watch may still make its own stream wait for calls on them.
         served.watch.close();
         served.streams.give_back();
         lock(&served.kept).clear();
@@ -146,6 +154,7 @@ fn release(joined: &Joined) {
 /// Runs `body` on a background thread that the exit of the process waits for.
 fn in_background(body: impl FnOnce() + Send + 'static) {
     at_exit();
+    // Before the thread starts, so that an exit in between waits for it.
     *lock(&CLOSING) += 1;
     let body = move || {
         body();

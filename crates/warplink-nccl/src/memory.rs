@@ -36,6 +36,7 @@ pub(crate) unsafe fn allocate(memory: *mut *mut c_void, bytes: usize) -> Outcome
         return Failure::check_real(code, "ncclMemAlloc");
     }
     let device = devices::of_process(devices::current()?)?;
+    // As NCCL's own: memory of the virtual memory API, which peers can map by descriptors.
     let slice = device.allocate(bytes, AllocationKind::Virtual)?;
     let address = slice.address() as usize;
     lock(&ALLOCATED)

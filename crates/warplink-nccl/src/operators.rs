@@ -164,6 +164,7 @@ pub(crate) unsafe fn create(
         real,
     });
     let mut operators = lock(&comm.operators);
+    // Numbers are reused, as in NCCL, so that programs that create an operator per call do not grow the list.
     let at = operators.0.iter().position(Option::is_none);
     let at = at.unwrap_or(operators.0.len());
     match operators.0.get_mut(at) {
@@ -207,6 +208,7 @@ impl Scalar {
         target: Option<&DeviceSlice>,
         stream: &Stream,
     ) -> Outcome<Multiplied> {
+        // The output is overwritten by the collective anyway, so it can hold the product until then.
         let whole = target.filter(|target| target.bytes() == input.bytes());
         let (memory, region) = match whole {
             Some(target) => (target.clone(), None),

@@ -133,6 +133,8 @@ fn load() -> Result<Loaded> {
     let own = own_file();
     let mut tried = Vec::new();
     for path in candidates() {
+        // This library is usually installed under NCCL's name, first in the search path; opening it would call
+        // itself forever.
         if tried.contains(&path) || !path.is_file() || file(&path) == own {
             continue;
         }
@@ -274,6 +276,7 @@ impl Joined {
         };
         let call = "a function of the real NCCL";
         let all = gather(&self.communicator, call, &own)?;
+        // Only after the gather, in which all ranks take part, failed or not.
         made?;
         for (peer, bytes) in all.iter().enumerate() {
             if bytes.len() != id.bytes.len() {
@@ -308,9 +311,12 @@ impl Joined {
 
     /// Aborts or destroys the real library's communicator, if there is one.
     pub(crate) fn end_real(&self, by_force: bool) {
+        // Taken out of the lock, so that a concurrent end finds nothing and the blocking call below holds no lock.
         let Some(RealHandle(handle)) = lock(&self.real).take() else {
             return;
         };
+        // Registered again: handlers run in reverse order, and one that was registered before the library was
+        // loaded would run after its destructors.
         leave::at_exit_of_real();
         // SAFETY: the handle is live, and was removed from the place where other threads find it.
         let ended = unsafe {

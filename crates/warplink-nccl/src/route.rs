@@ -59,6 +59,7 @@ pub(crate) fn route(
             )));
         }
     };
+    // Only for the sizes that Warplink may serve, since the topology costs two all-gathers.
     let obstacle = match (named, on_gpu && (2..=8).contains(&communicator.world())) {
         (None, true) => communicator
             .topology()?
@@ -72,6 +73,7 @@ pub(crate) fn route(
         wants_real,
         // The real library is only loaded if needed.
         has_real: wants_real && real::is_there(),
+        // The smallest wish of all ranks is taken below, so no wish must not count as one.
         multiprocessors: multiprocessors.unwrap_or(u32::MAX),
     };
     let offers = gather(communicator, own)?;
@@ -103,6 +105,8 @@ pub(crate) fn route(
     };
     let served = communicator.collectives_with(&options);
     if let Err(error) = &served {
+        // A communicator that has failed cannot be served by either library; only a refusal may lead to the real
+        // one.
         communicator.check()?;
         tracing::info!("Warplink does not support this communicator: {error}");
     }
@@ -116,6 +120,7 @@ pub(crate) fn route(
     let offers = gather(communicator, own)?;
     match collectives {
         Some(collectives) if offers.iter().all(|offer| !offer.wants_real) => {
+            // Any address of the device does; devices do not allocate zero bytes.
             let nothing = communicator.device().allocate(16, AllocationKind::Plain)?;
             Ok(Route::Warplink(Box::new(Served {
                 watch: Watch::start(comm, communicator, collectives)?,

@@ -156,6 +156,7 @@ pub(crate) fn entry(name: &'static str, body: impl FnOnce() -> Outcome) -> c_int
     let Err(failure) = ended else {
         return Code::Success as c_int;
     };
+    // In progress is no failure, and must not replace the last error's text.
     if let Some(error) = failure.error {
         tracing::warn!("{name}: {error}");
         keep(&format!("{name}: {error}"));

@@ -37,6 +37,7 @@ impl Streams {
         if device.kind() == DeviceKind::Host {
             return of_host(raw);
         }
+        // The same handle is another stream on each thread, so it alone does not identify one.
         let thread = (raw == PER_THREAD).then(|| std::thread::current().id());
         let mut known = lock(&self.0);
         let same = |one: &&KnownStream| one.raw == raw && one.thread == thread;

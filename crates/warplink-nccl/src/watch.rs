@@ -49,6 +49,7 @@ impl Watch {
     ) -> Result<Self> {
         let shared = Arc::<WatchShared>::default();
         let stream = communicator.create_stream(Priority::Normal)?;
+        // Weak: the watch belongs to the communicator, and must not keep it alive.
         let (followed, comm) = (shared.clone(), Arc::downgrade(comm));
         let (communicator, collectives) = (communicator.clone(), collectives.clone());
         let body = move || {
@@ -144,6 +145,8 @@ fn follow(
         drop(state);
         let waited = enqueued().and_then(|()| {
             loop {
+                // Read before the pause: calls that were enqueued during it are not covered by `done`, but leave
+                // `new` set.
                 let is_done = done();
                 let state = shared.pause(shared.state());
                 if state.closed {

@@ -408,6 +408,7 @@ impl Joined {
             Ok(_) => CAN_BE_MAPPED,
             Err(_) => CANNOT_BE_MAPPED,
         };
+        // Ranks whose memory cannot be registered take part too, or the others would wait for them.
         let call = "ncclCommWindowRegister";
         let all = gather(&self.communicator, call, contribution)?;
         let (Ok(own), true) = (own, all.iter().all(|one| one == CAN_BE_MAPPED)) else {
@@ -491,10 +492,13 @@ impl SignalPairs {
             Some(peer) => peer.word(to.number(own))?,
             None => signals.own.word(to.number(own))?,
         };
+        // Under the lock, which makes the order of values that of the turns: words count up in the order of the
+        // calls.
         signals.turns.take(&stream, || {
             before(&stream)?;
             stream.memory_ops(&[MemoryOp::write(&word, value)])
         })?;
+        // Only once it is enqueued: a value that is counted but never written would make the peer wait forever.
         signals.sent[at] = value;
         Ok(())
     }

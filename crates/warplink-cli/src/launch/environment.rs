@@ -43,6 +43,7 @@ impl Variable {
         let rank = rank.to_string();
         self.value
             .replace("{rank}", &rank)
+            // The launcher starts ranks of one machine, where both numbers are the same.
             .replace("{local_rank}", &rank)
             .replace("{world}", &world.to_string())
     }
@@ -99,6 +100,7 @@ impl Environment {
             command.env(name, &world);
         }
         command.env("WARPLINK_ID", &self.id);
+        // Defaults only, so that values which the user has set for PyTorch's own store stay.
         set_default(command, "MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string());
         set_default(command, "MASTER_PORT", self.master_port.to_string());
         // Streams that share a hardware queue block one another when one of them waits for a peer; 32 is the

@@ -126,6 +126,7 @@ impl GpuService {
             .tempdir();
         let directory = directory.context("make a directory for CUDA's multi-process service")?;
         let control = ServiceControl::find()?.of(mark, variables(directory.path()));
+        // Made before the service starts: an error from here on drops it, which stops what has started.
         let service = Self { control, directory };
         for (_, folder) in variables(service.directory.path()) {
             let made = DirBuilder::new().mode(0o700).create(&folder);
@@ -174,6 +175,7 @@ impl GpuService {
 
 impl Drop for GpuService {
     fn drop(&mut self) {
+        // The command returns before the daemon has ended, and its directory must outlive it.
         if self.control.ask("quit").is_some() {
             let _ = poll(MAX_END, || (!self.control.answers()).then_some(()));
         }

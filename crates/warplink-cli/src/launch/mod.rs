@@ -89,14 +89,17 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<LaunchOutcome> {
             ));
         }
     };
+    // Before anything is started, since too few GPUs are an error of the command line.
     let gpus = match plan.ranks_per_gpu {
         Some(_) => Some(GpuAssignment::new(plan.ranks, plan.ranks_per_gpu, None)?),
         None => None,
     };
+    // Before any process starts: a signal in between would end the launcher and leave the others behind.
     let supervisor = supervise::Supervisor::new(plan.consequence)?;
     let environment = Environment::new(plan.ranks)?;
     let printer = Arc::new(Printer::new());
     let mark = ProcessMark::new()?;
+    // From here on an early return drops it, which kills the ranks started so far.
     let mut ranks = Ranks::new(plan.ranks, mark.clone());
     if gpus.is_some() {
         ranks.share(GpuService::start(&mark)?);
@@ -108,9 +111,11 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<LaunchOutcome> {
             gpus.apply(rank, 1, &mut command);
         }
         ranks.apply_service(&mut command);
+        // After the launcher's own variables, which the user may override, and before the mark, which nobody may.
         environment.apply_extra(rank, &plan.env, &mut command);
         mark.apply(&mut command);
         let [out, err] = targets(plan.output, rank);
+        // A group for each rank, so that signals reach what it started, and the terminal's reach only the launcher.
         command.process_group(0).stdin(Stdio::null());
         command.stdout(out.stdio()).stderr(err.stdio());
         let started = ranks.start(&mut command)?;

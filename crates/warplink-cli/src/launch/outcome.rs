@@ -5,7 +5,8 @@ use signal_hook::consts::{SIGBUS, SIGFPE, SIGILL, SIGKILL, SIGSEGV};
 use std::process::ExitCode;
 use std::time::Duration;
 
-/// Signals that are never caused by the failure of another rank.
+/// Signals that are never caused by the failure of another rank. SIGABRT is not among them: programs abort themselves when
+/// a peer is lost.
 const FIRST_CAUSES: [i32; 5] = [SIGKILL, SIGSEGV, SIGBUS, SIGILL, SIGFPE];
 
 /// How the ranks exited.
@@ -38,6 +39,7 @@ impl LaunchOutcome {
     /// First captured line of a rank.
     pub(crate) fn first_line(&self, rank: usize) -> Option<&[u8]> {
         let mut lines = self.kept.get(rank)?.split_inclusive(|byte| *byte == b'\n');
+        // An unfinished line is what a rank that was killed had written so far, not a result.
         lines.next().filter(|line| line.ends_with(b"\n"))
     }
 
@@ -53,6 +55,7 @@ impl LaunchOutcome {
                 .is_some_and(|signal| FIRST_CAUSES.contains(&signal))
         })
         .or_else(|| find(|exit| !exit.follows))
+        // All say that they follow another: the first to exit is the closest to the cause that is known.
         .or_else(|| failed.first().copied())
     }
 
@@ -106,6 +109,7 @@ impl RankExit {
     }
 
     fn shell_code(&self) -> u8 {
+        // As shells do, so that scripts can distinguish a signal from an exit.
         let code = self
             .code
             .or(self.signal.map(|signal| 128 + signal))

@@ -94,6 +94,7 @@ impl ServiceControl {
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().ok()?;
         if let Some(mut input) = child.stdin.take() {
+            // Closed at the end of this block, by which the control command notices the end of its input and exits.
             let _ = writeln!(input, "{request}");
         }
         // An answer is a few lines, which fit into a pipe's buffer.

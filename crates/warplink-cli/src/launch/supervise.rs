@@ -168,6 +168,7 @@ impl Supervisor {
         watch.decide();
         // Ranks first: dropping them kills leftover processes, which may hold the output open.
         drop(ranks);
+        // The channel closes with its last sender, and this one would keep the wait below from ending early.
         drop(self.pumping);
         // Returns when the channel closes, or on timeout.
         let _ = self.drained.recv_timeout(DRAIN_TIMEOUT);
@@ -257,6 +258,8 @@ impl Watch {
                     self.outcome.signalled = Some(number);
                     let name = outcome::name(number);
                     report::print_message(&format!("interrupted by {name}; ending the ranks"));
+                    // A stopped rank does not react to the signal, and one that stops itself later would be missed
+                    // by a single check.
                     self.after(self.grace, Timer::KillStopped);
                 }
             }

@@ -39,6 +39,7 @@ pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
             Some(served) => part.by_warplink(served),
             None => part.by_real_library(),
         };
+        // The rest is enqueued even after a failure: other ranks have made these calls, and would wait for them.
         if first.is_ok() {
             first = made;
         }
@@ -175,6 +176,7 @@ fn exchange(joined: &Joined, served: &Served, messages: &[&Sent], stream: &Strea
         numbered.push((*count, *message, memory));
         *count += 1;
     }
+    // A launch has `rounds` messages to each rank and as many from it, thus `2 * ranks * rounds` at most.
     let rounds = (MAX_MESSAGES / (2 * ranks)).max(1);
     let all = counts.iter().max().copied().unwrap_or(0);
     for first in (0..all).step_by(rounds) {
@@ -235,6 +237,8 @@ impl Collective {
         };
         served.collectives.enqueue(&call, output, input, stream)?;
         if let Some(region) = multiplied.and_then(|multiplied| multiplied.region)
+            // A replayed graph uses the memory again; otherwise the pool reuses it once the stream is past the
+            // call.
             && stream.is_capturing()?
         {
             served.keep(region);

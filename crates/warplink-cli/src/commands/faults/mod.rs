@@ -179,6 +179,7 @@ impl Faults {
         };
         let table = || table::text(&report, &faults, &phases);
         report::print_result(options.json, &report, table)?;
+        // Relaxed: a number set by the signal handler, which publishes no other memory.
         Ok(match (report.wrong, ending.load(Ordering::Relaxed)) {
             (0, 0) => ExitCode::from(u8::from(report.not_run > 0)),
             (0, signal) => ExitCode::from(u8::try_from(128 + signal).unwrap_or(1)),
