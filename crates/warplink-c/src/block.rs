@@ -27,12 +27,14 @@ impl Drop for Reset {
 
 /// Runs the body of a kernel as `block`. If the body returns the status of a failed call, returns that call's error.
 pub(crate) fn run(block: &Block<'_>, body: impl FnOnce() -> i32) -> warplink::Result<()> {
+    // Reset by a guard, so that an unwinding body leaves no pointer to a block that is gone.
     let reset = Reset(RUNNING.replace(Some(NonNull::from(block).cast())));
     let status = body();
     drop(reset);
     if status == Status::SUCCESS.number() {
         return Ok(());
     }
+    // A body that returns the status of a failed call fails with that call's error rather than with a bare number.
     if let Some(failure) = status::last_with(status) {
         return Err(failure.into_error());
     }
@@ -108,6 +110,7 @@ pub unsafe extern "C" fn warplink_block_i64(argument: u32, value: *mut i64) -> S
 pub unsafe extern "C" fn warplink_block_f64(argument: u32, value: *mut f64) -> Status {
     block_entry("get an argument", || {
         let found = running(|block| {
+            // C converts a `float` to `double` without loss, so one function serves both.
             let single = block.f32(argument as usize).map(f64::from);
             Ok(single.or_else(|_| block.f64(argument as usize))?)
         })?;

@@ -30,6 +30,7 @@ pub unsafe extern "C" fn warplink_register_buffer(
         pointer::check(buffer, "buffer")?;
         let region = region.get()?;
         same_job(&job, &region.job, "region")?;
+        // Copied out of the lock, since adding regions waits for the peers.
         let connections = job.setup().all()?.to_vec();
         let added: Vec<_> = connections
             .iter()

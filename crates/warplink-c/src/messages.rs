@@ -80,6 +80,7 @@ impl Cut {
             let bytes = ends.and_then(|end| end.checked_mul(element_bytes));
             let bytes = bytes.filter(|bytes| *bytes <= isize::MAX as usize);
             cut.bytes = cut.bytes.max(bytes.ok_or_else(|| too_many(peer))?);
+            // Cannot overflow: the sum was checked above.
             next = displacement + count;
             cut.counts.push(*count as usize);
             cut.displacements.push(displacement as usize);

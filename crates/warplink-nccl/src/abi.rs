@@ -151,6 +151,8 @@ impl CallWishes {
                 "initialize it with the macro of nccl.h",
             ));
         }
+        // Copied, since the call may be deferred to the end of its group; whole, since a newer caller's has more
+        // members.
         let mut copied = vec![0_u64; header.size.div_ceil(8)];
         // SAFETY: it has as many bytes as it states, and the copy is at least as long.
         unsafe {
@@ -226,6 +228,7 @@ impl Wishes {
         // SAFETY: the caller passes a configuration, and every version begins with this header.
         let header = unsafe { config.cast::<Header>().read_unaligned() };
         header.check("the configuration")?;
+        // An older caller's, whose members end before those that are read here.
         if header.size < size_of::<Config>() {
             return Ok(Self::default());
         }

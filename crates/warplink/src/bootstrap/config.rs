@@ -145,6 +145,7 @@ impl JoinConfig {
             .with_help("give every rank the same secret")),
             (Rendezvous::Address(_), Some(text)) => Secret::from_text(text),
             (Rendezvous::Address(address), None)
+                // Only processes of this machine reach a loopback address.
                 if address.ip().is_loopback() || self.allow_insecure =>
             {
                 Ok(Secret::well_known())

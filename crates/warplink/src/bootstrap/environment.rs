@@ -206,6 +206,7 @@ impl Variables<'_> {
     fn identity(&self) -> Result<(usize, usize, usize)> {
         for launcher in &LAUNCHERS {
             let (rank, world) = (self.number(launcher.rank)?, self.number(launcher.world)?);
+            // Both or neither: batch systems set some of these variables for processes that are no ranks.
             let (Some(rank), Some(world)) = (rank, world) else {
                 continue;
             };
@@ -251,6 +252,7 @@ impl Variables<'_> {
             self.host_and_port(&text, rank)?
         } else if let Some(host) = self.get("MASTER_ADDR")? {
             let master = self.number::<u16>("MASTER_PORT")?;
+            // `MASTER_PORT` itself is taken by PyTorch's own store.
             let after_torch = master.and_then(|port| port.checked_add(1));
             let sought = match master {
                 Some(u16::MAX) => "WARPLINK_PORT, since no port follows MASTER_PORT=65535",
@@ -259,12 +261,15 @@ impl Variables<'_> {
             let port = self.port(after_torch, sought)?;
             resolve("MASTER_ADDR", &host, port, rank)?
         } else if self.number("OMPI_COMM_WORLD_LOCAL_SIZE")? == Some(world) {
+            // All ranks are on this machine, so only the port is open; it is derived from the job, whose name every
+            // rank has.
             let derived = self.get("PMIX_NAMESPACE")?.map(|job| derived_port(&[&job]));
             let port = self.port(derived, "WARPLINK_PORT or PMIX_NAMESPACE")?;
             (Ipv4Addr::LOCALHOST, port).into()
         } else if let Some((name, nodes)) = self.node_list()? {
             let host = nodelist::first_host(&nodes)
                 .map_err(|error| wrong(name, &nodes, error.message()))?;
+            // Steps of one job may run at the same time on the same node, so each needs a port of its own.
             let step = self.get("SLURM_STEP_ID")?.unwrap_or_default();
             let derived = self
                 .get("SLURM_JOB_ID")?
@@ -357,6 +362,7 @@ fn resolve(name: &str, host: &str, port: u16, rank: usize) -> Result<SocketAddr>
         .collect();
     let address = *found
         .iter()
+        // IPv4 first: every rank must choose the same address, and between many machines IPv6 is not routed.
         .find(|address| address.is_ipv4())
         .or(found.first())
         .ok_or_else(|| wrong(name, host, "resolves to no address"))?;

@@ -48,6 +48,7 @@ impl<'de> Deserialize<'de> for Bytes {
                 Ok(bytes.into())
             }
         }
+        // In one copy; the derived form for sequences visits every byte.
         deserializer.deserialize_bytes(Run)
     }
 }
@@ -378,6 +379,7 @@ impl Request {
             }
             Self::Gather { id, .. } => {
                 check_ranks(&id.members, world)?;
+                // Positions are found by binary search, and two spellings of one group would be two gathers.
                 if !id.members.is_sorted_by(|a, b| a < b) {
                     return Err(Refusal::new(
                         RefusalKind::Protocol,
@@ -491,6 +493,7 @@ pub(crate) fn encode(message: &impl Serialize) -> Result<Vec<u8>> {
 pub(crate) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
     match postcard::take_from_bytes(body) {
         Ok((message, [])) => Ok(message),
+        // Bytes that are left over come from another version, whose message only begins like ours.
         Ok((_, rest)) => Err(Error::protocol(format!(
             "{} bytes follow a message; expected none",
             rest.len()

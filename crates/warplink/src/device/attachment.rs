@@ -67,6 +67,7 @@ impl Attachment {
     fn find_below(sysfs: &Path, address: Option<PciAddress>) -> Self {
         let place = address.map(|address| {
             let link = sysfs.join("bus/pci/devices").join(address.to_string());
+            // The link's target is the path through the bridges, from which the distance is counted.
             BusPlace::of(&fs::canonicalize(&link).unwrap_or(link))
         });
         let nearest = network_devices(sysfs)
@@ -81,6 +82,7 @@ impl Attachment {
                 };
                 (distance, hops, kind, name)
             })
+            // By distance, then hops, then kind, in which RDMA precedes Ethernet. The name breaks ties.
             .min();
         Self {
             address,

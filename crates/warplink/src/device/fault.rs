@@ -53,6 +53,7 @@ impl Fault {
         let Some(notify) = self.notify.get() else {
             return self.raise(error);
         };
+        // Only the first failure is spread: later ones are usually its consequences.
         if self.error.set(error.clone()).is_ok() {
             notify(error);
         }
@@ -141,6 +142,8 @@ impl Fault {
     ) {
         let listener = Arc::downgrade(listener);
         let mut hooks = guard(&self.hooks);
+        // Under the lock that `release` holds while it sets the flag, so a hook is either taken by it or called
+        // here.
         if !self.is_released() {
             hooks.retain(|hook| hook.listener.strong_count() > 0);
             let own = listener.clone();

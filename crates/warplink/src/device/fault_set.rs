@@ -180,6 +180,7 @@ impl FaultSet {
     /// Sequence number up to which all recorded operations have been enqueued.
     pub(crate) fn place(&self) -> u64 {
         let concerns = guard(&self.0);
+        // The earliest: everything before it is in the stream, whichever threads are still enqueuing.
         let pending = concerns.before_pending.iter().copied().min();
         pending.unwrap_or(concerns.place)
     }

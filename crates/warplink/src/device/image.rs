@@ -19,6 +19,7 @@ pub(super) fn check(image: &[u8]) -> Result<()> {
             }
             elf_bytes(image)
         }
+        // 0xba55ed50, the magic number of fat binaries, little-endian.
         [0x50, 0xed, 0x55, 0xba, ..] => fat_binary_bytes(image),
         [] => return Err(refused("the image has no bytes".to_owned())),
         _ if is_ptx(image) => return Ok(()),
@@ -59,12 +60,14 @@ fn elf_bytes(image: &[u8]) -> Option<u64> {
         );
         start.checked_add(size * count)
     };
+    // Offsets of the 64-bit ELF header: start, entry size and count of the program headers, then of the sections.
     let (programs, sections) = (table(0x20, 0x36, 0x38)?, table(0x28, 0x3a, 0x3c)?);
     Some(programs.max(sections).max(0x40))
 }
 
 /// Length of a fat binary according to its header.
 fn fat_binary_bytes(image: &[u8]) -> Option<u64> {
+    // The header's own length, and that of everything behind it.
     number(image, 6, 2)?.checked_add(number(image, 8, 8)?)
 }
 

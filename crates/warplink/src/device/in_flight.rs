@@ -234,6 +234,8 @@ impl<T: Send + Sync + 'static> Drop for InUse<T> {
     fn drop(&mut self) {
         let streams = std::mem::take(&mut *lock(&self.streams));
         if !streams.is_empty() {
+            // The streams were noted, not marked, on each use: events cost driver calls, and are recorded here,
+            // once, at the end.
             self.in_flight.hold(&streams, self.value.clone());
         }
     }

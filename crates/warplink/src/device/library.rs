@@ -180,6 +180,7 @@ pub(crate) fn once<T>(
     if let Some(functions) = functions.get() {
         return Ok(functions);
     }
+    // Only a success is kept: the library may be installed, or its path set, before the next attempt.
     let resolved = resolve(&load(wanted)?)?;
     Ok(functions.get_or_init(|| resolved))
 }
@@ -274,6 +275,7 @@ impl Places {
         cuda_homes.push(PathBuf::from("/usr/local/cuda"));
         Self {
             listed: std::env::split_paths(&listed)
+                // A relative entry would load code from the current directory, which an attacker may control.
                 .filter(|path| path.is_absolute())
                 .collect(),
             cuda_homes,
@@ -396,6 +398,7 @@ fn search(wanted: &'static Wanted, places: &Places) -> std::result::Result<Loade
         .or_else(|| in_directories(then, &mut tried));
     match found {
         Some((library, path)) => Ok(Loaded {
+            // Never unloaded: function pointers of it are kept in statics.
             library: Box::leak(Box::new(library)),
             name: wanted.name,
             help: wanted.help,

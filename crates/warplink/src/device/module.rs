@@ -205,8 +205,11 @@ impl Kernel {
             .with_operation("launch a kernel")
             .with_help("leave out launches that have nothing to do"));
         }
+        // Before the launch, since a kernel whose proxy has failed would wait for it.
         arguments.iter().try_for_each(Argument::check)?;
         self.0.launch(stream, launch, arguments)?;
+        // After the launch: the proxy is woken when there is something to poll for, and the mark follows the
+        // kernel.
         arguments.iter().for_each(|argument| argument.note(stream));
         Ok(())
     }

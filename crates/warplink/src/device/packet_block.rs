@@ -45,6 +45,8 @@ pub(crate) fn push(
     spin(words, || Ok(words.load(BlockWord::Consumed)? + 2 >= epoch))?;
     for number in packets {
         for (half, data) in data(number)?.into_iter().enumerate() {
+            // Data and flag in one word, which is stored whole, so a receiver that sees the flag has the data
+            // without a fence.
             let value = u64::from(epoch as u32) << 32 | u64::from(data);
             let word = BlockWord::Packet {
                 epoch,

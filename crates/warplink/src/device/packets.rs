@@ -131,6 +131,7 @@ impl PacketLine {
     /// The two words of packet `number` of `epoch`, in the receiver's scratch.
     pub(crate) fn packet(&self, receives: bool, epoch: u64, number: usize) -> Result<[Word; 2]> {
         let scratch = if receives { &self.own } else { &self.peer };
+        // Two halves, used in turn, let the sender run one epoch ahead of the receiver.
         let half = (epoch % 2) as usize * self.shape.half_bytes();
         let start = HALVES + half + PACKET[1] * number;
         Ok([scratch.word(start)?, scratch.word(start + 8)?])

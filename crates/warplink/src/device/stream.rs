@@ -414,6 +414,7 @@ pub(crate) fn sequence_apart(stream: &dyn StreamBackend, ops: &[StreamOp<'_>]) -
             pending.push(*op);
             continue;
         }
+        // Word operations are collected, since a device enqueues several of them in one call.
         stream.memory_ops(&pending)?;
         pending.clear();
         match op {

@@ -67,6 +67,7 @@ impl Turns {
         stream: &Stream,
         enqueue: impl FnOnce(bool) -> Result<()>,
     ) -> Result<()> {
+        // Held over `enqueue`: the order of the calls is that of the lock, and the event must follow exactly this work.
         let mut last = lock(&self.last);
         let capture = stream.capture_id()?;
         last.begin(capture, stream)?;
@@ -101,6 +102,8 @@ impl Turns {
         // Record the event now, on this thread: later the stream may have to wait for work that follows this
         // elsewhere, may be capturing, or may belong to another thread.
         let done = match earlier {
+            // Reused: streams that wait for its earlier record have that wait enqueued, and a new record does not
+            // affect it.
             Some(earlier) => earlier.done,
             None => self.device.create_event(false)?,
         };

@@ -54,6 +54,7 @@ impl Gpu {
         let fault = Arc::new(Fault::default());
         let staging = Staging::create(&context, &fault)?;
         let reaper = Reaper::start(&context)?;
+        // Stopped explicitly: its thread holds the context, and would outlive a device that failed to open.
         let signals = Signals::start(&context, &reaper).inspect_err(|_| reaper.stop())?;
         fault.when_raised(&signals, |signals| {
             if let Some(signals) = signals.upgrade() {
@@ -148,6 +149,7 @@ fn parse_cpus(list: &str) -> Vec<usize> {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
         Some(first.parse::<usize>().ok()?..=last.parse::<usize>().ok()?)
     });
+    // Bounded, since a malformed range could name billions of CPUs.
     ranges.flat_map(|range| range.take(1 << 16)).collect()
 }
 

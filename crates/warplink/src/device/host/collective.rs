@@ -152,6 +152,7 @@ impl HostCollectives {
         let (world, size) = (self.world(), reduction.dtype.size());
         let elements = reduction.own.bytes() / size;
         let parts = |slice: &DeviceSlice| -> Result<Vec<DeviceSlice>> {
+            // Whole elements, as evenly as they go; parts may be empty.
             let start = |part: usize| elements * part / world * size;
             (0..world)
                 .map(|part| slice.slice(start(part)..start(part + 1)))
@@ -248,6 +249,7 @@ impl CollectiveEngine for HostCollectives {
             }
             Collective::Reduce(op, _) => {
                 let call = RankCall {
+                    // The root only receives; `reduced` is made for reductions in which every rank does both.
                     sends: Vec::new(),
                     ..self.inner.reduced(&to_all(), reduction(op))
                 };

@@ -183,6 +183,8 @@ fn matmul<T: Element>(
             false,
             false,
             false,
+            // Streams of several ranks run at the same time; threads of their own would only compete for the
+            // processors.
             gemm::Parallelism::None,
         );
     }

@@ -108,6 +108,7 @@ fn cast(to: DType, from: DType, bytes: &[u8]) -> Vec<u8> {
     let is_half = to.is_float() && to.size() == 2;
     let narrowed = |value: f64| {
         if is_half {
+            // By way of f32, as the kernels convert: two roundings may differ from one.
             (value as f32).into()
         } else {
             value

@@ -283,6 +283,7 @@ impl Exchange {
         // Release store: the peer sees the chunk's content before the count.
         words::set(word, chunk.number + 1);
         side.position = chunk.range.end;
+        // After the counter, which the peer reads again when it wakes.
         doorbell::ring(&self.bells[side.peer]);
         Ok(())
     }

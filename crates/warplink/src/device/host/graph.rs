@@ -63,6 +63,7 @@ impl RecordedGraph {
 
     /// Runs every branch once, on the launching stream's thread and the branches' threads.
     pub(super) fn run(&self, context: &Context) -> Result<()> {
+        // Branch threads are shared by all launches, and launches of one graph are ordered on a GPU too.
         let _one_at_a_time = lock(&self.launching);
         let marks: Arc<[EventState]> = (0..self.marks).map(|_| EventState::default()).collect();
         let ends: Vec<_> = self

@@ -25,6 +25,7 @@ impl Share {
     /// For one of `ranks` ranks on a machine with `processors` cores.
     pub(super) fn of(processors: usize, ranks: usize) -> Self {
         Self {
+            // All ranks of the machine run lanes at the same time, and share its processors.
             threads: (processors / ranks.max(1)).max(1),
             looks: doorbell::looks(processors, ranks),
         }

@@ -72,6 +72,7 @@ pub(super) fn next_identity() -> u64 {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        // Before unmapping: from then on the address may belong to a new mapping, whose entry must stay.
         lock(&MAPPINGS).remove(&self.base);
         // No references exist: every access goes through a slice that holds this mapping, and this is its
         // last holder.
@@ -123,6 +124,7 @@ impl Reservation {
     /// Releases ownership of the addresses to the caller.
     fn into_base(self) -> u64 {
         let base = self.base;
+        // The mapping unmaps the whole range itself from now on.
         std::mem::forget(self);
         base
     }
@@ -184,6 +186,8 @@ pub(super) fn new_file(bytes: usize) -> Result<Piece> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let descriptor = rustix::fs::memfd_create("warplink", flags).map_err(fail)?;
     rustix::fs::ftruncate(&descriptor, bytes as u64).map_err(fail)?;
+    // Sealed before anybody gets the descriptor, and against further seals: one on writing would make peers'
+    // mappings fail.
     rustix::fs::fcntl_add_seals(&descriptor, FIXED_LENGTH | SealFlags::SEAL).map_err(fail)?;
     Ok(Piece { descriptor, bytes })
 }

@@ -78,6 +78,8 @@ impl Backing for Borrowed {
         true
     }
     fn without_owner(&self) -> Option<Arc<dyn Backing>> {
+        // Memory without a mapping of ours gives no sign when it is freed; a segment's pieces live as long as the
+        // segment.
         if self.inside.is_empty() || self.inside.iter().any(|mapping| mapping.is_piece()) {
             return None;
         }
@@ -117,6 +119,8 @@ impl Drop for Borrowed {
 impl Drop for Allocation {
     fn drop(&mut self) {
         if let Some(late) = &self.late {
+            // The clone keeps it mapped until the thread drops it, as a driver does that unmaps behind the caller's
+            // back.
             late.unmap(self.mapping.clone());
         }
     }
@@ -233,6 +237,7 @@ pub(super) fn borrow(
     let borrowed = Borrowed {
         base,
         bytes: inside.iter().map(|mapping| mapping.bytes).sum(),
+        // The same for every view of these mappings, so that views of one allocation count as one.
         identity: combined_identity(&identities),
         inside,
         owner: Some(owner),

@@ -284,6 +284,7 @@ impl Device for HostDevice {
     fn after_unmapping(&self, then: Box<dyn FnOnce() + Send>) {
         match self.late_unmapping.get() {
             Some(late) => late.then(then),
+            // Without delays, dropping the last holder of a mapping has unmapped it already.
             None => then(),
         }
     }

@@ -84,6 +84,7 @@ impl Context {
         number: u64,
     ) -> Self {
         let seed =
+            // The golden ratio's bits spread consecutive stream numbers over the whole range of seeds.
             delays.map_or(1, |delays| delays.seed) ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15);
         Self {
             fault,
@@ -202,6 +203,7 @@ impl Context {
         }
         let half = target.bytes() / 2;
         memory::copy(
+            // The second half first, so that a reader that polls the end of the data is caught too.
             &target.slice(half..target.bytes())?,
             &source.slice(half..source.bytes())?,
         );

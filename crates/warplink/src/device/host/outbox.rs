@@ -33,6 +33,7 @@ impl OwnOutbox {
                 format!("the system gave no random bytes: {error}"),
             )
         })?;
+        // Before the address is sent to anybody: a peer verifies the mark as soon as it has opened the file.
         memory::write_bytes(&slice.slice(MARK)?, &mark(&token, rank))?;
         Ok(Self {
             slice,

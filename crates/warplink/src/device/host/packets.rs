@@ -32,6 +32,8 @@ pub(super) fn store(
     let words = words::all_of(target)?;
     if !lines {
         let flag = u64::from(flag as u32) << 32;
+        // With a delay in between, so that a reader that trusts the first packet's flag for all of them gets stale
+        // data.
         let (first, second) = words.split_at(words.len() / 2);
         let (early, late) = bytes.split_at(bytes.len().min(4 * first.len()));
         for (words, bytes) in [(first, early), (second, late)] {

@@ -46,6 +46,7 @@ impl Segment for HostSegment {
 
     fn grow(&self, bytes: usize) -> Result<()> {
         let mut pieces = lock(&self.pieces);
+        // The lock is held over the mapping: two pieces at one offset would replace each other.
         let mapping = add_piece(&self.reservation, pieces.bytes, bytes.max(1))?;
         pieces.bytes += mapping.bytes;
         pieces.mappings.push(mapping);

@@ -101,6 +101,7 @@ impl BlockSignals<'_> {
         self.context.check()?;
         self.context.delay();
         words::count_up_alone(&self.word(number, 0)?);
+        // After the count, so that a lane woken by the bell sees the signal.
         self.ring()
     }
 

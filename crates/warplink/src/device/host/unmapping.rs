@@ -43,6 +43,7 @@ impl LateUnmapping {
 
     /// Runs `then` after everything submitted so far is unmapped.
     pub(super) fn then(&self, then: Box<dyn FnOnce() + Send>) {
+        // In the same queue as the mappings, so that it runs after all those that were dropped before.
         let _ = self.0.send(UnmappingTask::Then(then));
     }
 }

@@ -97,6 +97,7 @@ impl Worker {
             }
             // Short naps, since faults do not notify this condition.
             let nap = deadline.remaining().min(Duration::from_millis(10));
+            // The earliest of all waiting threads; those that want more set it again when they are woken.
             queue.awaited = Some(queue.awaited.map_or(end, |other| other.min(end)));
             queue = self
                 .shared

@@ -139,6 +139,8 @@ impl BatchedGemms {
         let list = |addresses: &dyn Fn(usize) -> [u64; 3]| -> Result<Lists> {
             Lists::make(&self.gpu, matmuls.len(), addresses)
         };
+        // On scratch operands: the first run loads the library's kernels, and must not write to the caller's
+        // memory.
         let tried = list(&|_| [scratch.operands.a, scratch.operands.b, scratch.operands.c])?;
         let workspace_bytes = scratch.workspace_bytes.min(WORKSPACE);
         let workspace = (scratch.workspace, workspace_bytes);

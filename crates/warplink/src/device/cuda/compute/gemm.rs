@@ -181,6 +181,7 @@ impl Gemm {
     ) -> Result<()> {
         let (one, beta) = (1.0_f32, if self.spec.accumulate { 1.0_f32 } else { 0.0 });
         let device = |address: u64| address as usize as *mut c_void;
+        // Held over the call: the bias is part of the shared description rather than an argument.
         let description = lock(&self.description);
         if self.spec.bias {
             description.set(

@@ -94,6 +94,7 @@ impl CudaCompute {
             for (time, times, proposal) in &mut tried {
                 gemm.choose(*proposal);
                 let again = self.run(gemm, scratch, *times)? / *times as f32;
+                // The least of all rounds: noise only ever adds time.
                 *time = time.min(again);
             }
         }

@@ -111,6 +111,7 @@ impl Workspaces {
         let last_use = state.uses;
         if let Some(pieces) = state.streams.get_mut(&key) {
             pieces.last_use = last_use;
+            // The caller's stream was given back and borrowed again, by another object of the same key.
             if !std::ptr::eq(pieces.stream.as_ptr(), Arc::as_ptr(stream)) {
                 pieces.stream = Arc::downgrade(stream);
             }
@@ -159,6 +160,7 @@ impl Workspaces {
             piece: Some(piece),
             reaper: reaper.clone(),
         });
+        // Weak: the graph owns the buffer, and this entry only lets later work of the same capture share it.
         let (address, known) = (piece.address, Arc::downgrade(&piece));
         capture.keep(stream.context().driver, Box::new(piece))?;
         state.graphs.retain(|_, piece| piece.strong_count() > 0);

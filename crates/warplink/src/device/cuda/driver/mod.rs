@@ -292,6 +292,7 @@ impl Driver {
         let mut value = 0;
         // SAFETY: `value` points to a writable integer; an unknown attribute is refused.
         let answer = unsafe { (self.cuDeviceGetAttribute)(&mut value, attribute, device) };
+        // An attribute that an older driver does not know counts as a feature that is missing.
         if answer == status::SUCCESS { value } else { 0 }
     }
 

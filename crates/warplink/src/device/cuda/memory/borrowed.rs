@@ -143,6 +143,7 @@ fn pieces(
             id: Some(at.id).filter(|id| *id != 0),
         });
         next = base + bytes;
+        // An allocation of `cuMemAlloc` is one piece; only virtual memory is mapped in several.
         if plain || next >= end {
             break;
         }
@@ -238,6 +239,7 @@ impl KnownPlaces {
 /// uses again.
 fn place(gpu: &Gpu, address: u64) -> BorrowedPlace {
     if let Some(known) = gpu.known_places.find(address)
+        // The memory may have been freed and allocated anew; one cheap query shows that, the others are saved.
         && buffer_id(gpu, address) == Some(known.id)
     {
         return known;

@@ -126,6 +126,7 @@ impl Registered {
         let mut address = 0;
         // SAFETY: `address` points to a writable address; the memory was registered above.
         let code = unsafe { (driver.cuMemHostGetDevicePointer_v2)(&mut address, start, 0) };
+        // Made before the result is checked, so that a failure unregisters the memory.
         let registered = Self {
             context: context.clone(),
             file,

@@ -341,6 +341,7 @@ impl PlainMemory {
 
     /// Allocates a new block from the driver.
     fn allocate_block(gpu: &Arc<Gpu>, bytes: usize) -> Result<Block> {
+        // Only on a miss: a pool that serves every allocation is as large as the program needs it.
         gpu.free_blocks(gpu.blocks.take_surplus());
         let _entered = gpu.context.enter()?;
         let _relaxed = gpu.context.relax_capture();
@@ -349,6 +350,7 @@ impl PlainMemory {
         // SAFETY: `address` points to a writable address, and the context is current.
         let mut code = unsafe { (driver.cuMemAlloc_v2)(&mut address, bytes) };
         if code == status::OUT_OF_MEMORY {
+            // Pooled blocks may be of sizes that do not fit; returned to the driver, they are merged.
             gpu.give_back(Instant::now() + FREEING);
             // SAFETY: as above.
             code = unsafe { (driver.cuMemAlloc_v2)(&mut address, bytes) };
@@ -374,6 +376,7 @@ impl PlainMemory {
         // SAFETY: just allocated, of at least as many bytes.
         unsafe { gpu.staging.zero(memory.address, bytes)? };
         memory.fault = Some(fault.clone());
+        // After zeroing, which would erase the value that a fault writes from here on.
         gpu.signals.add(memory.address, bytes, fault);
         Ok(memory)
     }

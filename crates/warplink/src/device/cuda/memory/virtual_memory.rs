@@ -159,6 +159,7 @@ impl VirtualMemory {
         let start = self.address + self.bytes as u64;
         self.pieces.push(piece);
         self.bytes += piece.bytes;
+        // Mapped memory is not accessible to any device until access is granted.
         allow(&self.gpu, start, piece.bytes)
     }
 
@@ -278,6 +279,7 @@ pub(crate) fn export_mapped(gpu: &Gpu, address: u64) -> Result<OwnedFd> {
         (driver.cuMemRetainAllocationHandle)(&mut handle, address as usize as *mut c_void)
     };
     driver.check(code, "find the physical memory behind an address")?;
+    // The descriptor holds the memory by itself, so the handle can be released whether or not this succeeds.
     let descriptor = export(gpu, handle);
     // SAFETY: retained above, released once.
     let code = unsafe { (driver.cuMemRelease)(handle) };

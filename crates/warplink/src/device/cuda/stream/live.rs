@@ -150,6 +150,8 @@ impl LiveStream {
             // A failing driver would fail a later attempt too.
             end => end,
         };
+        // Relaxed: only uniqueness matters. A key of its own, since the owner may create another stream with the
+        // same handle.
         let key = GIVEN_BACK | NEXT.fetch_add(1, Ordering::Relaxed);
         let _ = self.given_back.set(GivenBack { key, end });
         Ok(())

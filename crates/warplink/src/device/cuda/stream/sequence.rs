@@ -39,9 +39,12 @@ impl CudaStream {
                     let joins =
                         |unit| unit == Unit::Kernel || (unit == Unit::Beside && copy.blocks == 1);
                     let before = pending.iter().rev().take_while(|(_, unit)| joins(*unit));
-                    // Operations beyond the launch's limit are enqueued before it.
+                    // Operations beyond the launch's limit are enqueued before it. Half of its places are left for
+                    // operations after the copy.
                     let mut before = before.count().min(MAX_OPERATIONS / 2);
                     if copy.blocks > 1 {
+                        // Every block executes the operations of its launch, so only those may join that can be
+                        // repeated.
                         before = waits_at_end(&pending[pending.len() - before..]);
                     }
                     let joined: Vec<MemoryOp<'_>> = pending
