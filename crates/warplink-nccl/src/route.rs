@@ -73,7 +73,7 @@ pub(crate) fn route(
         wants_real,
         // The real library is only loaded if needed.
         has_real: wants_real && real::is_there(),
-        // The smallest wish of all ranks is taken below, so no wish must not count as one.
+        // The smallest of all ranks is taken below, so a rank without a wish offers the largest number.
         multiprocessors: multiprocessors.unwrap_or(u32::MAX),
     };
     let offers = gather(communicator, own)?;

@@ -477,8 +477,8 @@ impl Client {
         let reason = not_heard(limit);
         // Before the shutdown below, which wakes the reader: `run` takes its reason from here.
         lock(&self.state).given_up = Some(reason.clone());
-        // A rank that was merely stopped learns from this that it is no longer a member. If it is dead, nothing is
-        // lost.
+        // If the rank that serves was merely stopped, it learns from this that it is no longer a member. If it is
+        // dead, nothing is lost.
         if let Ok(given_up) = message::encode(&Request::GiveUp { reason }) {
             let _ = link.push(0, &given_up);
         }

@@ -47,7 +47,8 @@ pub(super) fn ask(
     let deadline = Deadline::after(patience);
     let ask_once = || {
         let connection = socket()?;
-        // The system's own timeouts bound the connect, which blocks while the backlog of a stopped peer is full.
+        // Before the connect, which the send timeout bounds too: it blocks while the backlog of a stopped peer is
+        // full.
         limit(&connection)?;
         let asked = send(connection, name, token, request)?;
         asked.wait(deadline)?;

@@ -50,8 +50,8 @@ impl ServerShared {
             let error = Error::io("accept a connection", &error);
             let mut state = lock(&self.state);
             if errno == Some(Errno::MFILE) || errno == Some(Errno::NFILE) {
-                // At the limit of descriptors even young handshakes go: members that need a descriptor come before
-                // strangers, and a member that is dropped retries.
+                // At the limit of descriptors even young handshakes go: members need descriptors more than
+                // strangers do, and a joiner that is dropped retries.
                 self.drop_unauthenticated(&mut state, usize::MAX, Duration::ZERO);
             }
             self.cannot_serve(state, &error);

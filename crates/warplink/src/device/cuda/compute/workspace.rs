@@ -111,7 +111,7 @@ impl Workspaces {
         let last_use = state.uses;
         if let Some(pieces) = state.streams.get_mut(&key) {
             pieces.last_use = last_use;
-            // The caller's stream was given back and borrowed again, by another object of the same key.
+            // Another borrow of the same stream, which may outlive the earlier one.
             if !std::ptr::eq(pieces.stream.as_ptr(), Arc::as_ptr(stream)) {
                 pieces.stream = Arc::downgrade(stream);
             }
