@@ -130,6 +130,7 @@ impl Gathers {
         gather.bytes = bytes;
         gather.arrived += 1;
         if gather.arrived < id.members.len() {
+            // Only parked contributions can be cancelled; the last one is answered at once.
             self.by_request.insert((rank, request), id);
         } else {
             self.complete(&id, out);

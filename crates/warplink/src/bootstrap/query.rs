@@ -55,6 +55,7 @@ impl Queries {
     fn respondent(&self, group: GroupName) -> Option<(Arc<Group>, Arc<dyn Respondent>)> {
         let respondents = lock(&self.respondents);
         let (group, respondent) = respondents.get(&group)?;
+        // Only looked up under the lock: handlers run without it, and may register respondents themselves.
         Some((group.upgrade()?, respondent.upgrade()?))
     }
 
@@ -72,6 +73,7 @@ impl Queries {
     /// Registers a query to `awaited`, and returns its number.
     fn begin(&self, awaited: &[u32]) -> u64 {
         let mut in_flight = lock(&self.in_flight);
+        // From 1 on, since 0 marks a notice.
         in_flight.last += 1;
         let number = in_flight.last;
         let query = Query {
@@ -93,6 +95,7 @@ impl Queries {
             deadline.remaining(),
             is_awaited,
         );
+        // Removed with the lock of the wait, so a later answer finds no query and is dropped.
         let mut in_flight = waited.unwrap_or_else(PoisonError::into_inner).0;
         let query = in_flight.queries.remove(&number);
         query.unwrap_or_default().answers

@@ -315,6 +315,8 @@ impl StoreTable {
             _ => version,
         };
         self.answer_at(version, rank, id, reply);
+        // After the answer: a notice that came first would find no entry to drop, and the answer would then add
+        // one.
         self.send_superseded();
     }
 

@@ -76,6 +76,7 @@ impl MatmulSpec {
             let before = rows.checked_sub(1)?.checked_mul(step)?;
             let elements = before.checked_add(length)?;
             let apart = step >= length;
+            // Rows that overlap would make the result depend on the order in which a device computes them.
             elements.checked_mul(self.dtype.size()).filter(|_| apart)
         })
     }

@@ -175,6 +175,8 @@ impl Elementwise {
                 ));
             }
         }
+        // With strides, interleaved elements overlap as ranges of bytes without sharing any; callers answer for
+        // these.
         if !self.is_contiguous() {
             return Ok(());
         }
@@ -204,6 +206,7 @@ impl Elementwise {
         }
         let mut last: usize = 0;
         for (extent, stride) in self.shape.iter().zip(strides) {
+            // The last element rather than the product of the extents: strides may leave gaps.
             last = last.checked_add((extent - 1).checked_mul(*stride)?)?;
         }
         last.checked_add(1)?.checked_mul(dtype.size())

@@ -110,6 +110,7 @@ impl SerialKernels {
             Readying::WithCode => kernel.0.loaded_its_code(),
             Readying::Never => false,
         };
+        // Beyond the limit kernels are launched in the ordinary way, which only takes more host time.
         if known.is_some() || !now || count >= MAX_READY {
             return Ok(known);
         }

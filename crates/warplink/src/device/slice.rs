@@ -185,6 +185,7 @@ impl DeviceSlice {
 
     /// Whether it contains all of `other`.
     pub(crate) fn contains(&self, other: &Self) -> bool {
+        // The identity too: an address may have been freed and be another allocation's now.
         self.backing.identity() == other.backing.identity()
             && self.address() <= other.address()
             && other.address() + other.bytes as u64 <= self.address() + self.bytes as u64
@@ -193,6 +194,7 @@ impl DeviceSlice {
     /// Whether two slices share a byte.
     pub fn overlaps(&self, other: &Self) -> bool {
         let (a, b) = (self.address(), other.address());
+        // Addresses of two kinds of devices are in different address spaces, and may be equal by chance.
         self.kind() == other.kind() && a < b + other.bytes as u64 && b < a + self.bytes as u64
     }
 }

@@ -70,9 +70,11 @@ impl GroupExchange<'_> {
                 Some(error) => return Err(error),
                 None => votes,
             },
+            // This rank's error may be a consequence, so the cause that another rank reports takes precedence.
             (Ok(votes), Some(error)) if follows(error) => {
                 return Err(failure(&votes, false).unwrap_or_else(|| error.clone()));
             }
+            // A failure of its own is the most specific, whether or not the votes arrived.
             (_, Some(error)) => return Err(error.clone()),
             (Err(error), None) => return Err(error),
         };

@@ -363,6 +363,7 @@ impl<K: Eq + Hash> PairExchange<K> {
         let mut peers: Vec<Rank> = offers.iter().map(|offer| offer.job_peer).collect();
         peers.sort_unstable();
         peers.dedup();
+        // The loss of any of these peers ends the wait at once, rather than at the deadline.
         let wait = Wait::on(peers, deadline);
         let taken = self.bootstrap.store().multi_take(&keys, &wait);
         taken.map_err(|error| {

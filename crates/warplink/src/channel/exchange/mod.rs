@@ -222,6 +222,8 @@ impl Matching for ConnectionExchange {
             region_bytes,
             region: exposed.reached_key().to_vec(),
         });
+        // Kept with the end, which connects with it or discards it: a plain drop would wait for the peer's last
+        // write.
         offer.end.exposed = Some(exposed);
         Ok(EndOffer {
             transport,

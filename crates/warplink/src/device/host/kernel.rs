@@ -278,6 +278,7 @@ impl KernelBackend for HostKernelBackend {
         }
         // Held until the task is enqueued, so that no fault is missed between the two.
         let _noted = stream.depend_on(arguments.iter().flat_map(Argument::faults));
+        // The task owns its arguments, which keeps their memory alive until it has run.
         let (body, launch, arguments) = (self.body.clone(), *launch, arguments.to_vec());
         let (name, processors) = (self.name.clone(), self.processors);
         stream.enqueue(HostOperation::Task(Arc::new(move |context: &Context| {

@@ -31,6 +31,8 @@ impl HostStream {
         let (target, source) = (target.clone(), source.clone());
         let arrivals: Vec<Word> = arrivals.into_iter().flatten().cloned().collect();
         self.enqueue(HostOperation::Task(Arc::new(move |context: &Context| {
+            // Rounded up, so the last blocks may be left with nothing; they signal all the same, since arrivals are
+            // counted.
             let each = target.bytes().div_ceil(blocks.max(1) as usize);
             in_any_order(context, blocks, |block| {
                 let start = (block as usize * each).min(target.bytes());
@@ -156,6 +158,8 @@ impl BlockWords for LineEnd<'_> {
 
     fn set(&self, word: BlockWord, value: u64) -> Result<()> {
         if word == BlockWord::ConsumedAtPeer {
+            // Tests delay this word, so that a sender that does not wait for it overwrites packets that are not
+            // read yet.
             self.context.delay();
         }
         words::set(&self.word(word)?, value);

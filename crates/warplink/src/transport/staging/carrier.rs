@@ -71,6 +71,7 @@ impl StagedCarrier {
 
     fn push(&self, operation: StagingOperation) {
         self.end.push(operation);
+        // After the push: the thread looks at the queue once it is awake.
         self.service.wake();
     }
 }
@@ -124,6 +125,7 @@ impl Carrier for StagedCarrier {
                     .expired("the peer to receive the sent data")
                     .with_peer(self.peer));
             }
+            // Nothing signals completion to the host: it is a counter in memory that the peer writes.
             std::thread::sleep(LOOK);
         }
         Ok(())

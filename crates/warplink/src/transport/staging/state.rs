@@ -119,6 +119,7 @@ impl EndState {
         if let Some((id, request)) = self.requests.front_mut() {
             let bytes = chunk_bytes.min(request.left.bytes() as u64);
             let (id, offset) = (*id, request.done);
+            // One chunk of it at a time, so the peer's gets share the ring with this end's own operations.
             let source = request.take(bytes)?;
             if request.left.bytes() == 0 {
                 self.requests.pop_front();

@@ -151,10 +151,13 @@ fn reach(gpu: &Gpu, backing: &CudaBacking) -> Result<()> {
     let _relaxed = mine.relax_capture();
     // SAFETY: both contexts are retained for as long as they are held; the only valid flags are 0.
     let code = unsafe { (mine.driver.cuCtxEnablePeerAccess)(theirs.raw, 0) };
+    // Access is per pair of contexts and is never disabled, so another allocation, or another library, may have
+    // enabled it.
     if code != status::PEER_ACCESS_ALREADY_ENABLED {
         mine.driver.check(code, "enable peer access")?;
     }
     match &backing.source {
+        // Peer access covers allocations of `cuMemAlloc` only; virtual memory has access rights of its own.
         Source::Virtual(memory) => memory.allow(gpu),
         // Virtual memory mapped by other code is not covered by peer access either.
         Source::Borrowed(borrowed) if !borrowed.ipc_capable => {
