@@ -46,6 +46,8 @@ impl Agenda {
     pub(super) fn wake_readers(&mut self, rank: Rank, stored: &OperandMemory) {
         let mut woken = Vec::new();
         self.waiting[rank].retain(|(lane, packing, wanted)| {
+            // Any overlap wakes the reader, even if some packets are still missing: it tests all of them again, and
+            // goes back to waiting if need be.
             let touched = *packing == stored.packing
                 && wanted.start < stored.bytes.end
                 && stored.bytes.start < wanted.end;

@@ -126,10 +126,12 @@ impl<S> Machine<S> {
             let rank = index / self.width;
             let lane = &mut self.lanes[index];
             if lane.running && lane.next == lane.steps.len() {
+                // Frees the steps now: launches in flight are bounded by the steps that they hold in memory.
                 *lane = Lane::default();
                 let (_, left) = &mut self.launches[rank];
                 *left -= 1;
                 if *left == 0 {
+                    // Only the caller can start the rank's next launch, and lanes of other ranks may wait for it.
                     return Some(rank);
                 }
             }
@@ -152,6 +154,8 @@ impl<S> Machine<S> {
                 word.sent
                     .push_back((actor, domain.signal(actor, *to, last)));
                 word.signalled += 1;
+                // The lane may not wait for this word, or not yet. A spurious wake-up only makes it test its step
+                // again.
                 self.agenda.wake(peer * self.width + to);
             }
             LaneStepKind::Wait(peer) => {
@@ -171,6 +175,8 @@ impl<S> Machine<S> {
                         && !domain.has_packets(actor, source.rank, &packets)
                     {
                         self.agenda.wait_for_packets(index, source.rank, &packets);
+                        // One missing source is enough to wait for: the step tests all of them again when it is
+                        // woken.
                         return false;
                     }
                 }
@@ -180,6 +186,8 @@ impl<S> Machine<S> {
                         self.agenda.wake_readers(target.rank, &packets);
                     }
                 }
+                // The list of steps ends at a read of a value that the later steps depend on, so it is extended only
+                // here.
                 let reads_value = matches!(kind, LaneStepKind::Value { .. });
                 if reads_value
                     && state.next + 1 == state.steps.len()

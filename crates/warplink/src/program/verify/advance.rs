@@ -32,9 +32,13 @@ impl SimulatedRun<'_> {
                     event.waiting = Some(stream);
                     return false;
                 }
+                // Each event has exactly one waiter, so its snapshot is moved out, which frees the clock's nodes
+                // early.
                 if let Some(mark) = event.clock.take() {
                     self.streams[stream].clock.learn(&mark);
                 }
+                // The wait itself counts as a step, so that a later snapshot of this stream differs from one taken
+                // before the wait.
                 self.tick(stream);
                 self.streams[stream].last = Some(operation);
             }
@@ -72,6 +76,8 @@ impl SimulatedRun<'_> {
             if position >= positions {
                 break;
             }
+            // Dependencies are polled in a fixed order. That cannot cause a false deadlock: none of them is consumed
+            // by being satisfied, so the operation completes whenever all hold.
             if let Some(need) = self.need_at(stream, operation, position) {
                 self.wait_for(stream, need);
                 return false;
@@ -124,6 +130,8 @@ impl SimulatedRun<'_> {
             OperationKind::Post(group) if position < group.len() => {
                 let id = group[position];
                 let again = self.again(rank, operation, position)?;
+                // The word of an end that only signals is set by its peer once the copy is done, which is completion
+                // of the post before.
                 let done = self.ends[rank][id].incoming.has(again - 1);
                 (!done).then_some(Need::Peer(id, again - 1))
             }
@@ -139,6 +147,8 @@ impl SimulatedRun<'_> {
                 if transfer.initiates() {
                     return end.completed.missing(number).map(|n| Need::Own(id, n));
                 }
+                // In a graph, a wait on another stream starts from an event that follows the first post, so it cannot
+                // be satisfied before that.
                 if self.mode == Mode::Captured && !end.placed {
                     return Some(Need::Own(id, 1));
                 }
@@ -205,12 +215,15 @@ impl SimulatedRun<'_> {
             OperationKind::Post(group) => {
                 for (position, &id) in group.iter().enumerate() {
                     let transfer = &ranks[rank].transfers[id];
+                    // These signals have a dependency and are sent in `pass`, once it is satisfied.
                     if self.again(rank, operation, position).is_some() {
                         continue;
                     }
                     let number = self.links.numbers[rank].at(operation, position);
                     if transfer.is_engine() {
                         let partner = self.links.partners[rank][id];
+                        // Both ends write, as either end may wait for the start of the other one's call; only a
+                        // receive learns the clock from it.
                         let clock = self.streams[stream].clock.clone();
                         let word = &mut self.ends[transfer.peer][partner].incoming;
                         let woken = word.write(number, stream, &clock);

@@ -11,6 +11,7 @@ use crate::program::rank_program::OperationKind;
 impl SimulatedRun<'_> {
     /// Device resources that an operation holds, if they are tracked.
     pub(super) fn holder(&self, rank: Rank, operation: usize) -> Option<Holder> {
+        // Clocks do not advance in the simulation of a graph, so they could not show an order.
         if self.rooms.is_empty() || self.mode == Mode::Captured {
             return None;
         }
@@ -47,9 +48,12 @@ impl SimulatedRun<'_> {
         let room = &mut self.rooms[rank];
         match holder {
             Holder::Kernel { waits } => {
+                // Operations are visited in one valid order, so a pair is found at whichever of the two comes second:
+                // each side checks against those that are done.
                 if let (true, Some(other)) = (waits, room.engine_beside(clock)) {
                     violations.no_room(rank, operation, other);
                 }
+                // The caller's stream starts at time 1, and streams that have not synchronized with it know of 0.
                 let forked = clock.get(self.first_stream[rank]) > 0;
                 let is_first = room.not_forked.iter().all(|(_, other)| *other != stream);
                 if !forked && is_first {
@@ -59,6 +63,7 @@ impl SimulatedRun<'_> {
             Holder::Engine { waits: true } => {
                 if let Some(kernel) = &room.kernel
                     && !kernel.precedes(clock)
+                    // The engine runs serially, so an operation also follows whatever any earlier one followed.
                     && !kernel.precedes(&room.before_engine)
                 {
                     violations.no_room(rank, kernel.operation, operation);
@@ -81,6 +86,8 @@ impl SimulatedRun<'_> {
             Holder::Kernel { waits: true } => room.kernel = Some(done),
             Holder::Kernel { waits: false } => {}
             Holder::Engine { waits } => {
+                // An earlier waiting operation is over when this one starts, so a kernel can overlap only with the
+                // last; those behind it stay, as knowing any of them implies that the last one is over.
                 if waits {
                     room.engine.clear();
                 }

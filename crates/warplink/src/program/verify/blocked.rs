@@ -47,6 +47,8 @@ pub(super) fn report(run: &SimulatedRun<'_>, diagnostics: &mut Diagnostics<'_>) 
         let (mut chain, mut next) = (Vec::new(), Some(start));
         while let Some(agent) = next {
             if let Some(&earlier) = seen.get(&agent) {
+                // A chain that runs into an earlier walk ends in a cycle, or a missing dependency, which that walk
+                // has reported.
                 if earlier == walk {
                     let from = chain.iter().position(|(a, _)| *a == agent).unwrap_or(0);
                     say(run, &chain[from..], true, diagnostics);
@@ -64,6 +66,7 @@ pub(super) fn report(run: &SimulatedRun<'_>, diagnostics: &mut Diagnostics<'_>) 
             }
         }
     }
+    // A failure must never pass without a message, even if `why` has no reason for the agents of a chain.
     if !stuck.is_empty() && diagnostics.list.is_empty() {
         let blocked: Vec<_> = stuck
             .iter()
@@ -223,6 +226,7 @@ fn post_of(
 
 /// Agent that has to reach an operation: its stream, or the host that has not enqueued it yet.
 fn agent_of(run: &SimulatedRun<'_>, rank: Rank, operation: usize) -> Agent {
+    // What the host has not enqueued is in no stream's queue: the host is blocked before it, at a `share`.
     if operation >= run.hosts[rank].next {
         Agent::Host(rank)
     } else {

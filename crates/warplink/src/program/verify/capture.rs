@@ -72,6 +72,8 @@ pub(super) fn eager_only(
     if let Some((rank, obstacle)) = obstacles.next() {
         return Some(obstacle.diagnostic(program, ranks, rank));
     }
+    // A graph blocks where an eager run does not only at a signal that is sent again, so other programs need no
+    // second simulation.
     let again = |rank: &RankProgram| {
         let mut transfers = rank.transfers.iter().zip(&links.posts[rank.rank]);
         transfers.any(|(transfer, posts)| posts.len() > 1 && !transfer.initiates())
@@ -167,6 +169,8 @@ impl Recording<'_> {
             }
             OperationKind::Synchronize(other) => {
                 if !self.recorded[*other] {
+                    // Neither stream is captured: nothing would fail during capture, but the graph would miss this
+                    // dependency.
                     return Err(if self.recorded[stream] {
                         Obstacle::WaitsForOutside(index, *other)
                     } else {
@@ -207,6 +211,7 @@ impl Recording<'_> {
 
     /// Makes a stream wait for a mark of another, so that it is captured from there on.
     fn follow(&mut self, index: usize, stream: usize, (other, mark): &Mark) {
+        // Program order covers a stream's own marks, and a mark of its own does not make a stream captured.
         if *other != stream {
             self.recorded[stream] = true;
             self.clocks[stream].learn(mark);
@@ -254,10 +259,13 @@ impl Recording<'_> {
         stream: usize,
         group: &[TransferId],
     ) -> Result<(), Obstacle> {
+        // The executor orders the engine's calls by events, because the engine must be called in one order on all
+        // ranks and a graph runs independent branches in any.
         if let Some(last) = self.engine_last.clone() {
             self.follow(index, stream, &last);
         }
         self.add(index, stream)?;
+        // With all engine work on one stream, program order suffices, and marks serve waits for its transfers only.
         if self.orders_engine || !group.is_empty() {
             let mark = (stream, self.clocks[stream].snapshot(stream));
             self.engine_posts
@@ -278,6 +286,8 @@ impl Recording<'_> {
             return self.engine(index, stream, group);
         }
         self.check_order(index, stream, group)?;
+        // Signals and copies of a group are separate steps of the stream: what follows a signal alone is not ordered
+        // after the copies.
         let signals = |id: &&TransferId| !program.transfers[**id].initiates();
         if group.iter().any(|id| signals(&id)) {
             self.add(index, stream)?;
@@ -286,6 +296,7 @@ impl Recording<'_> {
                 if self.open[id].replace(index).is_some() {
                     return Err(Obstacle::PostedAgain(index, id));
                 }
+                // Waits follow the first post only: later ones already wait for the completion of the one before.
                 if self.places[id].is_none() {
                     self.place(stream, &[id]);
                 }
@@ -309,6 +320,7 @@ impl Recording<'_> {
             let mark = if self.is_engine(id) {
                 self.engine_posts.get(&id).cloned()
             } else {
+                // The wait consumes the signal, so that the word can be set to the same value again.
                 self.open[id] = None;
                 self.places[id].clone()
             };
@@ -321,6 +333,7 @@ impl Recording<'_> {
 
     fn end(&self) -> Result<(), Obstacle> {
         for (stream, clock) in self.clocks.iter().enumerate() {
+            // CUDA refuses to end a capture whose forked streams have not been joined into the origin stream.
             if self.clocks[0].get(stream) < clock.get(stream) {
                 return Err(Obstacle::NotJoined(self.last[stream]));
             }

@@ -10,6 +10,8 @@ use std::cell::Cell;
 use std::rc::Rc;
 
 /// Counts in a leaf, as a power of two.
+// A leaf of 32 counts is 128 bytes, the size of an inner node of 16 pointers. Larger ones copy more for each tick,
+// smaller ones make deeper trees.
 const LEAF_BITS: usize = 5;
 
 /// Branches of a node, as a power of two.
@@ -121,6 +123,7 @@ impl Clock {
     /// Joins `other`.
     pub(super) fn join(&mut self, other: &Self) {
         join_trees(&mut self.root, &other.root);
+        // Both shortcuts avoid a copy of the list, which lanes of one launch mostly share.
         if Rc::ptr_eq(&self.bases, &other.bases) || has_all(&self.bases, &other.bases) {
             return;
         }
@@ -131,6 +134,7 @@ impl Clock {
         let bases = Rc::make_mut(&mut self.bases);
         bases.resize(bases.len().max(other.bases.len()), None);
         for (own, theirs) in bases.iter_mut().zip(&*other.bases) {
+            // Sound, since bases of one origin are cumulative: the later one includes the earlier.
             if number(theirs) > number(own) {
                 own.clone_from(theirs);
             }
@@ -164,6 +168,8 @@ impl Clock {
     pub(super) fn get(&self, stream: usize) -> u32 {
         let own = self.get_of(&self.root, stream);
         let bases = self.bases.iter().flatten();
+        // A stream may be in the tree and in several bases, each as old as the join that brought it; the latest
+        // counts.
         bases.fold(own, |most, base| most.max(self.get_of(&base.root, stream)))
     }
 
@@ -180,6 +186,7 @@ impl Clock {
 
     /// Counts one more operation of `stream` and returns its number.
     pub(super) fn tick(&mut self, stream: usize) -> u32 {
+        // Not the tree's own count: after `based`, the stream's earlier time is in a base alone.
         let time = self.get(stream) + 1;
         self.set(stream, time);
         time
@@ -304,6 +311,8 @@ fn joined(own: &Rc<Node>, theirs: &Rc<Node>) -> Rc<Node> {
         (own, _) => own.clone(),
     };
     match (is_theirs, is_own) {
+        // Prefers theirs if both are equal, so that two clocks that have met share the node and later joins stop at
+        // `ptr_eq`.
         (true, _) => theirs.clone(),
         (false, true) => own.clone(),
         (false, false) => Rc::new(Node::of(content, &own.nodes)),

@@ -26,6 +26,7 @@ impl SimulatedRun<'_> {
             all => *all = Some(clock.clone()),
         }
         if meeting.count == members.len() {
+            // Needed for messages about missing members only; programs may have many collectives of many ranks.
             meeting.present = Vec::new();
             let woken = std::mem::take(&mut meeting.waiting);
             self.wake_all(woken);
@@ -47,6 +48,8 @@ impl SimulatedRun<'_> {
             ..
         } = call;
         let rank = self.streams[stream].rank;
+        // Peers' buffers are not touched: each rank accounts for its own, and the engine moves data between them by
+        // itself.
         let mut touch = |run: &mut Self, range: Range, mode: AccessMode| {
             run.touch((stream, operation), (rank, range), mode, violations);
         };
@@ -84,6 +87,8 @@ impl SimulatedRun<'_> {
         let rank = self.streams[stream].rank;
         let meeting = &mut self.collectives[number];
         let learned = match collective {
+            // Only true data dependencies count as order. Engines may return from a broadcast, or a reduction, before
+            // other ranks have arrived, so relying on more would accept races.
             Collective::Broadcast(_) => &meeting.root,
             Collective::Reduce(_, root) if *root != rank => &None,
             _ => &meeting.all,
@@ -93,6 +98,8 @@ impl SimulatedRun<'_> {
         }
         meeting.left += 1;
         if meeting.left == self.links.meetings.all[number].len() {
+            // The last member frees the joined clocks, which otherwise count against the limit on clock nodes until
+            // the end.
             (meeting.all, meeting.root) = (None, None);
         }
     }

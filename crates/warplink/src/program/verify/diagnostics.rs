@@ -51,6 +51,8 @@ impl<'p> Diagnostics<'p> {
         let next = self.list.len();
         match self.known.get(&(kind, starts.clone())) {
             Some(&index) => self.list[index].repeated += 1,
+            // Violations beyond the limit are dropped, not counted: `known` would otherwise grow with the size of the
+            // program.
             None if next < MAX_DIAGNOSTICS => {
                 self.known.insert((kind, starts), next);
                 return true;

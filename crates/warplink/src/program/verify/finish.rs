@@ -36,6 +36,8 @@ impl SimulatedRun<'_> {
             }
             kind @ (OperationKind::Post(_) | OperationKind::PostMatmul(_)) => {
                 self.finish_post(stream, operation, kind.posted(), violations);
+                // The next record of an event then gets a later time, since the words of a group are set one by one
+                // and a point inside the group must not count as after all of them.
                 self.streams[stream].signalled = true;
             }
             OperationKind::Kernel(_) => self.finish_kernel(stream, operation, violations),
@@ -84,6 +86,8 @@ impl SimulatedRun<'_> {
     pub(super) fn engine_done(&mut self, rank: Rank) {
         let engine = &mut self.engines[rank];
         engine.done += 1;
+        // If its host has not enqueued it yet, the stream's queue is empty or blocked elsewhere, and this wake-up
+        // does nothing.
         if let Some(&next) = engine.order.get(engine.done) {
             let stream = self.first_stream[rank] + self.ranks[rank].operations[next].stream;
             self.wake(stream);

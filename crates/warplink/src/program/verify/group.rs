@@ -27,6 +27,7 @@ impl SimulatedRun<'_> {
                 violations.unordered_signal(rank, before, operation);
             }
             let waits = &mut self.ends[rank][id].waits;
+            // `is_over` is only asked about this post or later ones from here on.
             waits.retain(|wait| wait.number >= number);
         }
         let word = &mut self.ends[peer][partner].incoming;
@@ -86,6 +87,8 @@ impl SimulatedRun<'_> {
                 self.ends[rank][id].incoming.read(number, &mut clock);
             }
             end.join(&clock);
+            // Each copy gets the group's start and its own signal as its clock, so that it cannot borrow order from
+            // another member's signal.
             self.streams[stream].clock = clock;
             let (own, other) = if receives {
                 (AccessMode::Write, AccessMode::Read)
@@ -105,10 +108,12 @@ impl SimulatedRun<'_> {
             } else {
                 touch(self, (rank, transfer.range), own);
             }
+            // The engine writes the receiver's buffer on the receiver's behalf, whose own post records that access.
             if !transfer.is_engine() {
                 touch(self, (peer, theirs), other);
             }
         }
+        // Completion signals follow all copies, so they carry the joined clock.
         self.streams[stream].clock = end;
         let mut engine = false;
         for (id, number) in initiators() {

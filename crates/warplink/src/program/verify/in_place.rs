@@ -14,6 +14,7 @@ pub(super) fn check(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diag
     if ranks.iter().all(|program| program.in_place.is_empty()) {
         return;
     }
+    // Only lanes are simulated again with shared memory, so aliasing between other operations would go unchecked.
     let other = |operation: &&Operation| !matches!(operation.kind, OperationKind::Kernel(_));
     for program in ranks {
         if let Some(operation) = program.operations.iter().find(other) {
@@ -44,6 +45,7 @@ fn merged(program: &RankProgram) -> RankProgram {
                 .find(|(id, _)| tensor.memory == SectionMemory::Tensor(*id));
             if let Some((_, range)) = lies {
                 tensor.memory = SectionMemory::Tensor(range.tensor);
+                // Offsets of section tensors count elements of their own type.
                 tensor.offset += range.offset_bytes / tensor.dtype.size();
             }
         }

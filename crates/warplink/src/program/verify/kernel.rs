@@ -49,9 +49,11 @@ pub(super) fn check(
     let kernels: Vec<_> = kernels(ranks, links).collect();
     let launches = kernels.iter().enumerate().map(|(number, kernel)| {
         let sections = kernel.iter().map(|(_, section)| *section);
+        // The first kernel starts a run: from there on, scratch of earlier runs counts as stale.
         JointLaunch::new(sections.collect(), number == 0)
     });
     let launches: Vec<JointLaunch<'_>> = launches.collect();
+    // Lanes of a kernel that exceeds the limits might have too many steps to simulate in bounded time.
     if launches.is_empty() || !diagnostics.list.is_empty() {
         return accesses;
     }

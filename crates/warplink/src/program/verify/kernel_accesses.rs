@@ -24,7 +24,10 @@ pub(super) fn either(one: &RankAccesses, other: &RankAccesses) -> RankAccesses {
     for pair in ends.windows(2) {
         let ((tensor, from), (of, to)) = (pair[0], pair[1]);
         let mode = match (mode(one, tensor, from), mode(other, tensor, from)) {
+            // A window between two tensors is no range of either.
             _ if of != tensor => continue,
+            // Bytes that only one alternative accesses become `May…`: they may race, but nothing may rely on their
+            // being written.
             (Some(one), other) => one.or(other),
             (None, Some(other)) => other.or(None),
             (None, None) => continue,

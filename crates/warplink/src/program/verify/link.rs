@@ -57,6 +57,7 @@ pub(super) fn link(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> 
     }
     interfaces(ranks, diagnostics);
     links.meetings = meetings(ranks, diagnostics);
+    // These compare calls pairwise, which needs matching transfers and meetings.
     if diagnostics.list.is_empty() {
         shared_tensors(ranks, diagnostics);
         engine_pairs(ranks, &links, diagnostics);
@@ -97,6 +98,7 @@ fn partners(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Vec<Vec
             }
         }
     }
+    // A missing partner becomes 0, which is never used: diagnostics end the verification after this stage.
     let found = all.into_iter();
     found
         .map(|own| own.into_iter().map(Option::unwrap_or_default).collect())
@@ -179,6 +181,7 @@ fn interfaces(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
         let tensors = rank_program.tensors.iter();
         tensors.filter(|tensor| tensor.role != Role::Local)
     }
+    // Rank 0 as the reference: equality is transitive, so pairs of other ranks need no comparison.
     for (rank, rank_program) in ranks.iter().enumerate().skip(1) {
         for (first, own) in outer(&ranks[0]).zip(outer(rank_program)) {
             let same = first.shape.len() == own.shape.len()

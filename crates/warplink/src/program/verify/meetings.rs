@@ -106,6 +106,7 @@ pub(super) fn meetings(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>)
     };
     for list in &lists {
         list.compare(ranks, diagnostics);
+        // Further calls of some members are reported by `compare`.
         let fewest = list.of.iter().map(Vec::len).min().unwrap_or(0);
         for index in 0..fewest {
             let meeting = Meeting {
@@ -118,6 +119,7 @@ pub(super) fn meetings(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>)
             meetings.all.push(meeting);
         }
     }
+    // Meetings were numbered list by list; `number` searches a rank's calls by operation.
     for calls in &mut meetings.calls {
         calls.sort_unstable();
     }
@@ -313,6 +315,8 @@ fn kernel_difference(one: &OperationKind, other: &OperationKind) -> Option<&'sta
         own.map(|t| {
             (
                 t.name.clone(),
+                // Numbers of tensors may differ between ranks, as a name may mean another tensor on each; scratch is
+                // laid out the same on all.
                 matches!(t.memory, SectionMemory::Scratch(_)).then_some(t.memory),
                 t.dtype,
                 t.offset,

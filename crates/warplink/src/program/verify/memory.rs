@@ -196,6 +196,7 @@ impl Memory {
         if let Some(segment) = &mut bytes.whole
             && (range.offset_bytes, range.end()) == (0, segment.end)
         {
+            // The fast path: most tensors are only ever accessed as a whole, and a map of one entry costs more.
             return segment.access(range, access, clock, &mut tell);
         }
         let parts = bytes.parts();
@@ -265,6 +266,7 @@ impl Segment {
         } else if self.write.mode == Mode::Deallocate {
             tell(Violation::Deallocated(self.write, part.tensor));
         }
+        // No history after the end of the lifetime: each further access is reported once, against the deallocation.
         if self.write.mode == Mode::Deallocate {
             return;
         }
@@ -284,6 +286,7 @@ impl Segment {
             }
         }
         self.write = access;
+        // A write that may not take place does not initialize bytes for others to rely on.
         self.written |= always;
         self.may_be_written = true;
     }
@@ -302,7 +305,10 @@ impl Segment {
         }
         if self.reads.len() > self.room {
             self.reads
+                // A write that follows this read also follows the reads that precede it, so they can go; those of the
+                // same operation are unordered with it and stay.
                 .retain(|read| read.actor == access.actor || !read.is_known_to(clock));
+            // Doubling makes the cost of pruning constant per read, however many reads stay.
             self.room = 2 * self.reads.len() + 4;
         }
     }

@@ -160,6 +160,7 @@ fn unroll_all(
         match unroll_within(&mut budget, program, rank, (world, streams), parameters) {
             Ok(rank_program) => ranks.push(rank_program),
             Err(diagnostic) => {
+                // A diagnostic without a line, as of a parameter, does not depend on the rank.
                 let global = diagnostic.places.iter().all(|place| place.site.line == 0);
                 diagnostics.add_made(diagnostic);
                 if global || budget.exhausted {
@@ -216,6 +217,7 @@ fn report(ranks: &[RankProgram], eager_only: Option<Diagnostic>) -> Report {
         world: ranks.len(),
         operations: ranks.iter().map(|rank| rank.operations.len()).sum(),
         streams: ranks.iter().map(|rank| rank.streams.len()).sum(),
+        // Each transfer has an end on two ranks, and both ends count.
         transfers: transfers / 2,
         exchanges: ranks.iter().map(|rank| rank.exchanges.len()).sum(),
         bytes,

@@ -32,6 +32,8 @@ pub fn verify_sharing(
         let ranks = unroll_all(program, world, streams, parameters, &mut diagnostics)?;
         let links = link::link(&ranks, &mut diagnostics);
         diagnostics.end_of_stage()?;
+        // Tensors of all programs are numbered in one space, so that only scratch and signals are shared between
+        // them.
         let first = merged.first().map_or(0, |all| all.tensors.len());
         let moved = |kernel: Vec<(usize, &SectionInstance)>| {
             let sections = kernel.into_iter();

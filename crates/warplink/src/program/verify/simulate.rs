@@ -12,6 +12,7 @@ use crate::program::rank_program::{OperationKind, RankProgram};
 use std::collections::HashSet;
 
 /// Limit on the nodes of all clocks together, which bounds their memory.
+// About 300 MiB: a node takes some 160 bytes.
 const MAX_CLOCK_NODES: usize = 2 << 20;
 
 /// Operations that a host enqueues before other hosts run. Streams keep up with the hosts, so the access histories
@@ -54,6 +55,7 @@ pub(super) fn stuck_as_graph(
 ) -> Option<Diagnostic> {
     let mut diagnostics = Diagnostics::new(program);
     let mut run = SimulatedRun::new(Mode::Captured, ranks, links);
+    // Clocks do not advance in this mode, so neither violations nor the limit on clocks can occur.
     run.go(&mut Violations::default());
     blocked::report(&run, &mut diagnostics);
     diagnostics.list.into_iter().next()
@@ -66,6 +68,8 @@ impl SimulatedRun<'_> {
             diagnostics.too_large("fewer streams, or fewer transfers between waits");
             return false;
         }
+        // Signals are "at least n": a later post's signal may release a wait early, so being blocked here is not what
+        // every run does.
         if self.is_overtaken() {
             // The outcome is a race: the run could continue from here in several ways.
             violations.report_signals(self.ranks, diagnostics);
@@ -94,6 +98,7 @@ impl SimulatedRun<'_> {
     /// Runs as far as possible; `false` if the clocks exceed their memory limit.
     fn go(&mut self, violations: &mut Violations) -> bool {
         loop {
+            // Streams before hosts, so that queues and the histories of memory stay short.
             if let Some(stream) = self.stream_work.pop() {
                 self.streams[stream].scheduled = false;
                 while self.advance(stream, violations) {

@@ -289,6 +289,8 @@ fn ends(mode: Mode, ranks: &[RankProgram], links: &Links) -> Vec<Vec<EndWords>> 
             })
             .collect();
         if mode == Mode::Eager {
+            // Snapshots are kept for values with readers only; without clocks, as in a graph, there is nothing to
+            // keep.
             expect_readers(program, &links.posts[rank], &links.numbers[rank], &mut ends);
         }
         all.push(ends);

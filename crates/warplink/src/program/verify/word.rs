@@ -87,6 +87,7 @@ impl WordHistory {
         };
         let value = &mut self.values[index];
         value.written = Some((stream, clock.get(stream)));
+        // A snapshot pins the nodes of its clock, so one that nobody will read is not taken.
         if value.readers > 0 {
             value.clock = Some(clock.snapshot(stream));
         }

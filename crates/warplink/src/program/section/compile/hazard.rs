@@ -20,6 +20,8 @@ use crate::program::section::{
 use std::collections::{BTreeSet, HashMap};
 
 /// Maximum number of iterations followed for one loop.
+// Loops over ranks, slots or parts of a few lanes; with longer ones, indices are taken as unknown, which is
+// conservative.
 const MAX_ITERATIONS: i64 = 64;
 
 /// Maximum number of steps followed, counting every iteration, and of accesses compared. Bounds the analysis time.
@@ -283,8 +285,11 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
             (Some(from), Some(to)) if to.saturating_sub(from) <= MAX_ITERATIONS => {
                 (from..to).map(Some).collect()
             }
+            // Two rounds, since accesses of one round are followed by those of the next; with unknown indices,
+            // further ones add nothing.
             (Some(_), Some(_)) => vec![None; 2],
             _ => {
+                // Copies of the set take time as well, so they count against the limit.
                 self.looks += self.pending.len();
                 before.clone_from(&self.pending);
                 vec![None; 2]
@@ -396,6 +401,8 @@ impl<'s> HazardWalk<'s> {
         self.rows(&place.tensor);
         if let Some(operand) = self.operand(&place.tensor) {
             let mut selections = place.tensor.selections.iter();
+            // Of a range or a part, threads divide elements from its own start, so its elements may be other threads'
+            // in the next step.
             let whole = selections.all(|it| matches!(it, Selection::Index(_)))
                 && !self.aliases.contains_key(place.tensor.name.as_str());
             // Steps that read packets are divided by these.

@@ -35,6 +35,7 @@ impl Range {
 
     /// Range of a loop index between two bounds.
     pub(super) fn index(from: Self, to: Self) -> Self {
+        // A loop that may be empty: the range must not be.
         Self::of(from.least, (to.most - 1).max(from.least))
     }
 
@@ -78,6 +79,7 @@ impl Range {
                 Self::of(least, ends.iter().max().copied().unwrap_or(LIMIT))
             }
             Operator::Divide if natural => Self::of(0, a.most),
+            // One further below, as quotients round down.
             Operator::Divide => Self::of(-size(a) - 1, size(a)),
             Operator::Remainder if b.least > 0 => {
                 let most = if natural {
@@ -87,6 +89,7 @@ impl Range {
                 };
                 Self::of(0, most)
             }
+            // A divisor that may be negative gives remainders of its sign.
             Operator::Remainder => Self::of(-size(b), size(b)),
             Operator::Min => Self::of(a.least.min(b.least), a.most.min(b.most)),
             Operator::Max => Self::of(a.least.max(b.least), a.most.max(b.most)),

@@ -80,6 +80,8 @@ impl Scope {
                 let by = self.range(b);
                 let shifts = matches!(operator, Operator::ShiftLeft | Operator::ShiftRight);
                 if shifts && !by.is_within_word() {
+                    // The shift is done in the kernel's integer type, and by its width or more it is undefined in
+                    // C++.
                     self.wide.set(true);
                 }
                 self.range(a).with(*operator, by)

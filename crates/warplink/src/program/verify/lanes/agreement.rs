@@ -12,6 +12,7 @@ use crate::program::verify::diagnostics::Diagnostics;
 use std::collections::{BTreeMap, BTreeSet, HashSet};
 
 /// Limit on recorded differences.
+// Far more than the 64 diagnostics that are reported; one mismatch in a loop yields one for each lane and launch.
 const MAX_KEPT: usize = 4096;
 
 /// Location of announced words: owner of the memory, tensor or area, and start byte.
@@ -85,6 +86,7 @@ impl LaneRun<'_> {
         let key = self.words_of(actor, source);
         let there = self.announcements.last.get(&key);
         let of_launch =
+            // Slots repeat, so the words may still hold, or already hold, what another launch announced.
             there.filter(|(other, _)| (other.launch, other.rank as Rank) == (actor.launch, peer));
         let same = of_launch.is_some_and(|(_, theirs)| theirs == values);
         if same && self.words.are_read() {
@@ -141,6 +143,7 @@ impl LaneRun<'_> {
         source: &Part,
     ) {
         let key = self.words_of(actor, source);
+        // Only a whole announcement can be matched by an `agree` at the receiver; a part of one is plain data there.
         let announced = self.announcements.last.get(&key);
         let announced =
             announced.filter(|(of, words)| of.launch == actor.launch && words.len() == elements);
@@ -163,6 +166,7 @@ impl LaneRun<'_> {
 pub(super) fn report(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
     for (of, actors) in &run.announcements.located {
         let met = |actor: &&Actor| run.announcements.met.contains(&(*of, actor.rank));
+        // If one rank alone announces, it need not agree: nobody else decides by that tensor.
         let Some(deaf) = actors.iter().find(|actor| !met(actor)) else {
             continue;
         };

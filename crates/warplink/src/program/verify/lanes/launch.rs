@@ -28,12 +28,15 @@ impl<'a> LaneRun<'a> {
         };
         let memory = &mut self.memory[rank];
         for kernel in self.kernels {
+            // All kernels of the program share one memory, whichever of them a launch runs.
             let section = kernel.sections[rank];
             for tensor in section.user_tensors() {
                 let bytes = self.ranks[rank].tensors[tensor].bytes;
                 let fresh = || AreaHistory::new(bytes, Some(before));
                 memory
                     .entry(RankMemory::Tensor(tensor))
+                    // The stream writes all tensors before the first launch, so a peer's access is a race unless it
+                    // follows the start of the launch.
                     .or_insert_with(fresh);
             }
         }
@@ -45,6 +48,7 @@ impl<'a> LaneRun<'a> {
         for packing in Packing::ALL {
             let bytes = layout.area(packing).bytes;
             if bytes > 0 {
+                // Scratch is uninitialized: to read it before a launch has written it is a violation.
                 memory.insert(RankMemory::Area(packing), AreaHistory::new(bytes, None));
             }
         }
@@ -60,9 +64,12 @@ impl<'a> LaneRun<'a> {
         if number == self.sequence.len() {
             return Ok(());
         }
+        // Before the steps of the next launch are counted, or the limit would hold for two launches at once.
         self.release(rank);
         let lanes = self.section(number, rank).lanes;
         // The stream has joined the clocks of all lanes of earlier launches. A lane's time continues across launches.
+        // All lanes start from the same clock, which they share as a base instead of copying what they change in its
+        // tree.
         let knows = self.streams[rank].knows.based(rank, number);
         let mut all = Vec::with_capacity(lanes);
         for lane in 0..lanes {
@@ -129,6 +136,8 @@ impl<'a> LaneRun<'a> {
             self.streams[rank].knows.join(&self.knows[index]);
         }
         self.note_accesses(number, rank);
+        // `based` of the next launch requires a clock without bases, and this merges what the lanes learned once
+        // instead of per lane.
         self.streams[rank].knows.flatten();
         let time = self.tick_stream(rank);
         let stamp = Stamp {
@@ -148,7 +157,7 @@ impl<'a> LaneRun<'a> {
             let RankMemory::Tensor(id) = place else {
                 continue;
             };
-            // A tensor of another kernel, perhaps, which this launch does not use.
+            // Also tensors that only other kernels use: the caller may write any tensor between launches.
             let memory = (rank, &*tensors[*id].name);
             let all = 0..tensors[*id].bytes;
             bytes.write(&all, None, stamp, &knows, |wrong| {
@@ -186,6 +195,8 @@ impl<'a> LaneRun<'a> {
             self.accesses[kernel][rank] = Some(list);
             return;
         };
+        // Accesses that depend on values may differ from launch to launch, so the rest of the program takes them as
+        // possible only.
         if *first != list && self.words.are_read() {
             self.accesses[kernel][rank] = Some(either(first, &list));
         } else if *first != list {
@@ -218,6 +229,8 @@ impl<'a> LaneRun<'a> {
         let section = self.section(number, rank);
         let waits = &mut self.waits[self.sequence[number]];
         for step in steps.iter().filter(|step| !step.kind.is_empty()) {
+            // Packets make their reader wait, and the reader is not known here: the owner of the memory and the
+            // sender both count as waiting.
             let to = step.kind.targets().iter();
             let packets = to.filter(|target| section.packets_of(target).is_some());
             for other in packets.map(|target| target.rank).chain(step.kind.awaits()) {

@@ -165,6 +165,8 @@ impl AreaHistory {
     /// Whether all packets of launch `flag` have been stored, even if overwritten since.
     pub(super) fn has_packets(&mut self, range: &Range<usize>, flag: u64) -> bool {
         self.within(range)
+            // In reverse, as the launch in question is among the last. Overwritten packets count as present: whether
+            // the reader saw them first is a race that `read_packets` reports, not a deadlock.
             .all(|cell| cell.packets_of.iter().rev().any(|of| *of == flag))
     }
 
@@ -194,11 +196,15 @@ impl AreaHistory {
         }
         for (start, cell) in self.cells.range_mut(range.clone()) {
             let Some(sender) = &cell.sender else { continue };
+            // The flag is the launch, so packets of another launch prove that those of this one have been
+            // overwritten.
             if let (true, Some(write)) = (sender.flag != flag, cell.write) {
                 tell(Wrong::Overwritten(write.actor));
             } else if *start < filled && !sender.filled {
                 tell(Wrong::Unwritten);
             }
+            // Not `seen`: a packet is one store without a fence, so the sender's earlier stores may not be visible
+            // yet.
             knows.over.learn(&sender.over);
             if let Some(seen) = &sender.seen {
                 knows.seen.learn(seen);
@@ -226,6 +232,7 @@ impl AreaHistory {
                 Some(write) if write.actor.launch < since => tell(Wrong::Stale(write.actor)),
                 Some(_) => {}
             }
+            // A launch that writes bytes before it reads them does not read what was there before.
             if cell.written_in != launch {
                 cell.read_in = launch;
             }
@@ -263,6 +270,7 @@ impl AreaHistory {
         for cell in self.within(range) {
             let mut unread = None;
             for read in cell.reads.drain(..) {
+                // A read is over once its step has completed, which packets tell too: `over`, not `seen`.
                 if read.actor != stamp.actor && !knows.outlives(&read) {
                     unread.get_or_insert(read);
                 }
@@ -276,6 +284,8 @@ impl AreaHistory {
                 let landed = flag.is_some() && read && knows.outlives(&write);
                 if cell.sender.as_ref().map(|sender| sender.flag) == flag && flag.is_some() {
                     tell(Wrong::SameFlag(write.actor));
+                // Overwriting needs `seen`, since a store whose step is over may still be in flight and land after
+                // this one.
                 } else if write.actor != stamp.actor && !knows.sees(&write) && !landed {
                     tell(Wrong::Unordered(write.actor, Was::Write));
                 }
@@ -289,6 +299,7 @@ impl AreaHistory {
                 over: knows.over.snapshot(stamp.stream as usize),
                 seen: None,
             });
+            // The stream's write between launches stands for the caller's work, which is no access of the kernel.
             if stamp.actor.lane != STREAM {
                 cell.written_in = u64::from(stamp.actor.launch) + 1;
             }
@@ -322,6 +333,7 @@ impl Cell {
         match self
             .reads
             .iter_mut()
+            // The last read of a lane subsumes its earlier ones: whoever follows it follows those as well.
             .find(|read| read.stream == stamp.stream)
         {
             Some(read) => *read = stamp,

@@ -144,6 +144,8 @@ pub(super) fn check(
             return Vec::new();
         }
     };
+    // Launches of different variants follow one another here, and what they leave in persistent scratch would depend
+    // on the order.
     if reaches.iter().any(|reaches| reaches.len() > 1) {
         let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
         let why = "what an earlier launch wrote depends on which tensors it reached";
@@ -262,6 +264,7 @@ pub(super) fn follow(
                 return Vec::new();
             }
         };
+        // Also from a valuation whose launch fails: an `agree` that holds there is one that can hold.
         agreed.extend(run.agreed());
         if run.words.are_read() && run.announcements.differ() {
             differing.push((valuation, run.differing()));
@@ -273,6 +276,7 @@ pub(super) fn follow(
             Some(all) => all.into_iter().zip(done).map(either_way).collect(),
             None => done,
         });
+        // One valuation with a violation suffices; further ones would mostly repeat it.
         if !diagnostics.list.is_empty() {
             break;
         }
@@ -281,6 +285,7 @@ pub(super) fn follow(
         |(_, steps): &(Valuation, HashSet<Agreement>)| all.is_none() || !steps.is_subset(&agreed);
     if diagnostics.list.is_empty()
         && let Some((valuation, _)) = differing.into_iter().find(|one| fails(one))
+        // Simulated again instead of kept, as a run holds the clocks and histories of all its launches.
         && let Ok((run, machine)) = simulate(valuation)
     {
         report::report(&run, &machine, diagnostics);

@@ -5,6 +5,7 @@ use crate::program::section::SectionInstance;
 use std::rc::Rc;
 
 /// Limit on the launches of a sequence through all orders of cases.
+// Orders grow as cases^depth, and each of them simulates all lanes once more.
 const MAX_ORDERS: usize = 1 << 10;
 
 /// Reachable announced tensors per lane: one case in lanes with a given bit of their number set, the other case in
@@ -57,6 +58,8 @@ impl Reaches {
         };
         let mut main: Vec<Reach> = cases.iter().map(|case| both(0, case, case)).collect();
         let mut further = Vec::new();
+        // Two different lane numbers differ in at least one bit, so one variant per bit and ordered pair of cases
+        // covers every pair of lanes in every pair of cases, with log2(lanes) variants instead of lanes^2.
         for bit in 0..usize::BITS - (section.lanes - 1).leading_zeros() {
             let list = if bit == 0 { &mut main } else { &mut further };
             for (number, with) in cases.iter().enumerate() {
@@ -109,6 +112,7 @@ pub(super) fn sequence(
     // With several variants, every variant follows every other at each remainder of the epoch. Variants that are
     // uniform over lanes also appear in every order of as many launches as it takes until a slot is reused, if that
     // is not too many.
+    // Steps depend on the kernel and on the epoch modulo the period: the place of a launch in this cycle.
     let places = count * period;
     let turns = if forms > 1 {
         forms.checked_mul(forms)?.checked_mul(period)?
@@ -141,6 +145,7 @@ pub(super) fn sequence(
         let walk = each_in_a_row(forms, in_a_row, places);
         let walk = walk.into_iter().enumerate();
         sequence.extend(walk.map(|(number, form)| main(number % count, form)));
+        // Completes the last run, since runs start with the program's first kernel.
         while !sequence.len().is_multiple_of(count) {
             sequence.push(main(sequence.len() % count, 0));
         }

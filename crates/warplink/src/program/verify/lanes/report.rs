@@ -43,6 +43,7 @@ pub(super) fn report(
     if !run.is_over() {
         stuck(run, machine, diagnostics);
     } else if diagnostics.list.is_empty() {
+        // Only for a program without other violations, which may be their cause.
         agreement::report(run, diagnostics);
         circles(run, diagnostics);
         unsteady(run, diagnostics);
@@ -92,6 +93,7 @@ fn say(run: &LaneRun<'_>, finding: &Finding<'_>, diagnostics: &mut Diagnostics<'
     } = finding;
     let verb = if *writes { "writes" } else { "reads" };
     let (kind, actors) = match wrong {
+        // The stream between launches has no statement that a message could show.
         Wrong::Unordered(other, _) if actor.lane == STREAM => (DiagnosticKind::Race, vec![other]),
         Wrong::Unordered(other, _) if other.lane == STREAM => (DiagnosticKind::Race, vec![actor]),
         Wrong::Unordered(other, _) | Wrong::Overwritten(other) | Wrong::SameFlag(other) => {
@@ -101,6 +103,7 @@ fn say(run: &LaneRun<'_>, finding: &Finding<'_>, diagnostics: &mut Diagnostics<'
         Wrong::Stale(other) => (DiagnosticKind::UnwrittenRead, vec![actor, other]),
     };
     let mut places: Vec<RankSite> = actors.iter().map(|actor| place(run, actor)).collect();
+    // Two lanes, or launches, at one statement make one place.
     places.dedup();
     diagnostics.add(kind, places.clone(), |said| {
         let first = told(run, said, actors[0], &places[0]);

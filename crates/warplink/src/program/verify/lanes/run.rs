@@ -18,6 +18,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 /// Limit on recorded findings.
+// Far more than are reported; bounds memory where one faulty step runs in all lanes and launches.
 const MAX_FINDINGS: usize = 4096;
 
 /// Memory of a rank: a tensor, or an area of its workspace.
@@ -119,6 +120,7 @@ impl<'a> LaneRun<'a> {
             }
             first
         });
+        // One more per rank for its stream.
         let clocks = Clocks::new(world * (width + 1));
         let knows = || Knowledge {
             seen: clocks.clock(),
@@ -315,9 +317,12 @@ impl<'a> LaneRun<'a> {
             let filled = self.filled_end(number, source);
             let scratch = self.section(number, source.rank).scratch_of(source.tensor);
             let since = match scratch {
+                // What an earlier run left in scratch must not be read, as that run may have been of another program
+                // in the same workspace.
                 Some(scratch) if !scratch.persistent => self.begun[number],
                 _ => 0,
             };
+            // An empty operand has no history.
             let Some(bytes) = self.memory[source.rank].get_mut(&place) else {
                 continue;
             };
@@ -358,6 +363,8 @@ impl<'a> LaneRun<'a> {
             bytes.write(&range, flag, stamp, &self.knows[lane], |wrong| {
                 found.push((true, *target, wrong));
             });
+            // A packet is stored as a whole: its flag arrives although the rest of its data is padding, which a
+            // reader must not use.
             if packets && filled < range.end {
                 bytes.leave_empty(&(filled..range.end));
             }
@@ -381,6 +388,8 @@ impl<'a> LaneRun<'a> {
         for other in others.iter().filter(|other| other.rank == target.rank) {
             let (other_place, other_range) = self.bytes_of(number, other);
             let apart = other_range.end <= range.start || range.end <= other_range.start;
+            // In place, each thread reads an element before it writes the same one. Two stores to one range leave
+            // either value.
             let same = other_range == range && was == Was::Read;
             if other_place == place && !apart && !same {
                 self.find_operand(actor, true, target, Wrong::Unordered(actor, was));
@@ -494,6 +503,7 @@ impl Domain for LaneRun<'_> {
         let (launch, rank) = (actor.launch as usize, actor.rank as Rank);
         let resolved = self.steps(launch, rank, actor.lane as usize);
         let resolved = resolved.and_then(|steps| {
+            // The steps up to here were counted when the lane started, or resumed the last time.
             let further = &steps[actor.step as usize + 1..];
             self.admit(launch, rank, further)?;
             Ok(steps)

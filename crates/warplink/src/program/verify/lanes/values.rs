@@ -42,6 +42,7 @@ pub(in crate::program::verify) enum Valuation {
 }
 
 /// Maximum number of edges that are given to all such words.
+// Each edge is one more simulation of all launches.
 const MAX_EDGES: usize = 16;
 
 impl Valuation {
@@ -72,6 +73,7 @@ impl Valuation {
         sections: impl Iterator<Item = &'a SectionInstance> + Clone,
     ) -> Vec<Self> {
         let reads = |section: &SectionInstance| !section.read_as_values().is_empty();
+        // Without such words all valuations are the same run.
         if !sections.clone().any(reads) {
             return vec![Self::ALL[0]];
         }
@@ -87,6 +89,7 @@ impl Valuation {
         self.one_of(symbol, &|number| match number % 5 {
             0 => 0,
             1 => 1.min(most),
+            // A bound may be 0, and negative values are out of range.
             2 => (most - 1).max(0),
             3 => most,
             _ => most / 2,
@@ -121,6 +124,7 @@ impl Valuation {
             Self::Tensors(bit, value) => last(symbol.number() >> bit & 1 == value),
             Self::First => last(symbol.byte == 0),
             Self::Launches => numbered(hash(&symbol.launch)),
+            // Pseudo-random, but the same on every run of the verifier: `DefaultHasher::new` has fixed keys.
             Self::Mixed(_) => numbered(hash(&(self, symbol))),
             Self::Matched(_) => last(true),
         }
@@ -207,6 +211,8 @@ impl LaneRun<'_> {
             return Some(*value);
         }
         let section = self.section(launch as usize, rank as Rank);
+        // A word that no kernel writes has its value from the start of the launch, so the steps behind it can be
+        // listed without waiting for the read.
         let constant = section.is_constant(&word.part);
         constant.then(|| self.valued(launch, &word.part, word.matching, word.most))
     }
@@ -247,6 +253,7 @@ impl LaneRun<'_> {
                 let section = self.section(launch as usize, word.rank);
                 let edge = words.valuation.among(&symbol, &words.edges);
                 match section.tensors[word.tensor].dtype {
+                    // A word of u32 cannot hold an edge below 0.
                     DType::U32 => edge.max(0),
                     _ => edge,
                 }
@@ -267,6 +274,7 @@ impl LaneRun<'_> {
         if let RankMemory::Tensor(id) = place
             && self.ranks[word.rank].tensors[id].role == Role::Input
         {
+            // The caller changes inputs between runs only, so all launches of a run read the same value.
             since = self.begun(launch);
         }
         if let Some((symbol, stored)) = self.words.stored.get(&(word.rank, place, byte)) {
@@ -300,6 +308,7 @@ impl LaneRun<'_> {
             LaneStepKind::Store { value, .. } => Some(*value),
             _ => None,
         };
+        // Collected first: a step that copies a word onto another reads all symbols as they were before it.
         let mut stored = Vec::new();
         for target in step.targets().iter().filter(is_read) {
             for element in 0..target.elements {
@@ -345,6 +354,7 @@ fn matched<'a>(
     }
     let mut edges: Vec<i64> = edges.into_iter().collect();
     if !edges.is_empty() {
+        // Only the first `MAX_EDGES` are tried for all words, and the value outside of all ranges must be among them.
         edges.rotate_right(1);
     }
     (memory, edges)

@@ -51,9 +51,11 @@ impl<'s> Visitor<'s> for Finder<'s> {
         };
         iterations.bind(&it.over.index, true);
         iterations.body(&it.body);
+        // Only a look-up leaves most of the lane idle; other iterations gain nothing from parts.
         if iterations.independent && iterations.looks_up && iterations.moves {
             self.found.insert(hazard::id_of_loop(it));
         } else {
+            // Inner loops may qualify by themselves; within a divided loop none is divided again.
             self.body(&it.body);
         }
     }
@@ -117,6 +119,7 @@ impl<'s> Visitor<'s> for Iterations<'s> {
     }
 
     fn alias(&mut self, _: &'s str, _: &'s TensorRef) {
+        // The selections of an alias are out of sight where it is used.
         self.independent = false;
     }
 
@@ -168,6 +171,7 @@ impl<'s> Visitor<'s> for Iterations<'s> {
                 self.independent &= !lists;
             }
             StepKind::Store(_) | StepKind::Value(_) => {}
+            // Signals, waits and announcements are of the whole lane, and parts meet at no barrier.
             _ => self.independent = false,
         }
         kind.visit(self);
@@ -192,6 +196,7 @@ impl<'s> Visitor<'s> for Iterations<'s> {
         let mut others = self.stored.keys().filter(|other| **other != tensor);
         let shares = others.any(|other| memory(*other) == memory(tensor));
         let alike = self.stored.get(&tensor).is_none_or(|it| *it == stored);
+        // Two steps that store one tensor in different ways may store one element from different iterations.
         self.independent &= alike && !shares;
         self.stored.insert(tensor, stored);
     }
@@ -237,6 +242,8 @@ impl<'s> Iterations<'s> {
         match expression {
             Expr::Name(name) => self.bound(name).is_some_and(|bound| bound.differs),
             Expr::Binary(Operator::Add | Operator::Subtract, a, b) => {
+                // Injective only if one side is fixed: the sum of two differing values may be the same in two
+                // iterations.
                 self.differs(a) && self.is_fixed(b) || self.is_fixed(a) && self.differs(b)
             }
             _ => false,
@@ -250,6 +257,7 @@ impl<'s> Iterations<'s> {
             [
                 Expr::Binary(Operator::Divide, index, by),
                 Expr::Binary(Operator::Remainder, same, other),
+            // Quotient and remainder together determine the index; neither does alone.
             ] => index == same && by == other && self.is_fixed(by) && self.differs(index),
             _ => false,
         }

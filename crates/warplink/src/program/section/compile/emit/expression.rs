@@ -13,8 +13,10 @@ impl Scope {
 
     /// The expression as kernel text; the unbound name on failure.
     pub(super) fn integer(&self, expression: &Expr) -> Result<String, String> {
+        // For its side effect: notes whether the expression, or a part of it, needs more than 32 bits.
         self.range(expression);
         if let Some(value) = self.value(expression)
+            // A name stays readable in the text, and its declaration is a constant already.
             && !matches!(expression, Expr::Name(_))
         {
             return Ok(value.to_string());
@@ -30,7 +32,10 @@ impl Scope {
             Expr::Element(list, _) => return Err(list.clone()),
             Expr::Count(list) => return Err(format!("count({list})")),
             Expr::Binary(operator, a, b) => {
+                // C++ division truncates and `%` takes the dividend's sign, where the language rounds down. For
+                // natural numbers they agree, which spares the correction.
                 let natural = self.range(a).is_natural() && self.range(b).is_natural();
+                // `part` of the headers takes natural lengths only.
                 let clamped = *operator == Operator::Part && !self.range(a).is_natural();
                 let (mut a, b) = (self.integer(a)?, self.integer(b)?);
                 if clamped {

@@ -56,6 +56,7 @@ pub(in crate::program::section::compile) fn kernel(
             "use lanes of one block",
         );
     }
+    // Half of 31 bits, so that the sum of an offset within a tensor and an extent does not overflow.
     let narrow = emitter.is_narrow() && instance.tensors.iter().all(|t| span(t) <= 1 << 30);
     let lane = Scope::spell(&section.lane);
 
@@ -86,6 +87,8 @@ pub(in crate::program::section::compile) fn kernel(
         "__launch_bounds__(threads)"
     };
     code.open(format!(
+        // `__grid_constant__`: arrays in the arguments can be indexed in constant memory, where the compiler would
+        // otherwise copy them to local memory.
         "extern \"C\" __global__ void {bounds} {KERNEL}(const __grid_constant__ Binding at, u64 signals) {{"
     ));
     code.line("Lane self(signals, at.epochs);");
@@ -110,6 +113,7 @@ pub(in crate::program::section::compile) fn kernel(
         code.line(
             "const auto word = [&](Index peer, Index to) { return at.signals[peer] + detail::signal_bytes * (1 + world * to + rank); };",
         );
+        // If several lanes increment one word, no lane can count its signals on its own, so the counts are in memory.
         if emitter.shares_words {
             code.line(
                 "const auto sent = [&](Index peer, Index to) { return signals + detail::signal_bytes * (1 + world * to + peer) + detail::sent_offset; };",
@@ -133,6 +137,7 @@ pub(in crate::program::section::compile) fn kernel(
         code.line("u32 row_turn = 0;");
     }
     emitter.declare_searches(&mut code);
+    // The body was emitted first, since the declarations above depend on what it uses.
     code.append(&steps);
     if emitter.waits {
         code.line("inbound.finish();");
@@ -153,6 +158,7 @@ pub(super) fn refused<T>(text: String, help: &'static str) -> Result<T> {
 
 pub(super) fn check(instance: &SectionInstance) -> Result<()> {
     let mut factors = instance.operators.values().filter_map(|op| op.factor());
+    // The factor is one launch argument, so that a kernel serves all factors.
     if factors.any(|factor| Some(factor) != instance.factor()) {
         let text = "a kernel with several factors; expected the same in all sums".to_owned();
         return refused(text, "use one factor, or several kernels");
@@ -162,6 +168,7 @@ pub(super) fn check(instance: &SectionInstance) -> Result<()> {
         let text = format!("a kernel for {world} ranks; expected at most {MAX_PLACES}");
         return refused(text, "run it on fewer ranks");
     }
+    // Signals and announcements use one thread for each rank.
     if instance.threads < world || !instance.threads.is_multiple_of(32 * instance.blocks) {
         let text = format!(
             "lanes of {} threads; expected a multiple of 32, and as many as the {world} ranks",
@@ -202,6 +209,7 @@ pub(super) fn names(instance: &SectionInstance) -> Scope {
         let epoch = format!("Index(self.turn<{}>())", instance.period);
         scope.bind_within("epoch", epoch, None, below(instance.period));
     } else {
+        // With a period of 1, no integer of the section depends on it, so any value will do.
         scope.bind("epoch", "0", Some(0));
     }
     let (lane, lanes) = (&instance.section.lane, instance.lanes as u64);
@@ -274,6 +282,8 @@ fn declare(code: &mut Code, instance: &SectionInstance) {
         let (name, axes) = (Scope::spell(&tensor.name), tensor.shape.len());
         // Indices below `axes` are extents; the others are strides.
         let size = |place: usize, value: &usize| {
+            // If sizes vary between launches, two that are equal here may differ in the next launch, so each has its
+            // own argument.
             let number = if instance.sizes_vary {
                 Some(before + place)
             } else {

@@ -26,6 +26,8 @@ impl Emitter<'_> {
         let mut all = Vec::new();
         for each in list {
             let Some(over) = &each.over else {
+                // An item's error is kept, not returned: that of the bounds of a later item, which ask for the loop
+                // to be written out, comes first.
                 all.push(with(self, &each.item));
                 continue;
             };

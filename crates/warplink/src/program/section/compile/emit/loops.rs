@@ -50,6 +50,7 @@ impl Emitter<'_> {
             {
                 "#pragma unroll"
             }
+            // The compiler may otherwise unroll such a loop on its own, which takes registers and time to compile.
             _ => "#pragma unroll 1",
         };
         if in_parts {
@@ -81,6 +82,7 @@ impl Emitter<'_> {
         };
         let step = match divided {
             _ if in_parts => " += (Index)parts.count",
+            // One iteration for each thread of the warp.
             true => " += 32",
             false => "++",
         };
@@ -95,6 +97,7 @@ impl Emitter<'_> {
         );
         self.in_parts = outer_parts;
         if in_parts {
+            // A part that found a value out of range, or whose wait was aborted, ends the whole lane.
             text.line("whole.ended |= self.ended;");
             if reduces {
                 text.line("whole.sync();");
@@ -105,6 +108,8 @@ impl Emitter<'_> {
         self.scope.truncate(visible);
         match (looped, bounds) {
             (Ok(()), _) => code.append(&text),
+            // The text of the body depends on the index, so the attempt above is dropped and each iteration gets its
+            // own copy.
             (Err(Refusal::Varies(_)), Some((from, to))) if to - from <= MAX_COPIES => {
                 for value in from..to {
                     self.scope.bind(&over.index, index.clone(), Some(value));
@@ -144,6 +149,8 @@ impl Emitter<'_> {
         }
         let own = widest.div_ceil(32 * UNIT * MAX_KEPT);
         if reduces {
+            // A part of `own` warps keeps a row of the widest tensor in registers; narrower ones would read it again
+            // in each pass.
             ((warps / own).clamp(1, NAMED_BARRIERS), true)
         } else {
             (warps, false)

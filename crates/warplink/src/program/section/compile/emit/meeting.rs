@@ -7,6 +7,7 @@ use crate::program::section::compile::scope::Scope;
 use crate::program::section::{Announcement, Step, StepKind};
 
 /// Maximum number of words in an announcement.
+// The headers keep all of them in registers.
 const MAX_ANNOUNCED: usize = 16;
 
 /// Whether any signal names its target lane.
@@ -30,6 +31,7 @@ impl Emitter<'_> {
             code.line("self.sync();");
             return Ok(());
         }
+        // One thread stores each signal.
         if words.len() > MAX_PLACES.min(self.instance.threads) {
             let text = format!("a signal to {} ranks", words.len());
             return Err(self.refuse(text, "signal fewer ranks at a time, or use more threads"));
@@ -60,6 +62,8 @@ impl Emitter<'_> {
         let name = Scope::spell(&self.instance.tensors[part.tensor].name);
         let peers: Vec<String> = match &it.peers {
             None => (1..world)
+                // Each rank starts with a different peer, so that not all of them store to the same one at the same
+                // time.
                 .map(|r| ((rank + r) % world).to_string())
                 .collect(),
             Some(list) => {
@@ -95,6 +99,7 @@ impl Emitter<'_> {
         let values = self.announced(it)?;
         let part = self.part(&it.rows)?;
         let name = Scope::spell(&self.instance.tensors[part.tensor].name);
+        // The headers rely on this order, starting with the next rank, to know whose packets these are.
         let peers = (1..world).map(|r| (rank + r) % world);
         let places =
             peers.map(|peer| format!("packets<I32>(at.{name}[rank], {}.index({peer}))", part.text));
@@ -242,6 +247,8 @@ impl Emitter<'_> {
                 new
             })
         });
+        // One call polls all words at once, by a thread each; a rank named twice has two signals to wait for, one
+        // after the other.
         if distinct {
             code.line(format!("inbound.wait(self, {mask:#x}u);"));
             return Ok(());

@@ -201,6 +201,7 @@ impl<'s> Emitter<'s> {
                     return Ok(());
                 }
                 let spelled = Scope::spell(name);
+                // `constexpr` lets template arguments and unrolled loops depend on it.
                 let constant = known.map_or("const", |_| "constexpr");
                 code.line(format!("{constant} Index {spelled} = {};", bare(&text)));
                 self.scope.bind_within(name, spelled, known, range);
@@ -277,6 +278,7 @@ impl<'s> Emitter<'s> {
 
     fn choose(&mut self, code: &mut Code, branch: &Branch<StepKind>) -> Result<()> {
         let mut open = false;
+        // Each arm starts from the state before the branch; afterwards either may have run.
         let before = self.accesses;
         let mut after = before;
         for arm in &branch.arms {
@@ -332,6 +334,7 @@ impl<'s> Emitter<'s> {
             return Err(self.refuse("a reduction of nothing", "name at least one source"));
         };
         let element = element_name(self.instance.tensors[first.part.tensor].dtype);
+        // Packets are aligned by construction.
         let aligned = targets.iter().chain(&sources).all(|operand| {
             operand.packing.is_packets()
                 || (operand.part.aligned && self.aligned[operand.part.tensor])
@@ -412,6 +415,8 @@ impl<'s> Emitter<'s> {
     fn places(&self, element: &str, operands: &[EmittedOperand], views: &[String]) -> String {
         let mut mask = 0_u32;
         let mut packet = 16;
+        // A step over all ranks stores to, or loads from, the next rank first, so that ranks do not all use the same
+        // link at once.
         let next = (self.instance.rank + 1) % self.instance.world;
         let first = operands
             .iter()
@@ -430,6 +435,7 @@ impl<'s> Emitter<'s> {
             };
             let address = format!("{function}<{element}>({}, {view})", operand.base);
             match &operand.replaced {
+                // The functions of rows take address 0 for an absent source.
                 Some((condition, _)) => format!("{} ? {address} : 0", bare(condition)),
                 None => address,
             }
@@ -487,6 +493,8 @@ impl<'s> Emitter<'s> {
             announced.position(|tensor| *tensor == part.tensor)
         });
         let base = match heard {
+            // A peer's announced tensor is where that rank said in this launch, not where it was when the program was
+            // bound.
             Some(number) => format!("located[{number}].at[{}]", bare(&rank)),
             None => format!("at.{}[{}]", Scope::spell(&tensor.name), bare(&rank)),
         };
@@ -521,7 +529,8 @@ impl<'s> Emitter<'s> {
                 }
                 Selection::Range(from, to) => {
                     part.indexed = false;
-                    // Rows start at the tensor's start plus a multiple of 16 bytes.
+                    // `aligned` of a tensor covers its rows, so a range of rows keeps it; a range of elements may
+                    // start anywhere.
                     part.aligned &= part.axes > 1;
                     let (from, to) = (self.integer(from)?, self.integer(to)?);
                     format!("range({}, {})", bare(&from), bare(&to))

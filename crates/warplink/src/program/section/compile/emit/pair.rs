@@ -77,12 +77,14 @@ pub(in crate::program::section::compile) fn pair(
     for (_, tensor) in memory.filter(|(number, _)| first.carried != Some(*number)) {
         code.line(view(tensor));
     }
+    // A copy of both ends' code for each message would make the kernel much larger.
     code.line("#pragma unroll 1");
     code.open("for (u32 i = line.first; i < (u32)all.count; i++) {");
     code.line("const Message &message = all.message[i];");
     code.line("if (!line.has(message)) continue;");
     code.line("if (i != line.first) line.next(self);");
     for (number, role) in roles.iter().enumerate() {
+        // The role is the same in the whole block, so the branch never diverges within a warp.
         let condition = ["if (line.role == 0) ", ""][number];
         code.alternative(number > 0, condition);
         bind(&mut code, (first, layout), counts, number);
@@ -111,6 +113,7 @@ struct EndSteps {
 fn role(section: &SectionInstance) -> Result<EndSteps> {
     let tensors = 0..section.tensors.len();
     let aligned: Vec<bool> = tensors
+        // Scratch is aligned by its layout; the callers' memory may start anywhere.
         .map(|tensor| section.scratch_of(tensor).is_some())
         .collect();
     let mut scope = names(section);

@@ -43,6 +43,7 @@ impl<'f> Passes<'f> {
         let blocks = function.blocks(&uniform);
         let mut live = vec![false; function.nodes.len()];
         let mut left = function.results.clone();
+        // Nodes that no result depends on are not computed: their passes over the row would be wasted.
         while let Some(node) = left.pop() {
             if !std::mem::replace(&mut live[node], true) {
                 left.extend(function.nodes[node].operands());
@@ -208,6 +209,8 @@ impl<'f> Passes<'f> {
             RowNode::Unary(function, a) => format!("row_{}({})", function.name(), value(*a)),
             RowNode::Binary(function, a, b) => {
                 let name = match function {
+                    // Functions instead of operators keep the compiler from contracting a product and a sum to one
+                    // FMA, which would round differently from the host device.
                     RowBinary::Add => "detail::plus",
                     RowBinary::Subtract => "row_minus",
                     RowBinary::Multiply => "row_product",
@@ -233,5 +236,6 @@ impl<'f> Passes<'f> {
 
 /// An exact single-precision literal.
 pub(super) fn float(value: f32) -> String {
+    // By its bits: a decimal literal would be a double, and infinities have none.
     format!("__uint_as_float({:#x}u) /* {value:?} */", value.to_bits())
 }

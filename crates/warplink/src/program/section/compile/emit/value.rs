@@ -31,6 +31,7 @@ impl Emitter<'_> {
                 self.read(&word, &most)?
             }
             (WordValue::Count(range), ..) => {
+                // `count` is a call of the whole lane, but here each thread of one warp has an iteration of its own.
                 let function = if self.by_thread {
                     "held("
                 } else {
@@ -137,6 +138,7 @@ impl Emitter<'_> {
         code.block("{", |code| {
             self.row_lines.drain(..).for_each(|line| code.line(line));
             let address = self.address(address, &target);
+            // Otherwise the lane's last thread alone stores, although all threads make the call.
             let every = if self.by_thread { ", true" } else { "" };
             code.line(format!(
                 "{function}(self, {address}, {}{every});",
@@ -168,6 +170,7 @@ impl Emitter<'_> {
         let value = self.read(&word, &format!("{}.length - 1", rows.text))?;
         let row = format!("row{}", self.rows);
         self.rows += 1;
+        // In lines before the step: the word must be read and checked before any thread stores by it.
         self.row_lines.push(format!("const Index {row} = {value};"));
         Ok(row)
     }

@@ -47,10 +47,12 @@ impl Emitter<'_> {
             let carried = whole.as_ref().ok().map(|part| part.tensor) == self.instance.carried;
             let scratch = whole.map(|part| self.instance.scratch_of(part.tensor));
             let plain = |scratch: &ScratchInstance| scratch.packing == Packing::Plain;
+            // Steps of a group record no times.
             if self.traced
                 || carried
                 || !scratch.is_ok_and(|scratch| scratch.is_none_or(plain))
                 || names.values.len() > 1
+                // A place or bound that depends on a value needs that value to be checked first.
                 || !names.integers.is_disjoint(&bound)
                 || !bound.is_empty() && self.barriers.contains(&hazard::id(step))
             {
@@ -85,6 +87,7 @@ impl Emitter<'_> {
                 self.bound(&most)
             ));
         }
+        // A check branches on its word, and the compiler moves no load above a branch.
         checks.iter().for_each(|check| code.line(check));
         values.iter().for_each(|(_, it, _)| self.bind_value(it));
         Ok(())
