@@ -60,6 +60,7 @@ impl Path {
         }
         let all = added.seconds();
         if all > 0.0 {
+            // Dropping negative differences changes the sum, so the rest is scaled to the span's actual time.
             added.0.iter_mut().for_each(|part| *part *= seconds / all);
         }
         added

@@ -47,6 +47,7 @@ impl<'a> Schedule<'a> {
             launches: Vec::new(),
             between_lanes: LaneCounters::default(),
         };
+        // First, since a lane's steps depend on which classes of all ranks exchange packets.
         schedule.find_launches(iterations)?;
         for program in programs {
             schedule.first_counter.push(schedule.counters);
@@ -78,6 +79,7 @@ impl<'a> Schedule<'a> {
         self.streams
             .extend(program.streams.iter().map(|_| Vec::new()));
         if self.submission == Submission::Captured {
+            // The only time that the host takes: everything is enqueued by this launch.
             state.host = self.model.host.graph;
         }
         for (index, operation) in program.operations.iter().enumerate() {
@@ -105,6 +107,7 @@ impl<'a> Schedule<'a> {
             rank: state.program.rank,
             operation: index,
         });
+        // The device may be idle while the host still enqueues, which is the point of graphs for small operations.
         self.step(state, Step::NotBefore(state.host));
         self.step(state, Step::Begin(id));
         match kind {

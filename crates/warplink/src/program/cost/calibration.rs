@@ -60,6 +60,7 @@ pub(crate) fn keep(machine: &str, figures: &Figures) {
 /// File for a machine; `None` if there is no cache directory.
 fn path(machine: &str) -> Option<PathBuf> {
     let hash = Sha256::digest(machine);
+    // The key itself contains characters that file names may not.
     let name: String = hash[..8].iter().map(|byte| format!("{byte:02x}")).collect();
     Some(find::calibrations()?.join(name + ".json"))
 }
@@ -73,6 +74,7 @@ fn read(path: &Path, machine: &str) -> Result<Option<Figures>> {
     let text = file::read_regular(path, MAX_BYTES)?;
     let read: Calibration =
         serde_json::from_str(&text).map_err(|error| wrong(error.to_string()))?;
+    // The name is a shortened hash, so the whole key is compared.
     if read.format != FORMAT || read.machine != machine {
         return Err(wrong(
             "it has another version or machine than its name".to_owned(),
@@ -95,6 +97,7 @@ fn write(path: &Path, machine: &str, figures: &Figures) -> Result<()> {
     if let Some(directory) = path.parent() {
         fs::create_dir_all(directory).map_err(io)?;
     }
+    // By process: jobs on one machine may write at the same time.
     let partial = path.with_extension(format!("{}.partial", std::process::id()));
     let written = File::create(&partial).and_then(|mut file| {
         file.write_all(text.as_bytes())?;

@@ -80,6 +80,7 @@ pub(super) fn halved(mut of_lane: Vec<usize>) -> (Vec<LaneClass>, Vec<usize>) {
     for (lane, class) in of_lane.iter_mut().enumerate() {
         let (first, most, seen) = &mut places[*class];
         *class = *first + usize::from(*seen >= *most);
+        // The first lane of the second half represents it.
         if *seen == *most {
             halves[*class].lane = lane;
         }

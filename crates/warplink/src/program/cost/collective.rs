@@ -47,6 +47,7 @@ impl Collectives {
         };
         match named.min_by(|a, b| near(a).total_cmp(&near(b))) {
             Some(times) => scaled(times),
+            // The slowest, so that an unknown collective is not chosen for its time.
             None => self.0.iter().map(scaled).fold(0.0, f64::max),
         }
     }

@@ -23,6 +23,7 @@ impl Curve {
             return first.1;
         }
         if bytes >= last.0 as f64 {
+            // Large transfers are bound by bandwidth, so the last point's rate holds beyond it.
             return last.1 * bytes / last.0 as f64;
         }
         let above = points.partition_point(|point| (point.0 as f64) < bytes);

@@ -71,6 +71,8 @@ fn of_gpu(device: &DeviceProperties, figures: &Figures, world: usize) -> Hardwar
         1.4e9
     };
     // Bytes per clock cycle that a block copies within its memory, to a peer's and from a peer's.
+    // By clock cycle, because a block's throughput is limited by its loads in flight, whose latency in cycles hardly
+    // changes.
     let of_block = |bytes: f64, all: f64| (bytes * clock).min(all);
     let one_block = of_block(28.0, figures.stored);
     let kernels_put = line(&KERNEL_SIZES, 2e-6 * far, 0.85 * figures.stored);
@@ -90,6 +92,7 @@ fn of_gpu(device: &DeviceProperties, figures: &Figures, world: usize) -> Hardwar
             copy: line(
                 &[4 * KIB, MIB, 64 * MIB, 1024 * MIB],
                 3e-6,
+                // The figure counts bytes that are read and written, a curve those that are copied.
                 figures.memory / 2.0,
             ),
             copy_occupancy: 0.0,
@@ -299,6 +302,7 @@ fn engine(world: usize, first: f64, each: f64, rate: f64, half: f64) -> Collecti
         let sizes = (10..=30).step_by(2).map(|power| 1_u64 << power);
         let seconds = |bytes: u64| {
             let sent = link_bytes(name, world, bytes as f64);
+            // Counting short messages twice halves their rate, up to `half` bytes.
             first + each * world as f64 + (sent + half.min(sent)) / rate
         };
         CollectiveTimes {

@@ -114,6 +114,7 @@ impl HardwareModel {
         let named = device.properties.model.to_lowercase();
         self.device.kind == device.kind.to_string()
             && !model.is_empty()
+            // A part of the name suffices: vendors append memory sizes and form factors to it.
             && named.contains(&model.to_lowercase())
     }
 }

@@ -88,11 +88,13 @@ impl Grid {
             AxisPosition::on(&self.n, n),
         ];
         let mut logarithm = 0.0;
+        // Trilinear interpolation over the corners of the cell, in logarithms: times span six orders of magnitude.
         for corner in 0..8_usize {
             let (mut index, mut weight) = (0, 1.0);
             for (axis, place) in axes.iter().enumerate() {
                 let upper = corner >> axis & 1;
                 let length = [self.m.len(), self.k.len(), self.n.len()][axis];
+                // At the upper end both corners coincide; the share is 0 there.
                 index = index * length + (place.low + upper).min(length - 1);
                 weight *= if upper == 1 {
                     place.share

@@ -56,6 +56,7 @@ impl Steps {
         };
         let mut reads = |part: &Part, elements: f64| {
             if let Some(id) = section.packets_of(part)
+                // A packet that is read again has arrived already.
                 && seen.insert((id, part.offset))
             {
                 *read.entry(id).or_default() += elements;
@@ -83,6 +84,7 @@ pub(super) fn launch(
 ) -> Result<RankLaunch> {
     let (classes, of_lane) = class::halved(classes);
     let steps = |class: LaneClass| -> Result<Steps> {
+        // Launch 0 stands for all: slots change with the epoch, but not the time.
         let sampled = section.sampled_steps(class.lane, 0, iterations);
         let (steps, weights) = sampled.map_err(|diagnostic| {
             Error::new(ErrorKind::Verification, diagnostic.message)

@@ -37,6 +37,8 @@ impl Schedule<'_> {
         }
         let between = &mut self.between_lanes;
         for ((number, id, ..), [comes, read]) in &own {
+            // A class that stores without reading, or the reverse, shows that packets cross classes; then one counter
+            // serves all of them.
             if (*comes > 0.0) != (*read > 0.0) {
                 between.crossed.insert((*number, *id));
             }
@@ -47,6 +49,7 @@ impl Schedule<'_> {
             } else {
                 comes
             };
+            // A wait for more than ever arrives would deadlock the simulation.
             if comes < read {
                 between
                     .shares

@@ -298,6 +298,7 @@ impl HardwareModel {
             lanes: Some(self.lanes()),
             source: Provenance::default(),
             gemm: Gemm {
+                // The largest parts of a model, which kernels do not use.
                 grids: Vec::new(),
                 ..self.gemm.clone()
             },
@@ -343,6 +344,7 @@ impl HardwareModel {
                     .with_help("measure the machine again with `warplink tune`"),
             );
         }
+        // Also rejects NaN, which no range contains; so do the checks below.
         if !(1.0..=MAX_RATIO).contains(&self.uncertainty) {
             let expected = format!("1 to {MAX_RATIO:e}");
             return Err(refused("uncertainty", self.uncertainty, &expected));

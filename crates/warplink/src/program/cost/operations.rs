@@ -141,6 +141,8 @@ impl Schedule<'_> {
     pub(super) fn add_synchronize(&mut self, state: &mut RankState<'_>, other: usize) {
         let event = self.new_counter();
         let stream = &mut self.streams[state.first_stream + other];
+        // The event is recorded after what the other stream was given so far, and not before the host has recorded
+        // it.
         stream.extend([Step::NotBefore(state.host), Step::Add(event, 1.0, 0.0)]);
         self.step(state, Step::Await(event, 1.0));
         self.delay(state, self.model.latency.event);

@@ -139,6 +139,7 @@ impl<'s> Visitor<'s> for Outline<'s> {
         let (from, to) = self.bounds(&it.over);
         let mut done = None;
         for value in [from, from.saturating_add(1), to.saturating_sub(1)] {
+            // Loops of one or two iterations visit none twice.
             if value < to && value >= from && done.is_none_or(|done| done < value) {
                 done = Some(value);
                 self.with(index, value, |outline| outline.body(&it.body));
@@ -171,6 +172,7 @@ impl<'s> Visitor<'s> for Outline<'s> {
                 None => item(self, &each.item),
             }
         }
+        // Ranks name their peers from different starts, such as `(rank + r) % world`, and visit the same set.
         self.said[before..].sort_unstable();
     }
 

@@ -77,6 +77,7 @@ impl Schedule<'_> {
         let in_kernels = largest.is_some_and(|most| most <= self.model.link.kernel_limit);
         let direct = initiated.iter().map(|(id, _)| id).chain(&targets);
         let most = direct.map(bytes).max();
+        // The largest decides for the group, as in the executor, which posts a group by one path.
         if most.is_some_and(|most| self.has_kernels_for(most)) {
             self.post_by_kernels(state, &targets, &initiated);
         } else if in_kernels {
@@ -262,6 +263,8 @@ impl Schedule<'_> {
         let seconds = moved.seconds(bytes);
         let rate = bytes / seconds;
         let (share, in_memory) = (rate / engine.peak(), rate / memory.rate);
+        // Each end has traffic of one direction; the port's rate is for both at once, so one direction takes half of
+        // it.
         let port = rate / 2.0 / if state.rotates { rotated } else { ring };
         let multiprocessors = self.model.device.multiprocessors as f64;
         let occupancy = match mover {
@@ -325,6 +328,7 @@ impl Schedule<'_> {
             let bytes = transfer.range.bytes as f64;
             let seconds = self.engine_seconds(EXCHANGE, self.world, bytes);
             self.engine_work(state, seconds, bytes);
+            // The sender's work stands for both ends, since the engine moves the bytes once.
             let received = self.completed(transfer.peer, partner);
             self.step(state, Step::Add(received, 1.0, 0.0));
         }
@@ -409,6 +413,7 @@ impl Schedule<'_> {
                 } else {
                     words += 1;
                 }
+            // On the stream of the post, its order suffices, without a wait.
             } else if posted_on != state.stream {
                 let done = self.completed(program.rank, id);
                 self.step(state, Step::Await(done, f64::from(posts)));

@@ -67,6 +67,7 @@ pub struct Cost {
 impl Cost {
     /// The simulated rank whose resources are busy for longest.
     pub fn busiest(&self) -> Option<&Busy> {
+        // Without the host's time, which overlaps with all of these.
         let sum = |busy: &Busy| busy.matmul + busy.egress + busy.ingress + busy.memory;
         self.busy.iter().max_by(|a, b| sum(a).total_cmp(&sum(b)))
     }

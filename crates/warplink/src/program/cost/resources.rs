@@ -87,6 +87,7 @@ impl<'a> Resources<'a> {
         let it = &self.schedule.works[work as usize];
         let mut remaining = it.seconds;
         if it.class == Class::SmallKernel && self.running[it.ranks[0] as usize][0] > 0 {
+            // Matmuls fill all multiprocessors, so the block waits for a tile to complete.
             remaining += self.schedule.model.latency.room;
         }
         self.count(it, 1);
@@ -181,6 +182,7 @@ impl<'a> Resources<'a> {
             }
         }
         if over {
+            // Only if some resource is overcommitted: mostly none is, and the limits are the speeds.
             self.fill();
         }
     }
@@ -228,6 +230,7 @@ impl<'a> Resources<'a> {
                     active.settled = true;
                     for &(resource, demand) in needs {
                         let growing = &mut self.growing[resource as usize];
+                        // Rounding could leave it below 0.
                         *growing = (*growing - demand).max(0.0);
                     }
                 }
@@ -304,6 +307,8 @@ impl<'a> Resources<'a> {
                     let left = &mut self.left[work.ranks[0] as usize];
                     limit = (*left / work.occupancy).clamp(0.0, 1.0);
                     *left = (*left - limit * work.occupancy).max(0.0);
+                    // Rounding errors of the remainder would otherwise let work progress by tiny steps, each an
+                    // event.
                     if limit < USED_UP {
                         limit = 0.0;
                     }
@@ -329,6 +334,7 @@ fn slowed(work: &Work, running: &[[u32; 3]], beside: &Interference) -> f64 {
             } else {
                 1.0
             };
+            // The stronger disturbance; the two are not known to add up.
             put.min(get)
         }
         Class::Put | Class::Get if first[0] > 0 || second[0] > 0 => beside.copy_beside_matmul,

@@ -131,6 +131,7 @@ impl Schedule<'_> {
     /// Number of a resource of a simulated rank.
     pub(super) fn resource(&self, rank: usize, resource: u32) -> u32 {
         let shared = self.model.device.shared && matches!(resource, MEMORY | PROCESSORS);
+        // One resource for all ranks of the machine.
         let rank = if shared { 0 } else { rank as u32 };
         rank * RESOURCES + resource
     }
@@ -142,6 +143,8 @@ impl Schedule<'_> {
         let share = if shared {
             share * self.copies
         } else {
+            // No more than the resource: measured times alone may be shorter than its rate allows, which must not
+            // slow the work down.
             share.min(1.0)
         };
         if share > 0.0 {

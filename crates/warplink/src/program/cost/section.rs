@@ -51,6 +51,7 @@ impl LaneState<'_> {
     fn reads(&mut self, id: ScratchId, part: &Part, elements: f64) -> f64 {
         let read = self.read.entry(id).or_default();
         if self.seen.insert((id, part.offset)) {
+            // Elements of a packet that is read twice arrive once.
             *read += elements;
         }
         *read
@@ -78,6 +79,7 @@ impl Schedule<'_> {
         state.launches += 1;
         self.kernel(state);
         self.step(state, Step::Delay(self.lane_figures.launch));
+        // Taken out while steps are added, which borrows the schedule mutably.
         let launches = std::mem::take(&mut self.launches);
         if let Some(launch) = launches.get(state.rank).and_then(|all| all.get(number)) {
             let (start, done) = (self.new_counter(), self.new_counter());
@@ -164,6 +166,7 @@ impl Schedule<'_> {
                     .of_lane
                     .get(*other)
                     .and_then(|class| lane.classes.get(*class));
+                // The signalled lane's representative waits on its behalf.
                 let other = class.map_or(*other, |class| class.class.lane);
                 let distance = (peer + world - lane.number) % world;
                 let counter = self.signal_counter(self.stand_in(*peer), other, distance);
@@ -244,6 +247,7 @@ impl Schedule<'_> {
                 block += moved / figures.block_stored;
                 needs.add(lane.rank, EGRESS, moved / figures.stored);
                 needs.add(peer, INGRESS, moved / figures.stored);
+                // Packets need no fence: each carries its own flag.
                 lane.stored |= !packing.is_packets();
             } else {
                 block += moved / figures.block_loaded;
@@ -257,6 +261,7 @@ impl Schedule<'_> {
                 None => {}
             }
         }
+        // A round of packets includes the latency of its loads.
         if rounds <= 0.0 {
             latency = latency.max(figures.load);
         }
@@ -267,6 +272,7 @@ impl Schedule<'_> {
         for (part, id) in arriving {
             let read = lane.reads(id, part, part.elements as f64) * self.share(lane, id);
             let [first, last] = self.packet_counters(lane, lane.number, id);
+            // The step starts with the first packet and cannot end before the last.
             self.streams[lane.stream].push(Step::Await(first, read));
             reached.push(Step::Await(last, read));
         }
@@ -308,6 +314,8 @@ impl Schedule<'_> {
         let count = lane.classes[lane.class].class.count as f64;
         let most = needs.0.iter().max_by(|a, b| a.1.total_cmp(&b.1));
         let (mut seconds, mut bound) = (alone, Bound::Lanes);
+        // The class is bound by a shared resource if its lanes together need that for longer than each of them needs
+        // alone.
         if let Some(((_, resource), longest)) = most
             && longest * count * weight > alone
         {

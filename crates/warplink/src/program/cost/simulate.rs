@@ -191,6 +191,7 @@ impl Simulation<'_> {
             stream.next += 1;
             match step {
                 Step::NotBefore(time) if time > self.now => {
+                    // The stream waited for the host, so the host's time so far is its critical path.
                     stream.path = Path::of(Bound::Host, time);
                     return self.set(time, TimedEvent::Resume(number));
                 }

@@ -59,6 +59,7 @@ fn signature(kind: &OperationKind) -> Option<Signature<'_>> {
         }
         OperationKind::PostMatmul(StoredMatmul { spec, group, .. }) => {
             let sizes = [spec.m, spec.n, spec.k].into_iter();
+            // Numbers of transfers, whose peers and sizes are compared above.
             let sizes = sizes.chain(group.iter().copied());
             ("", Some(spec.dtype), sizes.collect())
         }
@@ -70,6 +71,7 @@ fn signature(kind: &OperationKind) -> Option<Signature<'_>> {
             ("", Some(it.source_dtype), sizes.collect())
         }
         OperationKind::Post(group) | OperationKind::Wait(group) => ("", None, group.clone()),
+        // Ranks that are no members do something else meanwhile.
         OperationKind::Collective(it) if it.members.is_some() => return None,
         OperationKind::Collective(it) => {
             let sizes = vec![it.target.bytes, it.source.bytes];

@@ -28,6 +28,7 @@ impl Digest {
         });
         Ok(Self {
             name: program.name.clone(),
+            // As printed from the tree, so that comments and layout of the source files may differ between ranks.
             lines: program.to_string().lines().map(hash).collect(),
             parameters: values.collect::<Result<_>>()?,
             tensors: parameters.tensors().map(str::to_owned).collect(),
@@ -50,6 +51,7 @@ impl Digest {
                 first.name
             ));
         }
+        // Hashes by line cost a few bytes each and still locate the first difference.
         if self.lines != first.lines {
             let same = self.lines.iter().zip(&first.lines);
             let line = same.take_while(|(here, there)| here == there).count() + 1;

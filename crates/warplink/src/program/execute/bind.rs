@@ -104,6 +104,8 @@ impl Prepared {
                 let kernels = KernelMemory::prepare(&self.context, &self.program, &memory)?;
                 Ok((memory, requests, kernels))
             });
+        // A rank whose binding failed still takes part in the votes below: the others would otherwise wait until
+        // their deadline.
         let published = local
             .as_ref()
             .map_err(Error::clone)
@@ -114,6 +116,7 @@ impl Prepared {
         let published = match (published, agreed) {
             (Ok(published), Ok(())) => published,
             (Ok(published), Err(error)) => {
+                // Peers would take these offers for those of the next attempt.
                 exchange.withdraw(published);
                 return Err(error);
             }
@@ -124,9 +127,11 @@ impl Prepared {
             Ok(engines) => engines,
             Err(error) => {
                 exchange.withdraw(published);
+                // The other ranks are on their way to the last vote, so this one has to join it with its error.
                 return self.context.agree_on(Err(error));
             }
         };
+        // Not `?`: an error here must reach the vote at the end.
         let transfers = exchange.complete(published, self.context.deadline());
         let resolved = local.and_then(|(memory, _, kernels)| {
             // Either all ranks have kernels or none has, because they bring the same program.
@@ -137,6 +142,8 @@ impl Prepared {
             if let Some(kernels) = &kernels
                 && sections.any(|section| !section.read_as_values().is_empty())
             {
+                // Only kernels that read integers can leave a note, and each watched plan costs a read from the
+                // device per synchronization.
                 self.context.value_notes.watch(&kernels.reach);
             }
             self.resolve(memory, transfers?, &engines, kernels)
@@ -237,6 +244,8 @@ impl Prepared {
             let tag = tag(transfer);
             let region = match (memory.tensor(range.tensor), registered.get(&range.tensor)) {
                 (TensorMemory::Nothing, _) => {
+                    // Sends of posted matmuls: the tensor has a shape but no memory, as the result goes straight to
+                    // the receiver.
                     let store = TransferRequest::store(range.bytes, transfer.peer, tag);
                     requests.push(store.with_path(path));
                     continue;
@@ -246,6 +255,7 @@ impl Prepared {
                 }
                 (_, Some(region)) => region.clone(),
                 (TensorMemory::Bound(slice), None) => {
+                    // Once per tensor: several transfers may be of parts of one.
                     let region = self.context.memory.register(slice)?;
                     registered.insert(range.tensor, region.clone());
                     region

@@ -49,6 +49,8 @@ impl ProgramCollectives {
         if let Some(joined) = self.0.get() {
             return Ok(joined.clone());
         }
+        // Not within `get_or_init`: joining blocks for other ranks and may fail, and then the next program tries
+        // again.
         let joined = context.engines.direct(context)?;
         Ok(self.0.get_or_init(|| joined).clone())
     }
@@ -135,6 +137,7 @@ impl RankContext {
         let mut mapped = (0..self.world()).map(|peer| access(peer).is_ok_and(|it| it.mapped));
         // Host ranks have no link. If a peer cannot be mapped, workspaces are host memory, behind the bus.
         let whole = device.shared || device.linked && mapped.all(|mapped| mapped);
+        // One rank without it decides for all, since both ends have to use the same packets.
         let all = self.all_gather(&[u8::from(whole)])?;
         Ok(all.iter().all(|whole| *whole == [1]))
     }

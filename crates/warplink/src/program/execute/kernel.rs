@@ -197,6 +197,7 @@ impl KernelMemory {
                 reach.tensors.push(own.clone());
                 continue;
             }
+            // In the order of `regions`: the workspace, if there is any, the signals, and the shared tensors.
             let mut mapped = regions.iter().map(|region| region.memory().clone());
             let workspace = self.workspace.as_ref().and_then(|_| mapped.next());
             reach.workspaces.push(workspace);
@@ -255,6 +256,7 @@ impl BoundKernels {
             cache: StepCache::default(),
         };
         let (written, bound) = (section.clone(), addresses.clone());
+        // Generated only if no kernel is loaded for it, on devices that take code at all.
         let text = move || {
             let aligned = bound.aligned(&written);
             if traced {
@@ -270,6 +272,7 @@ impl BoundKernels {
         } = self.load(device, section, text, lanes)?;
         let words = addresses.words(section);
         let words = Argument::Words(match times {
+            // Last in the kernel's `Binding`, where the emitter appends them for a traced kernel.
             Some(times) => words.iter().copied().chain(times.words()).collect(),
             None => words,
         });

@@ -102,6 +102,7 @@ impl LaneTimes {
             .map(|words| stored(words, self.room))
             .collect();
         let last = lanes.iter().map(|lane| lane.end).max().unwrap_or(0);
+        // Clamped, since the two clocks need not run at the same rate.
         let at = |time: u64| (span.end - last.saturating_sub(time) as f64 / 1e3).max(span.start);
         let width = (self.section.lanes - 1).to_string().len();
         let mut spans = Vec::new();

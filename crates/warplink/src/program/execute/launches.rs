@@ -16,6 +16,7 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 
 /// Maximum number of graphs of a plan, and of remembered sets of addresses without a graph.
+// An application's allocator alternates between few sets of addresses; each graph holds memory of host and device.
 const MAX_GRAPHS: usize = 64;
 
 /// Addresses of a run's memory, in the order of the tensors' names.
@@ -84,6 +85,7 @@ impl State {
     /// first run.
     fn recurs(&mut self, addresses: &[u64]) -> bool {
         if let Some(place) = self.seen.iter().position(|known| **known == *addresses) {
+            // It gets a graph now; if that is evicted, two runs without one are needed again.
             self.seen.remove(place);
             return !self.unrecorded;
         }
@@ -118,12 +120,14 @@ impl Plan {
         addresses: &[u64],
         memory: impl FnOnce() -> Result<Bindings>,
     ) -> Result<()> {
+        // A graph cannot be launched into a capture; the operations become part of the caller's graph instead.
         if self.parts.eager_only.is_some() || stream.is_capturing()? {
             return self.run_on(stream, &memory()?);
         }
         // Dropped after the lock is released, like evicted graphs.
         let _stale: Option<CapturedRun>;
         let mut state = lock(&self.parts.launches.0);
+        // Its launches would announce a stale number, and lose direct access.
         _stale = state.take_stale(addresses);
         if let Some(graph) = state.find(addresses) {
             return self.launch_in_order(graph, stream);
@@ -134,6 +138,7 @@ impl Plan {
                 Ok(run) => {
                     let launched = self.launch_in_order(&run.graph, stream);
                     let evicted = state.keep(addresses, run);
+                    // Destroying a graph takes long, and other threads launch plans meanwhile.
                     drop(state);
                     drop(evicted);
                     return launched;
@@ -141,6 +146,7 @@ impl Plan {
                 Err(error) => {
                     // A fault is reported by the run itself.
                     tracing::info!(%error, plan = self.name(), "runs are enqueued without a graph");
+                    // Whatever cannot be captured once will fail again, and each attempt costs more than a run.
                     state.unrecorded = true;
                 }
             }

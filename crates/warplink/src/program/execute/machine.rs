@@ -77,11 +77,14 @@ impl RankContext {
                 model = Arc::new(HardwareModel::from_json(&text)?);
             }
         }
+        // Decided by rank 0's origin on all ranks: the measurement is collective. Models that someone named or tuned
+        // are never overridden.
         if first.origin != Origin::Derived || !self.can_measure(&all)? {
             return Ok(model);
         }
         let machine: Vec<&str> = all.iter().map(|described| &*described.device).collect();
         let machine = machine.join("; ");
+        // Rank 0's file counts: others may have another home directory, or none.
         let cached = (self.rank() == 0)
             .then(|| calibration::known(&machine))
             .flatten();
@@ -134,6 +137,7 @@ impl RankContext {
         let all = self.all_gather(&encode(&Some(own))?)?;
         let all = all.iter().map(|bytes| decode(bytes));
         let all: Vec<Figures> = all.filter_map(Result::transpose).collect::<Result<_>>()?;
+        // The slowest rank determines the time of a joint operation.
         let least = |of: fn(&Figures) -> f64| all.iter().map(of).fold(f64::INFINITY, f64::min);
         let figures = Figures {
             memory: least(|one| one.memory),
@@ -249,6 +253,7 @@ impl<'a> Measurement<'a> {
     fn figures(&self, description: &DeviceDescription) -> Result<Figures> {
         let expected = Figures::expected(&description.properties);
         let (own, into) = (self.own.memory(), self.into.memory());
+        // A copy within the device reads and writes each byte, and the figure counts both.
         let memory = 2.0 * self.rate(into, own, &|to, from| self.stream.copy(to, from))?;
         let launch = self.launch()?;
         let products = if description.properties.shared {
@@ -267,6 +272,7 @@ impl<'a> Measurement<'a> {
         let theirs = neighbour.memory();
         let put = self.rate(theirs, own, &|to, from| self.stream.copy(to, from))?;
         let (stored, loaded) = if description.properties.shared {
+            // Kernels of the host device copy by the same processors.
             (put, put)
         } else {
             let copy = |to: &DeviceSlice, from: &DeviceSlice| self.kernel_copy(to, from, BLOCKS);
@@ -312,6 +318,7 @@ impl<'a> Measurement<'a> {
         let own = self.own.memory().slice(0..SHORT)?;
         let into = self.into.memory().slice(0..SHORT)?;
         self.stream.begin_capture()?;
+        // In a graph, so that the host's time to enqueue is not measured.
         let recorded = (0..LAUNCHES).try_for_each(|_| self.kernel_copy(&into, &own, 1));
         let graph = self.stream.end_capture();
         recorded?;
@@ -349,6 +356,7 @@ impl<'a> Measurement<'a> {
     fn best(&self, work: &dyn Fn() -> Result<()>) -> Result<f64> {
         let mut best = f64::INFINITY;
         for sample in 0..=SAMPLES {
+            // Ranks measure together, so that figures include contention for links and host memory.
             self.context.barrier()?;
             self.stream.record(&self.begin)?;
             work()?;
@@ -371,6 +379,7 @@ fn neighbours(context: &RankContext, into: &Region) -> Result<Option<RemoteRegio
         .exchange()
         .share(&context.memory, &[into], |rank| rank == next);
     let opened = shared.ok().and_then(|mut regions| regions[next].pop());
+    // All or none: the copies of all ranks are timed at the same time.
     let all = context.all_gather(&[u8::from(opened.is_some())])?;
     Ok(opened.filter(|_| all.iter().all(|opened| opened == &[1])))
 }

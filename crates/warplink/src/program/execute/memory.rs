@@ -85,6 +85,7 @@ impl PlanMemory {
             };
             memory.tensors.push(next);
         }
+        // Before staging, which would hide an overlap in the caller's memory.
         memory.check_overlaps(program)?;
         if !pool.is_reached_by_peers()? {
             memory.stage(program)?;
@@ -94,6 +95,7 @@ impl PlanMemory {
 
     /// Substitutes shareable regions for the caller's memory that the program exposes to peers.
     fn stage(&mut self, program: &RankProgram) -> Result<()> {
+        // Memory that no peer maps stays the caller's, which saves the copies.
         let own = untransferred(program, self);
         for id in 0..self.tensors.len() {
             if let TensorMemory::Bound(bound) = &self.tensors[id]
@@ -111,6 +113,7 @@ impl PlanMemory {
     /// Enqueues the copies from the caller's memory to its staging regions, before a run.
     pub(super) fn copy_in(&self, stream: &Stream) -> Result<()> {
         self.tensors.iter().try_for_each(|tensor| match tensor {
+            // Outputs, too: a program may update only a part of one, and all of it is copied back.
             TensorMemory::Staged { bound, region } => stream.copy(region.memory(), bound),
             _ => Ok(()),
         })
@@ -150,6 +153,8 @@ impl PlanMemory {
         let mut any: Option<(&DeviceSlice, &TensorInstance)> = None;
         let end = |slice: &DeviceSlice| slice.address() + slice.bytes() as u64;
         for next in bound {
+            // One pass over the sorted tensors suffices: if any earlier tensor reaches into this one, the earlier one
+            // that ends last does.
             let before = if next.1.role == Role::Output {
                 any
             } else {

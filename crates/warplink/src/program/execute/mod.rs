@@ -118,6 +118,7 @@ impl fmt::Debug for Executor {
 impl Executor {
     pub(crate) fn new(context: RankContext) -> Self {
         let pool = Arc::new(Pool::new(&context.device, &context.memory));
+        // Weak, since the registry outlives executors and must not keep their pools.
         let kept = Arc::downgrade(&pool);
         context.memory.when_out_of_memory(move || {
             if let Some(pool) = kept.upgrade() {
@@ -235,6 +236,7 @@ impl Executor {
                 report.suits_transfer_kernels,
             ),
             None => {
+                // Unverified programs may not even unroll on other ranks; those are left out, and fail there.
                 let others = (0..world).filter(|other| *other != rank);
                 let mut all: Vec<_> = others.filter_map(|other| of_rank(other).ok()).collect();
                 all.push(rank_program.clone());
@@ -252,6 +254,7 @@ impl Executor {
                     .with_operation(format!("prepare '{}'", program.name))
                     .with_rank(rank)
             })?;
+            // It selects the path and the collectives, so ranks must not differ in it.
             digest = digest.with("multiprocessors", most);
         }
         if options.library {
@@ -280,6 +283,7 @@ impl Executor {
 fn check_lanes(program: &RankProgram, most: usize) -> Result<()> {
     let mut by_stream: BTreeMap<usize, (usize, u32)> = BTreeMap::new();
     for operation in &program.operations {
+        // Kernels of one stream follow one another, so only its largest counts.
         if let Some(section) = operation.kind.section() {
             let largest = by_stream.entry(operation.stream).or_default();
             *largest = (*largest).max((section.lanes, operation.site.line));

@@ -235,9 +235,11 @@ impl Plan {
         if let Some(diagnostic) = &self.parts.eager_only {
             return Err(self.not_capturable(diagnostic));
         }
+        // A stream of its own: during a capture, other work of the caller's stream would become part of the graph.
         let stream = self.parts.context.device.create_stream(Priority::Normal)?;
         stream.begin_capture()?;
         let recorded = self.run(&stream);
+        // Also after a failure, as the stream and its forks would otherwise stay in capture.
         let graph = stream.end_capture();
         recorded?;
         self.parts
@@ -268,6 +270,7 @@ impl Plan {
         let mut tracer = Tracer::start(&self.parts.context, stream)?;
         self.for_each_command(stream, |command, stream| {
             if command.kind.is_event() {
+                // No spans: the time of a wait for an event is visible between its neighbours.
                 return command.enqueue(stream, None);
             }
             let operation = &self.parts.program.operations[command.operation];
@@ -346,6 +349,7 @@ impl Plan {
     }
 
     fn locate(&self, command: &Command, error: Error) -> Error {
+        // The lost rank is the cause; the operation that happened to notice it is not.
         if error.kind() == ErrorKind::PeerLost {
             return error;
         }

@@ -66,6 +66,7 @@ impl Pool {
     /// A region of exactly `bytes`, with the contents of its last use.
     pub(super) fn take(&self, bytes: usize) -> Result<Region> {
         let mut free = lock(&self.free);
+        // The one returned last is the most likely to be still mapped by peers.
         let position = free.iter().rposition(|region| region.bytes() == bytes);
         let kept = position.and_then(|position| free.remove(position));
         drop(free);
@@ -121,12 +122,14 @@ impl Pool {
         kinds: &[StreamKind],
         enqueue: impl FnOnce(&Stream, &[Option<Stream>]) -> Result<()>,
     ) -> Result<Graph> {
+        // Held over the capture: a second one on the same streams would be part of this graph.
         let mut own = lock(&self.in_turn);
         let mut stream_of = |kind, priority| -> Result<Stream> {
             if let Some(stream) = own.get(&kind) {
                 return Ok(Stream::clone(stream));
             }
             let stream = self.device.create_stream(priority)?;
+            // Graphs that never run at the same time need no library workspace each.
             stream.share_scratch();
             own.insert(kind, stream.clone());
             Ok(stream)

@@ -46,6 +46,7 @@ impl Announced {
     pub(super) fn read(verdict: &[u8]) -> Option<Self> {
         let (theirs, rest) = verdict.split_at(VERDICT_WORDS_BYTES);
         let (differ, own) = rest.split_at(rest.len() - VERDICT_WORDS_BYTES);
+        // The kernel stores the words first and these bytes last, so a verdict that is being written reads as none.
         if differ.iter().all(|byte| *byte == 0) {
             return None;
         }
@@ -118,6 +119,7 @@ impl Reach {
             signals: self.signals.iter().map(address).collect(),
             epochs: self.state.address(),
             lanes: self.lanes as u64,
+            // A plan's tensors were exchanged at binding, so its kernels look nothing up.
             tables: 0,
         }
     }

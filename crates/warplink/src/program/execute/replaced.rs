@@ -67,6 +67,8 @@ impl<'a> Replaced<'a> {
 
     /// Memory that `transfer` copies in this run instead of its buffer, if that is replaced.
     pub(super) fn of_send(&self, transfer: &Transfer) -> Result<Option<DeviceSlice>> {
+        // Only there is this rank the one that reads the buffer; in other transfers the peer, or a mapped handle, has
+        // its address.
         let sends = transfer.direction() == Direction::Send && transfer.protocol() == Protocol::Put;
         let buffer = transfer.region().map(Region::memory);
         let buffer = buffer.filter(|buffer| sends && self.has(buffer));
@@ -128,6 +130,7 @@ fn free<'a>(
     let mut fixed: HashSet<TensorId> = direct.map(|transfer| transfer.range.tensor).collect();
     for operation in &program.operations {
         match &operation.kind {
+            // Launch arguments of kernels are prepared with addresses of all ranks.
             OperationKind::Kernel(section) => fixed.extend(section.user_tensors()),
             OperationKind::PostMatmul(it) if it.a.len() > 1 => {
                 let ranges = it.a.iter().chain([&it.b]).chain(&it.bias);
@@ -138,6 +141,7 @@ fn free<'a>(
     }
     let alone = |id: TensorId| {
         let own = memory.tensor_slice(id);
+        // Substitution goes by address: a range that two tensors share would be replaced for both.
         let mut others = (0..memory.tensors()).filter(|other| *other != id);
         own.is_some_and(|own| {
             !others.any(|other| memory.tensor_slice(other).is_some_and(|o| own.overlaps(o)))

@@ -122,6 +122,7 @@ impl<'a> Resolver<'a> {
                 };
                 let kind = match &self.engines.direct {
                     Some(direct) => {
+                        // Compiled now, as a run must not block.
                         direct.prepare(&request)?;
                         CommandKind::Direct(direct.clone(), request)
                     }
@@ -137,6 +138,7 @@ impl<'a> Resolver<'a> {
             OperationKind::Elementwise(it) => {
                 let areas = std::iter::once(&it.target).chain(&it.sources);
                 let areas: Vec<Area> = areas.cloned().collect();
+                // Fewer axes mean less index arithmetic in the kernel; contiguous operands become one axis.
                 let (mut shape, mut strides) = simplified(&areas);
                 if shape.is_empty() {
                     shape.push(it.target.span.bytes / it.dtype.size());
@@ -197,6 +199,7 @@ impl<'a> Resolver<'a> {
 
     fn wait_for(&mut self, stream: usize, mark: Option<Mark>) {
         if let Some((other, event)) = mark
+            // Program order covers marks of the same stream.
             && other != stream
         {
             self.push(stream, CommandKind::WaitEvent(event));

@@ -22,6 +22,7 @@ pub(super) fn row_arguments(
         let missing = || Error::internal("a row has no source");
         let mut all = first.ok_or_else(missing)?;
         let factor = operator.factor().map(|factor| factor.value() as f32);
+        // Each source before it is added, as NCCL's scaled sum and the kernels do.
         let begin = |value: f32| factor.map_or(value, |factor| value * factor);
         all.iter_mut().for_each(|value| *value = begin(*value));
         for (dtype, bytes) in these {

@@ -50,6 +50,7 @@ impl<'a> Clock<'a> {
         let eager = self.medians(&eager, samples)?;
         let captured: Vec<Option<CapturedPlan>> = plans
             .into_iter()
+            // Infinite time keeps such a plan out of the choice of graphs.
             .map(|plan| match plan.eager_only() {
                 Some(_) => Ok(None),
                 None => plan.capture().map(Some),
@@ -82,6 +83,7 @@ impl<'a> Clock<'a> {
         for sample in 0..samples + WARM_UP {
             for work in works {
                 self.context.barrier()?;
+                // Hosts leave their barrier at different times, and this one lets all devices start together.
                 self.barrier.enqueue(&self.stream)?;
                 self.stream.record(&self.begin)?;
                 work(&self.stream)?;

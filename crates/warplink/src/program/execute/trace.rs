@@ -109,6 +109,7 @@ struct Span {
 impl Tracer {
     /// Starts the clock of every rank, synchronized as closely as a barrier of the hosts allows.
     pub(super) fn start(context: &RankContext, stream: &Stream) -> Result<Self> {
+        // Earlier work in the stream would delay the event at time 0 on this rank alone.
         stream.synchronize(context.deadline())?;
         let zero = context.device.create_event(true)?;
         context.barrier()?;

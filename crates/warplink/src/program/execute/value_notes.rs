@@ -25,6 +25,7 @@ impl ValueNotes {
     /// Fails if a kernel has noted an integer, with its place in the program. The error remains until its plan is
     /// dropped. Blocks for the time of a small read from the device for each plan that reads integers.
     pub(crate) fn check(&self, device: &dyn Device) -> Result<()> {
+        // Collected first: the lock is not held while the device is read.
         let all: Vec<_> = lock(&self.0).iter().filter_map(Weak::upgrade).collect();
         for reach in all {
             if let Some(error) = reach.refused_value(device)? {

@@ -375,6 +375,7 @@ impl KernelCode {
             of.len() == section.len() && of.iter().zip(section).all(|(of, own)| own <= of)
         };
         self.aligned == aligned
+            // Everything else that the text depends on is in the cache key by which the model was found.
             && of.period == section.period
             && of.shared_tensors == section.shared_tensors
             && of.published == section.published
@@ -403,7 +404,9 @@ impl SharedKernel {
         tensors: &[&DeviceSlice],
         reachable: bool,
     ) -> Result<()> {
+        // Held until the launch: it orders the words with it, and saves an allocation per call.
         let mut own = lock(&self.launched);
+        // A launch that is not reachable must not keep the last one's locations.
         own.copy_from_slice(&self.words);
         for (word, id, offset) in &self.addresses {
             let tensor = tensors.get(*id).ok_or_else(missing)?;

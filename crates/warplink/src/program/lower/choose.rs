@@ -211,6 +211,7 @@ pub fn choose(
                 }
                 Err(diagnostic) => return Err(diagnostic.into()),
             };
+            // Both, since a caller may run the plan either way.
             let [eager, captured] = [Submission::Eager, Submission::Captured].map(|submission| {
                 let options = SimulateOptions {
                     submission,
@@ -236,6 +237,7 @@ pub fn choose(
             };
             if best
                 .as_ref()
+                // Strictly less: of equal ones the first stays, so that all ranks choose alike.
                 .is_none_or(|best| estimate.expected.seconds() < best.expected.seconds())
             {
                 best = Some(estimate);
@@ -316,6 +318,7 @@ fn unroll_all(
                 lowering.name()
             );
             return Err(Diagnostic::new(
+                // As a requirement, so that `choose` passes over the lowering instead of failing.
                 DiagnosticKind::Requirement,
                 message,
                 Vec::new(),

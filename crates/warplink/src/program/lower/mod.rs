@@ -101,6 +101,7 @@ impl Lowering {
     /// accept only operands that are not transposed.
     fn taken(&self, given: &Parameters) -> Parameters {
         let knows = |name: &str| self.program.parameters.iter().any(|p| p.name == name);
+        // A caller's own file need not know of transposed operands; it is refused only where one is.
         let plain = given.value(TRANSPOSED_B) == Some(&Value::Integer(0));
         if plain && !knows(TRANSPOSED_B) {
             given.clone().without(TRANSPOSED_B)

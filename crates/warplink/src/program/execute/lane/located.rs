@@ -53,6 +53,7 @@ impl Lane<'_> {
         let (Some(number), Some(published)) = (number, published) else {
             return Ok(0);
         };
+        // The table may change during a launch, and all ranks must be told the same.
         if let Some(own) = self.located[number].own {
             return Ok(own);
         }
@@ -94,6 +95,7 @@ impl Lane<'_> {
         }
         let reached = published.tables.reached(published.rank(peer), told);
         let reached =
+            // A rank announces only entries that all peers have acknowledged, so a missing one is a broken invariant.
             reached.ok_or_else(|| internal("a peer announced memory that is not mapped"))?;
         located.at.push((peer, reached));
         Ok(())

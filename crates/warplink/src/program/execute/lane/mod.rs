@@ -98,6 +98,7 @@ impl SectionLanes {
         };
         run_lane(block, input).await.inspect_err(|error| {
             if let (ErrorKind::Mismatch, Some(fault)) = (error.kind(), &self.fault) {
+                // Other lanes, on this rank and on peers, may wait for data that will never arrive.
                 fault.fail(error.clone());
             }
         })
@@ -153,6 +154,7 @@ async fn run_steps(
         if let Some(times) = &mut times {
             times.step(&step.site);
         }
+        // A step is atomic for an abort: one that has begun is completed. Tests delay lanes here, too.
         block.pause()?;
         run.perform(step).await.map_err(|error| {
             error.with_operation(format!("kernel of rank {}, {}", section.rank, step.site))
@@ -167,6 +169,7 @@ async fn run_steps(
             (first, steps) = run.steps(&missing, next)?;
         }
     }
+    // Peers may wait for packets of the last steps, and nothing else of this lane would wake them.
     run.ring()?;
     if let Some(times) = times {
         let (memory, bytes) = times.finish()?;
@@ -233,6 +236,7 @@ impl Lane<'_> {
                 peer,
                 source,
             } => return self.agree(values, tensors, *peer, source).await,
+            // Read ahead when the steps were resolved; a second read could give another value than the steps assume.
             LaneStepKind::Value { number, .. } if self.values.contains_key(number) => {
                 return Ok(());
             }
@@ -277,6 +281,7 @@ impl Lane<'_> {
         }
         let is_plain = |part: &Part| self.section.packets_of(part).is_none();
         if let (None, [source]) = (it.operator, &sources[..])
+            // Straight from memory to memory, without a buffer in between.
             && targets.iter().chain(sources).all(is_plain)
         {
             self.ring()?;
@@ -289,6 +294,7 @@ impl Lane<'_> {
             }
             return Ok(());
         }
+        // Bounds the buffers: a step may be as long as a tensor.
         let most = (self.block.combined_bytes() / it.dtype.size() / unit).max(1) * unit;
         for piece in pieces {
             let starts = piece.clone().step_by(most);
@@ -329,6 +335,7 @@ impl Lane<'_> {
         self.load(&operand, (&mut came, 4 * words)).await?;
         let theirs = announced_words(&came);
         let (theirs, places) = theirs.split_at(words - 2 * tensors.len());
+        // The integers are padded to whole packets.
         let theirs = &theirs[..values.len()];
         if theirs == values {
             let places = places.chunks_exact(2);
@@ -336,6 +343,8 @@ impl Lane<'_> {
                 let told = u64::from(told[1]) << 32 | u64::from(told[0]);
                 self.note(*tensor, peer, told)?;
             }
+            // Peers are agreed with in rank order from the next rank on, so with this one, the locations of all are
+            // known.
             let last = (self.section.rank + self.section.world - 1) % self.section.world;
             let all = || tensors.iter().all(|tensor| self.is_reachable(*tensor));
             if self.input.published.is_some() && !tensors.is_empty() && peer == last && all() {
@@ -353,6 +362,7 @@ impl Lane<'_> {
             let scratch = self.section.scratch_of(part.tensor);
             scratch.is_some_and(|scratch| scratch.packing == Packing::Packets128)
         });
+        // A line holds 120 bytes of data. 240 elements are whole lines of every type and a multiple of 16.
         if lines { 240 } else { 16 }
     }
 
@@ -454,6 +464,7 @@ impl Lane<'_> {
         }
         unrung.bytes += bytes.len();
         let many = unrung.bytes >= MAX_UNRUNG;
+        // `ring` borrows it as well.
         drop(unrung);
         if many { self.ring() } else { Ok(()) }
     }

@@ -47,6 +47,7 @@ impl PairLanes {
             let Some(lane) = lane.filter(|lane| *lane < message.blocks) else {
                 continue;
             };
+            // All reaches have the same state, so any of them serves.
             let count = |lane| self.state.count(&self.reaches[0].state, &message, lane);
             let own = count(lane)?;
             let epoch = block.value(&own);

@@ -25,10 +25,12 @@ impl Lane<'_> {
                 return Some(*known);
             }
             let is_packet = section.packets_of(&word.part).is_some();
+            // A packet has to be waited for, which resolving cannot do.
             let follows = word.step == following.get() && !is_packet;
             if !follows && !section.is_constant(&word.part) {
                 return None;
             }
+            // An error appears again at the step itself, which reports it with its place.
             let value = self.word(&word.part, word.matching).ok()?;
             if follows {
                 following.set(word.step + 1);
@@ -37,6 +39,8 @@ impl Lane<'_> {
             Some(value)
         };
         let steps = match &mut resolution {
+            // Earlier steps are not listed again, so that a loop with a read in each round takes time in proportion
+            // to its rounds.
             Some(resolution) if resolution.missing() == missing => {
                 let all = resolution.go_on(&values);
                 all.map(|all| (next, all.get(next..).unwrap_or_default().into()))

@@ -36,6 +36,7 @@ use table::{FIXED_WORDS, MAX_RANKS, encode};
 const ANNOUNCEMENTS: &str = "S";
 
 /// Alignment of regions in a workspace.
+// Regions of different peers share no cache line, and every packing is aligned in each.
 const REGION_ALIGNMENT: usize = 256;
 
 /// A program for pairs of ranks.
@@ -152,6 +153,7 @@ impl Pairs {
                     theirs.slice(region * rank..region * (rank + 1))?,
                 ];
                 let mut signals = [own_signals.clone(), mapped(workspace.signals(peer))?];
+                // The program names memory by its own two ranks, whichever of the group's they are.
                 if role == 1 {
                     regions.reverse();
                     signals.reverse();
@@ -227,6 +229,7 @@ impl Pairs {
         let kernels = programs.into_iter().map(load).collect::<Result<Vec<_>>>();
         Ok(Self {
             device: context.device.clone(),
+            // A rank whose compilation failed must not leave the others with a workspace that waits for it.
             kernels: context.agree_on(kernels)?,
             workspace,
             signals: own_signals,

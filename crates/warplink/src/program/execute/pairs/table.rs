@@ -6,6 +6,7 @@ use crate::device::DeviceSlice;
 use crate::error::{Error, Rank, Result};
 
 /// Maximum messages of a launch.
+// With 7 words each and the fixed ones 3760 bytes: launch arguments are limited to 4 KiB.
 pub(crate) const MAX_MESSAGES: usize = 64;
 
 /// Maximum ranks of a group.
@@ -79,6 +80,7 @@ pub(super) fn encode(
             Some((_, place)) => *place,
             None => {
                 let of_line = messages.iter().filter(|it| it.line() == message.line());
+                // The line gets the lanes of its largest message; smaller ones leave some of them idle.
                 let most = of_line.map(|it| it.lanes).max().unwrap_or(1) as u64;
                 let place = most << 16 | blocks << 32;
                 blocks += most;
@@ -92,6 +94,7 @@ pub(super) fn encode(
         words.push(message.count.map_or(0, DeviceSlice::address));
         words.extend(message.carried);
     }
+    // The kernel's argument is a structure of fixed size.
     words.resize(FIXED_WORDS + MESSAGE_WORDS * MAX_MESSAGES, 0);
     Ok((words, blocks as u32))
 }

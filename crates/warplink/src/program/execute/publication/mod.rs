@@ -39,12 +39,14 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Number of published allocations of a rank. Must match `published_entries` of the kernels.
+// 8 KiB of table per rank. Each entry pins an allocation's mapping on all peers.
 const ENTRIES: usize = 1024;
 
 /// Threshold of free numbers: below it, the least recently used allocations are withdrawn, as many at a time.
 const FEW_ENTRIES: usize = ENTRIES / 8;
 
 /// Limit on the wait of a failed allocation for the release of unused published memory.
+// A caller that is out of memory waits that long at most, even if the thread is busy with a slow peer.
 const MAX_RECLAIM: Duration = Duration::from_millis(200);
 
 /// Memory that a rank publishes to a group, and that of its peers.
@@ -155,6 +157,7 @@ impl Publication {
             thread: Mutex::default(),
         });
         let weak = Arc::downgrade(&events);
+        // Weak: the registry outlives this publication, and its listener must not keep the queue alive.
         let number = context.memory.listen(move |heard| {
             if let Some(events) = weak.upgrade() {
                 events.hear(heard);
@@ -223,6 +226,8 @@ impl Publication {
                 (number, uses, true)
             }
         };
+        // Before noting a stream, which may wait for another lock, and before the event, whose handler takes this
+        // one.
         drop(used);
         // If it is withdrawn in the meantime, the launch finds no address in the table.
         uses.note(stream);
@@ -242,6 +247,7 @@ impl Drop for Publication {
             return;
         };
         // The join takes at most as long as a peer may take to answer.
+        // The thread itself may drop the last reference, and cannot join itself.
         if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
             tracing::error!("the thread that publishes memory panicked");
         }
@@ -292,6 +298,7 @@ impl Events {
                 }
                 let (done, wait) = channel();
                 self.send(PublisherEvent::Reclaim(done));
+                // In vain is no error: the allocation is tried again and then fails by itself.
                 let _ = wait.recv_timeout(MAX_RECLAIM);
             }
         }
@@ -300,6 +307,7 @@ impl Events {
     /// Starts the thread if it has work.
     fn start(&self) {
         let mut waiting = lock(&self.waiting);
+        // Most communicators publish nothing, and a thread for each would only cost memory.
         let Some(publisher) = waiting.take_if(|publisher| publisher.has_work()) else {
             return;
         };

@@ -105,6 +105,7 @@ impl Publisher {
         loop {
             let event = match next.take() {
                 Some(event) => Some(event),
+                // Nothing to sweep, so sleep without periodic wake-ups.
                 None if self.own.is_empty() => match self.events.recv() {
                     Ok(event) => Some(event),
                     Err(_) => break,

@@ -96,6 +96,7 @@ impl Tables {
     /// Clears an entry. Blocks until kernels see that.
     pub(super) fn clear(&self, rank: Rank, number: u64) -> Result<()> {
         let place = place(rank, number).ok_or_else(no_such_entry)?;
+        // Kernels must have stopped to see the address before the mapping can go.
         let cleared = self.upload(place, 0);
         let gone = lock(&self.entries).get_mut(place).and_then(Option::take);
         // Dropped outside the lock: this may be the last reference to memory, and freeing it takes time.
