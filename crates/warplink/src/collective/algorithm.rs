@@ -77,6 +77,7 @@ impl Algorithm {
         match self {
             Self::OneShot => each,
             Self::Cube => world,
+            // One row per rank for each of the two steps, whose packets are in flight at the same time.
             Self::TwoShot => 2 * world,
             Self::CopyEngine => 0,
             Self::Chunks | Self::Direct => match kind {
@@ -126,6 +127,7 @@ impl ProgramEntry {
     }
 
     fn program(&self) -> Result<&Program> {
+        // An error is kept as well: the text is fixed, so another attempt would fail alike.
         let parsed = self.parsed.get_or_init(|| Program::parse(self.text));
         parsed.as_ref().map_err(Error::clone)
     }

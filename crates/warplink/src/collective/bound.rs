@@ -130,6 +130,7 @@ impl Collectives {
         // Ranks that have not seen a fault yet would wait for a rank that has.
         let checked = context.fault.check();
         let checked = checked.and_then(|()| self.uses(call, output, input));
+        // Also where an argument is wrong on one rank alone: the others would wait for it in the steps below.
         let (call, uses) = context.agree_on(checked)?;
         // Overlap may differ between ranks; then the copy engine's program, which depends on it, is not used.
         let overlap = self.overlap_of_all(&call, uses.overlap)?;
@@ -164,6 +165,7 @@ impl Collectives {
 
     /// Overlap of input and output on all ranks; `None` if it differs. Fails if ranks bind different calls.
     fn overlap_of_all(&self, call: &Call, own: Overlap) -> Result<Option<Overlap>> {
+        // Without an algorithm, which is chosen only after the calls are known to be equal.
         let words = call.words(0);
         let mut statement: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         statement.push(u8::from(own == Overlap::Shared));
@@ -234,6 +236,7 @@ impl Collectives {
                 let parameters = self.0.machine.parameters(call, choice);
                 // Tests have verified it for every world, like other programs.
                 let options = PrepareOptions {
+                    // The program uses one pool stream for its lanes beside the copies.
                     streams: 1,
                     verify: false,
                     ..PrepareOptions::default()
@@ -261,6 +264,7 @@ impl Collectives {
         // Created on first use: most communicators bind nothing.
         self.0.executor.get_or_init(|| {
             Executor::new(RankContext {
+                // A path of kernels would take the multiprocessors that such calls are to leave free.
                 path: Some(Path::CopyEngine),
                 ..self.0.context.clone()
             })

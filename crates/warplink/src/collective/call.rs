@@ -173,6 +173,7 @@ impl Call {
         if let Some(op) = self.op {
             op.check(self.dtype)
                 .map_err(|error| error.with_operation(kind.name()))?;
+            // The factor's 64 bits take the place of the count's upper half in the announcement.
             let announced = self.dtype != DType::F64 || u32::try_from(self.count).is_ok();
             if op.factor().is_some() && !announced {
                 let text = format!("{} f64, {op}; expected at most {}", self.count, u32::MAX);
@@ -181,6 +182,8 @@ impl Call {
             return Ok(*self);
         }
         Ok(Self {
+            // Moves of different types with equal bytes share one kernel, and ranks may name other types for the same
+            // bytes.
             dtype: DType::U8,
             count: bytes,
             ..*self

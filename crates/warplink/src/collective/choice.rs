@@ -101,6 +101,7 @@ impl Machine {
     /// multiprocessor. One more lane synchronizes.
     pub(super) fn most_lanes(multiprocessors: usize, ranks_per_device: usize) -> usize {
         (multiprocessors / ranks_per_device.max(1))
+            // The synchronizing lane takes a multiprocessor as well, and all lanes must be resident at once.
             .saturating_sub(1)
             .clamp(1, LANES[LANES.len() - 1])
     }

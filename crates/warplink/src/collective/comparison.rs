@@ -64,6 +64,7 @@ pub(super) enum QueryResult {
 impl Statements {
     /// Keeps a statement of `by` until this rank has made as many calls.
     fn keep(&mut self, by: Rank, theirs: Statement) {
+        // Otherwise it was compared on arrival, and has nothing further to show.
         if theirs.made > self.record.settled() {
             self.statements.insert(by, theirs);
         }
@@ -111,6 +112,7 @@ impl CallComparison {
     /// block.
     pub(super) fn send_statements(&self) -> Option<Duration> {
         let (rank, world) = (self.group.rank(), self.group.world());
+        // The lock is released before anything is sent.
         let statement = {
             let mut state = lock(&self.state);
             let made = state.record.settled();
@@ -176,6 +178,7 @@ impl CallComparison {
         // Notify these ranks, so that they detect it too, however long ago the call was.
         let peers: Vec<Rank> = differences.iter().map(|(peer, _)| *peer).collect();
         let own = state.record.statement(u64::MAX, MAX_STATED);
+        // Not held while the statement is sent: the store's threads need it to answer queries.
         drop(state);
         self.group.notify(&peers, &own.to_bytes());
         QueryResult::Mismatch(self.mismatch(*peer, difference))

@@ -41,6 +41,7 @@ impl JoinedCollectives {
         let comparisons = all.iter().filter_map(|one| one.comparison());
         comparisons
             .filter_map(CallComparison::send_statements)
+            // The caller sleeps once for all of them.
             .max()
     }
 
@@ -133,6 +134,7 @@ fn unfinished(collectives: &Inner) -> Option<Error> {
     let comparison = collectives.comparison()?;
     let behind = || {
         let stream = collectives.context.device.create_stream(Priority::Normal)?;
+        // A stream that follows all calls so far completes only when they have.
         collectives.turns.precede(&stream)?;
         stream.synchronize(Deadline::after(COMPLETION_CHECK))
     };
@@ -181,6 +183,7 @@ pub(super) fn difference(own: &[u32], theirs: &[u32]) -> String {
         return exceeded;
     }
     let (here, there) = (describe(own), describe(theirs));
+    // The announced words differ, but not in what the call means: only the algorithm is left.
     if here == there {
         return format!(
             "the ranks do {here} by different algorithms; expected the same options and machine on all"

@@ -55,6 +55,8 @@ impl Direct {
             &[Algorithm::OneShot, Algorithm::Chunks]
         };
         for &algorithm in algorithms {
+            // Scratch is declared with the full workspace, whatever the length, so the shortest call shows its
+            // layout.
             let call = Call::new(CollectiveKind::AllReduce, ReduceOp::Sum, DType::U8, 1, 0);
             let forced = Machine {
                 // Forced: the model's choice for such a short call would not show the scratch of both areas.

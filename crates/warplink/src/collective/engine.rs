@@ -115,6 +115,7 @@ impl EngineCollectives {
         stream: &Stream,
     ) -> Result<()> {
         let root = call.root.unwrap_or(0);
+        // Defaults for kinds that have neither; `checked` has refused a call that lacks what it needs.
         let op = call.op.unwrap_or(ReduceOp::Sum);
         let (source, target) = match tensors {
             // The library has no in-place all-to-all.

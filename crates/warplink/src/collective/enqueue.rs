@@ -169,6 +169,7 @@ impl Collectives {
     ) -> Result<()> {
         let inner = &self.0;
         inner.context.fault.check()?;
+        // A barrier of one rank.
         if inner.machine.world == 1 && tensors.is_empty() {
             return Ok(());
         }

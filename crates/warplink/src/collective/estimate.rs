@@ -82,10 +82,13 @@ impl Estimates {
             .model
             .algorithm(call.kind.name(), world, elements, call.bytes());
         let measured = measured.and_then(|name| name.parse().ok());
+        // A table may name an algorithm that does not fit here, for example in a smaller workspace.
         if let Some(measured) = measured.filter(|measured| of.contains(measured)) {
             return measured;
         }
         let bytes = rounded(call.bytes()).next_multiple_of(size);
+        // Complete: everything else that estimates depend on is fixed when joining. Types and operators of one size
+        // take the same time, and so does any root.
         let key = (call.kind, size, bytes, of.to_vec());
         if let Some(known) = lock(&self.found).get(&key) {
             return *known;
@@ -96,11 +99,13 @@ impl Estimates {
             root: call.root.map(|_| 0),
             ..*call
         };
+        // Not under the lock: an estimate simulates all ranks, and two threads that find the same one do no harm.
         let mut best = (f64::INFINITY, *first);
         for &algorithm in of {
             match seconds(algorithm, &like) {
                 Ok(seconds) if seconds < best.0 => best = (seconds, algorithm),
                 Ok(_) => {}
+                // Passed over: any other algorithm is right as well, only perhaps slower.
                 Err(error) => tracing::warn!(%error, %algorithm, call = %like, "no estimate"),
             }
         }
@@ -116,6 +121,7 @@ impl Estimates {
     /// Estimated seconds of a program's launch.
     pub(super) fn seconds(&self, ranks: &[RankProgram]) -> Result<f64> {
         let options = SimulateOptions {
+            // A collective is one kernel, launched as a prepared graph.
             submission: Submission::Captured,
             timeline: false,
         };

@@ -165,6 +165,7 @@ impl Collectives {
             return by_engine();
         }
         if let Some(obstacle) = topology.and_then(|topology| topology.obstacles().first()) {
+            // Not `?`: one rank may lack the library while others have it, and the decision is made by all.
             let engine = by_engine();
             // A lost rank must not be mistaken for a missing engine.
             context.fault.check()?;
@@ -246,6 +247,7 @@ impl Collectives {
         let sharing = context.ranks_per_device()?;
         let all = if context.device.properties().shared {
             // Lanes run on the machine's cores, which all ranks share.
+            // One more, since the lane that synchronizes mostly waits and hardly uses a core.
             fewest / world + 1
         } else {
             fewest
@@ -263,6 +265,7 @@ impl Collectives {
             plain_bytes: pages(options.workspace_bytes / 5 * 2),
             lined_bytes: 0,
             most_lanes: Machine::most_lanes(multiprocessors, sharing)
+                // One is for the lane that synchronizes.
                 .min(options.multiprocessors.map_or(usize::MAX, |most| most - 1)),
             cluster_blocks,
             most_blocks: (multiprocessors / sharing.max(1))
@@ -340,6 +343,7 @@ pub(super) fn cannot_map(error: &Error) -> bool {
         ErrorKind::Unsupported
             | ErrorKind::Driver
             | ErrorKind::InvalidHandle
+            // A peer that failed to map is reported so to the others, which cannot tell why.
             | ErrorKind::PeerFailed
     )
 }

@@ -104,6 +104,7 @@ impl Launches {
         }
         let choice = machine.choose(&shape.call)?;
         let form = Form::of(shape, &choice);
+        // The lock is released while code is compiled; two threads that compile the same form do no harm.
         let model = lock(&self.models).get(&form).cloned();
         let section = |count: usize| -> Result<SectionInstance> {
             let call = Call {
@@ -119,6 +120,7 @@ impl Launches {
             let choice = Choice { chunks, ..choice };
             let program = machine.rank_program(rank, &call, &choice)?;
             let mut section = section(&program)?;
+            // In place, a step may overwrite what another one reads, so the emitter treats all tensors as one.
             section.shared_tensors = shape.overlap == Overlap::Shared;
             section.published = choice.algorithm == Algorithm::Direct;
             Ok(section)

@@ -74,6 +74,7 @@ impl Collectives {
             CollectiveKind::ReduceScatter => (true, self.0.machine.world),
             _ => (false, 1),
         };
+        // All ranks take roots and pieces in the same order, as these are collectives of their own.
         for root in 0..roots {
             for from in (0..call.count).step_by(piece.count) {
                 let count = piece.count.min(call.count - from);

@@ -102,6 +102,7 @@ impl Record {
     /// Confirms or discards the call in progress.
     pub(super) fn end(&mut self, is_made: bool) {
         let before = self.under_way.take();
+        // The library has not seen a call that failed on the host, so it must not be compared.
         if !is_made && let Some(before) = before {
             [self.made, self.hash, self.recordings] = before;
         }

@@ -164,6 +164,8 @@ impl Combine {
             return Ok(kept.clone());
         }
         let (from, tokens, aligned, weighted) = key;
+        // Code for the largest values serves all smaller ones, so one compilation covers all calls with the same
+        // division.
         let most = self.shape.most_tokens(tokens, self.options.max_tokens);
         let most = (from, most, aligned, weighted);
         let model = lock(&self.models).get(&most).cloned();
@@ -172,6 +174,7 @@ impl Combine {
             None => {
                 // Without the lock, so that kernels are compiled beside one another.
                 let made = self.made(on, most, None)?;
+                // If two threads compiled it, both take the first.
                 lock(&self.models).entry(most).or_insert(made).clone()
             }
         };

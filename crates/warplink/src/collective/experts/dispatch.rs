@@ -140,6 +140,8 @@ impl Dispatch {
     }
 
     fn kernel(&self, on: (&Machine, &SharedWorkspace), key: Key) -> Result<Arc<SharedKernel>> {
+        // Held while compiling: launches of one layer are serialized anyway, and a second thread would compile the
+        // same kernel.
         let mut kept = lock(&self.kept);
         if let Some(kernel) = kept.get(&key) {
             return Ok(kernel.clone());

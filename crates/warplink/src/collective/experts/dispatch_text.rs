@@ -247,6 +247,7 @@ pub(super) fn text(options: &ExpertOptions, world: usize) -> String {
         ),
         ("base", integer(BASE)),
     ];
+    // Lines first: they contain words in braces themselves.
     filled(&filled(TEXT, &lines_of), &words)
 }
 
@@ -324,11 +325,13 @@ fn totals(it: Variant, world: usize) -> String {
     for rank in 0..world {
         let range = format!("in {rank} * per..{} * per", rank + 1);
         all.push(format!("let rows{rank} = count({{of}}E[0..whole] {range})"));
+        // The number of rows and the rank in one integer, since the language has a maximum but no position of it.
         let own = format!("rows{rank} * world + {rank}");
         let worst = match rank.checked_sub(1) {
             Some(before) => format!("max(worst{before}, {own})"),
             None => own,
         };
+        // The last maximum is over all ranks, and has the name that the following lines use.
         let number = if rank + 1 == world {
             String::new()
         } else {

@@ -87,6 +87,7 @@ impl Wanted<'_> {
         let program = unroll(self.program, self.rank, machine.world, 1, self.parameters)?;
         let wanted = CodeWanted {
             section: Arc::new(SectionInstance {
+                // Callers' memory may be anywhere, so peers find it through the tables of published allocations.
                 published: true,
                 ..section(&program)?
             }),

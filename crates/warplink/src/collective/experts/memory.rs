@@ -147,6 +147,7 @@ pub(super) fn rows_in(
     options: &ExpertOptions,
 ) -> Result<usize> {
     if memory.bytes().is_multiple_of(row) && memory.bytes() / row <= options.max_tokens {
+        // The length is right; this checks the alignment to an element.
         check_bytes(what, memory, memory.bytes(), row / options.elements)?;
         return Ok(memory.bytes() / row);
     }

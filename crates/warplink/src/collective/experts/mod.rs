@@ -95,6 +95,7 @@ impl Collectives {
                 scope.spawn(move || combine.prepare(on, tokens))
             };
             let others: Vec<_> = combine.calls().into_iter().map(prepare).collect();
+            // On this thread, while the others compile the combines. The scope joins them also if this fails.
             dispatch.prepare(on)?;
             let done = others.into_iter().map(|other| {
                 other
@@ -106,8 +107,10 @@ impl Collectives {
         let memory = |bytes: usize| device.allocate(bytes, AllocationKind::Plain);
         let columns = options.rows_per_token(world);
         let nothing = memory(WORD * columns)?;
+        // One past the last position, which the programs take for no row.
         let nowhere = ((world * options.span(world)) as u32).to_le_bytes();
         device.upload(&nothing, &nowhere.repeat(columns))?;
+        // Uploaded once: a call passes the address of its count, so that nothing is copied to the device per call.
         let all = (0..=options.max_tokens as u32).flat_map(u32::to_le_bytes);
         let numbers = memory(WORD * (options.max_tokens + 1))?;
         device.upload(&numbers, &all.collect::<Vec<u8>>())?;
@@ -244,6 +247,7 @@ impl Experts {
         inner.context.fault.check()?;
         // In turn with the communicator's collectives, which use the same workspace.
         let turn = || inner.turns.take_with(stream, work);
+        // Both are kept while the stream uses them: the layer's memory, and the workspace of the collectives.
         inner.used_by(stream, || self.0.used_by(stream, turn))
     }
 }

@@ -35,6 +35,7 @@ impl Places {
             bytes: WORD * options.max_tokens * options.rows_per_token(world),
             spare: Mutex::default(),
         };
+        // So that the first dispatch, which may be captured by a graph, allocates nothing.
         let first = places.take()?;
         places.give_back(first);
         Ok(places)
@@ -42,6 +43,7 @@ impl Places {
 
     /// Memory that no other routing has; allocates where all is in use.
     pub(super) fn take(&self) -> Result<DeviceSlice> {
+        // In its own statement, so that the lock is not held while memory is allocated.
         let spare = lock(&self.spare).pop();
         match spare {
             Some(memory) => Ok(memory),

@@ -12,6 +12,7 @@ pub(super) fn filled(text: &str, values: &[(&str, String)]) -> String {
         let mut is_empty = false;
         for (name, value) in values {
             let name = format!("{{{name}}}");
+            // A line that only names an empty value is left out.
             is_empty |= value.is_empty() && alone == name;
             line = line.replace(&name, &value.replace('\n', &format!("\n{margin}")));
         }

@@ -102,6 +102,7 @@ impl FusedLaunches {
             let tensors: Vec<&DeviceSlice> = slices.iter().collect();
             let mut starts = slices.iter().map(DeviceSlice::address);
             let aligned = starts.all(|start| start.is_multiple_of(16));
+            // The last piece may have fewer rows, and then takes fewer lanes.
             let shape = piece.shape(machine, way)?;
             let of = (&piece, &shape);
             let kernel = self.kernel((machine, workspace), of, aligned)?;
@@ -132,12 +133,14 @@ impl FusedLaunches {
         }
         // Calls with a similar number of rows use the same strategy.
         let like = described.of(rounded(described.call.tokens));
+        // The announced words describe all of the call that its time depends on; the rest is fixed when joining.
         let key = like.words(*first);
         if let Some(known) = lock(&self.ways).get(&key) {
             return Ok(*known);
         }
         let mut best = (f64::INFINITY, *first);
         for way in ways {
+            // A way whose rows do not fit into the workspace has no time, and is passed over.
             if let Ok(seconds) = like.seconds(machine, way)
                 && seconds < best.0
             {
@@ -165,9 +168,12 @@ impl FusedLaunches {
         }
         let bits = usize::BITS - call.tokens.leading_zeros();
         let like = KernelKey {
+            // The bit length in place of the number of rows: as for counts of collectives, the code is that of the
+            // largest.
             words: described.of(bits as usize).words(shape.way),
             ..key
         };
+        // Part of the key, as such a text has its loop over rows written out.
         let single = call.tokens <= shape.lanes;
         let like = (like, [shape.lanes, shape.threads, shape.blocks], single);
         let model = lock(&self.models).get(&like).cloned();
@@ -192,6 +198,7 @@ impl FusedLaunches {
         let made = match workspace.kernel_like(&wanted) {
             Some(made) => Arc::new(made?),
             None => {
+                // The largest number of rows of this bit length.
                 let most = (1 << bits) - 1;
                 let most = if single { shape.lanes.min(most) } else { most };
                 wanted.largest = (most > call.tokens).then(|| section(most).ok()).flatten();
@@ -356,6 +363,7 @@ impl Described {
         for operation in &mut program.operations {
             if let OperationKind::Kernel(section) = &mut operation.kind {
                 let section = Arc::make_mut(section);
+                // Set here, because the text cannot name blocks, nor more threads than one block has.
                 (section.threads, section.blocks) = (shape.threads, shape.blocks);
             }
         }
@@ -392,6 +400,7 @@ impl Described {
         if shape.way == Way::Quantized {
             let lanes = shape.lanes * machine.world;
             let rows = self.call.tokens.div_ceil(lanes);
+            // As many rows at a time as there is scratch for, but not more than a lane has.
             let deep = (self.quantized_rows(machine) / (2 * lanes)).clamp(1, rows);
             parameters.insert("deep", deep as i64);
         }

@@ -335,6 +335,7 @@ impl FusedMemory<'_> {
     ) -> Result<Vec<DeviceSlice>> {
         let part = |tensor: Tensor| -> Option<Result<DeviceSlice>> {
             let slice = self.get(tensor, call)?;
+            // The whole slice, so that its identity stays that of the caller's.
             if rows == call.tokens || !tensor.has_rows() {
                 return Some(Ok(slice.clone()));
             }

@@ -178,6 +178,7 @@ impl Collectives {
         let inner = &self.0;
         let form = memory.check(call, inner.machine.world).map_err(named_so)?;
         inner.context.fault.check()?;
+        // In a cube mesh, some ranks cannot reach one another, and no program of rows keeps to its links.
         let direct = inner.path.direct().filter(|_| inner.machine.cube.is_none());
         let direct = direct.ok_or_else(|| {
             Error::unsupported(
@@ -197,6 +198,7 @@ impl Collectives {
             inner.machine.world
         };
         let count = call.tokens * call.width / parts;
+        // Only for messages about calls that do not complete, which name the last call.
         let counted = Call::new(kind, ReduceOp::Sum, call.dtype, count, 0);
         let enqueued = self.in_turn(&counted, stream, |is_recorded| {
             let on = (&inner.machine, &direct.workspace);

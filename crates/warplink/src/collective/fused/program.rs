@@ -10,6 +10,7 @@ use crate::program::Program;
 use std::fmt::Write as _;
 
 /// Maximum tensors in one announcement, and maximum that a lane announces in total: it then has two rows for them.
+// A row of scratch has eight words, two for each tensor, and at least two for the description.
 const ANNOUNCED_AT_ONCE: usize = 3;
 const MAX_ANNOUNCED: usize = 4;
 
@@ -132,6 +133,7 @@ impl Described {
         for line in text.lines() {
             let margin = " ".repeat(line.len() - line.trim_start().len());
             let mut line = line.to_owned();
+            // Comments of the text name the braces themselves.
             if !line.trim_start().starts_with('#') {
                 for (name, value) in &put_in {
                     let value = value.replace('\n', &format!("\n{margin}"));
@@ -201,6 +203,7 @@ impl Described {
     /// Number of lanes whose announcements fit.
     pub(super) fn most_lanes(&self, way: Way) -> usize {
         if self.announced(way).count() > ANNOUNCED_AT_ONCE {
+            // Each lane then takes two of the 128 rows.
             64
         } else {
             128

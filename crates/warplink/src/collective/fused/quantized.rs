@@ -111,6 +111,8 @@ impl Described {
                     ..parts
                 };
                 functions.push(of("reduced", &alone, &[], Sends::Quantized("x")));
+                // Also on the rank that has the exact sum: all ranks compute from what was sent, so that results are
+                // bit-identical.
                 let finished = Start::arrived(From::Sum, "let x = q * e");
                 functions.push(of("finished", &finished, &all, Sends::Nothing));
                 let mut meant = Start::inputs(world, "y");

@@ -49,9 +49,12 @@ impl Described {
     /// for more.
     pub(super) fn form_word(&self, way: Way) -> u32 {
         let [what, _, width, eps] = self.words(way);
+        // A hash may miss a difference, but only where announcements of tensors leave no room for the words
+        // themselves.
         let mixed = [what, width, eps].iter().fold(0x811c_9dc5, |hash, word| {
             (hash ^ word).wrapping_mul(0x0100_0193).rotate_left(13)
         });
+        // The low bits stay readable, so that a rank with another kind of call is named in the message.
         mixed & !0xf | FUSED
     }
 }

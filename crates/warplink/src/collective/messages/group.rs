@@ -199,6 +199,7 @@ impl Collectives {
             }
         }
         if sends.is_empty() && receives.is_empty() {
+            // No call of the engine: the peers make none either, as an empty message is empty at both ends.
             return inner.turns.take(stream, || copy(&copies, stream));
         }
         let engine = inner.path.engine()?.ok_or_else(not_linked)?;

@@ -141,6 +141,7 @@ pub(in crate::collective) fn check_apart(
 ) -> Result<()> {
     for (number, (what, memory)) in written.iter().enumerate() {
         let mut others = written[number + 1..].iter().chain(read);
+        // Empty slices may be anywhere, also inside other memory.
         let overlaps = |other: &DeviceSlice| other.bytes() > 0 && memory.overlaps(other);
         let found = others.find(|(_, other)| memory.bytes() > 0 && overlaps(other));
         if let Some((other, _)) = found {

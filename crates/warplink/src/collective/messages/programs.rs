@@ -241,6 +241,8 @@ impl MessageShape {
     fn section(&self, text: &str, role: usize) -> Result<SectionInstance> {
         let program = Program::parse(text)?;
         let mut parameters = Parameters::new();
+        // Lengths are carried by the launch, so the kernel must accept any; the bound only has to be a constant of
+        // the text.
         let word = u32::MAX as usize;
         for (name, value) in [
             ("most", MAX_TENSOR_BYTES),
