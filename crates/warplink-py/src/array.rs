@@ -94,6 +94,8 @@ impl<'a> Reader<'a> {
     }
 
     fn find(&self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Array> {
+        // Own classes come first: their slices are used as they are, with their owner, instead of being borrowed a
+        // second time.
         if let Ok(region) = object.cast::<Region>() {
             return Ok(Array::bytes(region.get().slice().clone(), false));
         }
@@ -111,6 +113,8 @@ impl<'a> Reader<'a> {
                 read_only: view.read_only,
             });
         }
+        // NumPy exports neither records nor, before version 2.1, read-only arrays by __dlpack__; both can be sources
+        // here.
         if self.place.device.kind() == DeviceKind::Host
             && let Ok(interface) = object.getattr("__array_interface__")
         {
@@ -167,6 +171,8 @@ impl<'a> Reader<'a> {
 
     fn of_dlpack(&self, object: &Bound<'_, PyAny>, name: &str) -> PyResult<Array> {
         let (kind, number) = object.call_method0("__dlpack_device__")?.extract()?;
+        // Before the export: asking for a stream of another kind of device is an error of the producer, with a text
+        // that does not name the argument.
         self.place.check((kind, number), name)?;
         let arguments = PyDict::new(object.py());
         if kind == dlpack::CUDA {
@@ -191,6 +197,8 @@ impl<'a> Reader<'a> {
         })?;
         let capsule = capsule.cast_into::<PyCapsule>()?;
         let mut described = dlpack::describe(&capsule)?;
+        // Checked again: the capsule is another statement of the producer, and memory of the wrong device would be
+        // accessed through an address that means something else here.
         self.place.check(described.device, name)?;
         if described.read_only.is_none() {
             described.read_only = Some(is_of_jax(object)?);
@@ -219,6 +227,7 @@ impl<'a> Reader<'a> {
         let bytes = bytes.ok_or_else(|| raise(refused(overflows.to_owned())))?;
         let (element, item_bytes) = (described.element, Some(described.item_bytes));
         let read_only = described.read_only.unwrap_or(false);
+        // Devices reject empty memory, and an empty array may have a null address or any strides.
         if bytes == 0 {
             let empty = "the array is empty; expected at least one element";
             let nothing = self.nothing.cloned();
@@ -237,6 +246,7 @@ impl<'a> Reader<'a> {
             ));
             return Err(raise(error.with_help("pass a contiguous copy")));
         }
+        // The library may drop the last slice on any thread, without the interpreter's lock; see `owner`.
         let owner = Arc::new(Owner::new(owner));
         // SAFETY: the producer guarantees that the memory exists and belongs to this device (`check`), and keeps it
         // allocated while `owner` is held. It is accessed by copies and kernels only, never through a Rust reference.
@@ -312,6 +322,7 @@ pub(crate) fn bindings(
     let (mut bindings, mut read_only) = (Bindings::new(), BTreeSet::new());
     for (name, array) in memory.into_iter().flatten() {
         let name: String = name.extract()?;
+        // Only outputs need to be writable: PyTorch and NumPy callers pass read-only inputs, such as mapped weights.
         let reader = if is_output(&name) { targets } else { sources };
         let array = reader.read(&array, &format!("'{name}'"))?;
         if array.read_only {
@@ -363,6 +374,7 @@ fn in_elements(
     item_bytes: usize,
     name: &str,
 ) -> PyResult<Vec<i64>> {
+    // Records without fields have 0 bytes; the divisor must not be 0.
     let item_bytes = i64::try_from(item_bytes.max(1)).unwrap_or(i64::MAX);
     // Strides of dimensions with at most one element are ignored.
     let counts = !shape.contains(&0);
@@ -416,11 +428,13 @@ fn describes_objects(fields: &Bound<'_, PyAny>, depth: usize) -> PyResult<bool> 
 
 /// Whether elements are stored in row-major order without gaps.
 fn is_contiguous(shape: &[usize], strides: Option<&[i64]>) -> bool {
+    // Both interfaces pass no strides for row-major arrays.
     let Some(strides) = strides else {
         return true;
     };
     let mut expected = 1_i64;
     for (&extent, &stride) in shape.iter().zip(strides).rev() {
+        // Producers may put any stride at an extent of 1, since it is never multiplied by an index above 0.
         if extent != 1 && stride != expected {
             return false;
         }

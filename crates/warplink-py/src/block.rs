@@ -67,14 +67,18 @@ pub(crate) struct BlockChannel {
 
 /// Runs the function `body` as `block`. An exception in it becomes the error of the kernel.
 pub(crate) fn run(block: &device::Block<'_>, body: &Owner, place: &Place) -> Result<()> {
+    // Numbers are never reused, so that an object kept from an earlier block cannot reach a later block on this
+    // thread.
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let number = COUNT.fetch_add(1, Ordering::Relaxed);
     let running = Running {
         block: NonNull::from(block).cast(),
         number,
     };
+    // An error that an earlier function caught must not be reported for this one.
     FAILED.take();
     let reset = Reset(RUNNING.replace(Some(running)));
+    // Fails rather than panics while the interpreter is finalizing, when a kernel may still be queued.
     let called = Python::try_attach(|py| {
         let given = Block {
             number,
@@ -90,6 +94,8 @@ pub(crate) fn run(block: &device::Block<'_>, body: &Owner, place: &Place) -> Res
 
 /// Converts the exception of a kernel's function: the library's error if it is one.
 fn failure(py: Python<'_>, error: &PyErr) -> Error {
+    // Only the library's exceptions have a `kind`. The original error is returned with its fields, such as the peer,
+    // which the exception's text alone would lose.
     let own = error.value(py).getattr("kind").is_ok();
     if let Some(failed) = FAILED.take().filter(|_| own) {
         return failed;
@@ -101,6 +107,8 @@ fn failure(py: Python<'_>, error: &PyErr) -> Error {
 
 /// Calls `call` with block `number`, if that block runs on this thread.
 fn running<R>(number: u64, call: impl FnOnce(&device::Block<'_>) -> Result<R>) -> Result<R> {
+    // The pointer is used only on the thread that set it and while the number matches, so that it never outlives its
+    // block.
     let Some(running) = RUNNING.get().filter(|running| running.number == number) else {
         return Err(Error::invalid(
             "the block does not run on this thread; expected a call from its function",
@@ -110,6 +118,7 @@ fn running<R>(number: u64, call: impl FnOnce(&device::Block<'_>) -> Result<R>) -
     // SAFETY: `run` set the pointer and resets it before the block ends; the lifetime does not escape `call`.
     let called = call(unsafe { running.block.as_ref() });
     if let Err(error) = &called {
+        // Kept because the exception that Python sees, and may re-raise, does not carry the error itself.
         FAILED.set(Some(error.clone()));
     }
     called
@@ -145,6 +154,7 @@ impl Block {
     /// argument or it has another type, as do the accessors below.
     fn integer(&self, argument: usize) -> PyResult<i128> {
         self.ask(|block| match block.i64(argument) {
+            // Python passes whole numbers of either signedness with one type; 128 bits hold both ranges.
             Ok(value) => Ok(value.into()),
             Err(_) => block.u64(argument).map(i128::from),
         })
@@ -182,6 +192,7 @@ impl Block {
     /// that ended the device's work, such as PeerLostError, if there is one.
     fn barrier(&self, py: Python<'_>, argument: usize) -> PyResult<()> {
         let number = self.number;
+        // Blocks of other ranks may run Python functions in this process, and need the interpreter's lock to arrive.
         py.detach(|| running(number, |block| block.barrier(&block.channels(argument)?)))
             .map_err(raise)
     }
@@ -215,6 +226,7 @@ impl BlockChannel {
                 },
             })
         };
+        // The wait may be for another block, whose Python function needs the interpreter's lock to get there.
         py.detach(work).map_err(raise)
     }
 }

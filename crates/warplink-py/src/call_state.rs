@@ -166,6 +166,8 @@ impl CallState {
         py: Python<'py>,
     ) -> PyResult<Option<Bound<'py, Stream>>> {
         // Acquire: pairs with the store in `close`.
+        // These checks decide between this path and Python's, which handles each of the cases and raises the right
+        // exception.
         if self.closed.load(Ordering::Acquire) {
             return Ok(None);
         }
@@ -179,6 +181,8 @@ impl CallState {
         let Some(stream) = self.streams.current(py)? else {
             return Ok(None);
         };
+        // Python's path marks plans that a graph has recorded, which must be kept as long as the graph may be
+        // launched.
         let recording = stream.get().is_capturing()?;
         Ok((!recording).then_some(stream))
     }
@@ -214,9 +218,11 @@ impl CallState {
         launch: impl FnOnce() -> PyResult<T>,
     ) -> PyResult<T> {
         let lock = self.lock.bind(py);
+        // No early return until the release below: the lock is Python's and has no guard here.
         lock.call_method0(intern!(py, "acquire"))?;
         let mut launched = launch();
         if let Err(error) = &launched
+            // A workspace that is gone cannot explain anything; the plain error is raised then.
             && let Some(space) = self.space.bind(py).upgrade()
             && let Err(explained) = space.call_method1(intern!(py, "explain"), (error.value(py),))
         {

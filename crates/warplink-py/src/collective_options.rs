@@ -47,6 +47,8 @@ pub(crate) fn call_on(
     world: usize,
 ) -> PyResult<Call> {
     let op = op.map(|(op, factor)| operator(op, factor)).transpose()?;
+    // Without a reduction, bytes are moved: types that the library does not compute with work as well, and one kernel
+    // serves all of them.
     let dtype = if op.is_some() {
         source.element("the source")?.dtype()?
     } else {

@@ -168,6 +168,7 @@ impl Communicator {
         stream: Option<&Stream>,
     ) -> PyResult<Region> {
         let inner = self.inner()?;
+        // A region may be written by any peer, so that a read-only array cannot become one.
         let array = Array::resolve_target(array, &self.place, stream.map(Stream::raw_handle))?;
         let region = py.detach(|| inner.register(&array.slice)).map_err(raise)?;
         Ok(Region::new(region, &self.place))
@@ -217,6 +218,7 @@ impl Communicator {
     /// Maps the region that `peer` exported for this rank. Raises InvalidHandleError if the handle is truncated,
     /// altered or not `peer`'s, or its region is gone.
     fn open_handle(&self, py: Python<'_>, peer: usize, handle: &[u8]) -> PyResult<RemoteRegion> {
+        // Copied, since the bytes object is not accessible without the interpreter's lock.
         let (inner, handle) = (self.inner()?, handle.to_vec());
         let region = py
             .detach(|| inner.open_handle(peer, &handle))
@@ -267,6 +269,7 @@ impl Communicator {
         owner: Option<Py<PyAny>>,
     ) -> PyResult<Stream> {
         let inner = self.inner()?;
+        // Keeps PyTorch's stream object alive: its pool may otherwise destroy the stream while work is enqueued.
         let owner = Arc::new(Owner::new(owner.unwrap_or_else(|| py.None())));
         // SAFETY: the caller guarantees, as documented, that `raw` is a valid stream of this device as long as `owner`
         // is held; the driver rejects unknown handles.
@@ -431,6 +434,7 @@ impl Communicator {
             multiprocessors,
         )?;
         let joined = py.detach(|| {
+            // The default ones are created once per communicator and shared; others have their own workspace.
             let joined = if options == CollectiveOptions::default() {
                 inner.collectives()?
             } else {

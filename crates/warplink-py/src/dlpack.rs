@@ -228,6 +228,7 @@ pub(crate) fn hand_out<'py, K: Send + 'static>(
     max_version: Option<(u32, u32)>,
     keep: K,
 ) -> PyResult<Bound<'py, PyCapsule>> {
+    // `None` is less than any version: consumers that do not pass one predate DLPack 1.
     if max_version >= Some(VERSION) {
         return hand_out_as::<DLManagedTensorVersioned, K>(py, memory, keep);
     }
@@ -247,6 +248,7 @@ fn hand_out_as<'py, M: Managed, K: Send + 'static>(
     let shape: Vec<i64> = memory.shape.iter().map(|&extent| extent as i64).collect();
     let mut strides = vec![1; shape.len()];
     for index in (1..shape.len()).rev() {
+        // As NumPy and PyTorch do for empty arrays: a stride of 0 would look like a broadcast dimension.
         strides[index - 1] = strides[index] * shape[index].max(1);
     }
     let mut handed = Box::new(Handed {
@@ -270,6 +272,8 @@ fn hand_out_as<'py, M: Managed, K: Send + 'static>(
         strides,
         _keep: keep,
     });
+    // Set after boxing; the vectors' heap blocks do not move with the struct, so that these stay valid until
+    // `delete`.
     handed.managed.tensor().shape = handed.shape.as_mut_ptr();
     handed.managed.tensor().strides = handed.strides.as_mut_ptr();
     let handed = Box::into_raw(handed);

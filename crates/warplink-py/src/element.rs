@@ -62,6 +62,7 @@ pub(crate) fn type_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
         }
     };
     let name: String = named.extract()?;
+    // NumPy 1's `bool_` has the suffix.
     let plain = name.trim_start_matches("torch.").trim_end_matches('_');
     let known = Element::named(plain).map(|element| element.name);
     let name = match (plain, known) {
@@ -81,6 +82,7 @@ impl Element {
     /// A type that the library computes with.
     fn of(dtype: DType) -> Option<Self> {
         let code = match dtype.numbers() {
+            // DLPack 1.0 has no codes for them, and NumPy has no types.
             Numbers::Float { .. } if dtype.size() == 1 => return None,
             Numbers::Float { digits: 8, .. } => BFLOAT,
             Numbers::Float { .. } => FLOAT,
@@ -130,6 +132,7 @@ impl Element {
     /// The element type with DLPack's `code`, `bits` and `lanes`, if Warplink has a name for it.
     pub(crate) fn of_dlpack(code: u8, bits: u8, lanes: u16) -> Option<Self> {
         let same = |element: &Element| element.code == code && element.bits == bits;
+        // A vector type has several numbers per element; shapes would be off by that factor.
         all().find(same).filter(|_| lanes == 1)
     }
 

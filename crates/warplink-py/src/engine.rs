@@ -102,6 +102,7 @@ impl CollectiveEngine {
             expected: expected.to_vec(),
         });
         let reduction = reduction.map(|(op, dtype, own, target)| {
+            // All parts of a reduction have one length, which own and target share.
             let bytes = receives.first().map_or(0, |(_, _, bytes)| *bytes);
             PyResult::Ok(Reduction {
                 op: op.parse().map_err(raise)?,

@@ -16,7 +16,9 @@ pub(crate) fn raise(error: Error) -> PyErr {
 
 /// The exception for `error`, with the verifier's diagnostics.
 pub(crate) fn raise_with(error: Error, diagnostics: &[Diagnostic]) -> PyErr {
+    // Noted before the exception exists: failing to create it raises another one, which also tells the application.
     untold::note(&error);
+    // Callers need not be attached: most are inside `map_err` after `detach`, where attaching again is cheap.
     Python::attach(|py| match build(py, &error, diagnostics) {
         Ok(exception) => PyErr::from_value(exception),
         Err(failure) => failure,

@@ -192,6 +192,7 @@ impl Prepared {
     #[pyo3(signature = (bindings=None))]
     fn bind(&self, py: Python<'_>, bindings: Option<&Bound<'_, PyDict>>) -> PyResult<Plan> {
         let prepared = self.inner.get("prepared program")?;
+        // Only outputs need writable memory; inputs may be read-only arrays.
         let is_output = |name: &str| prepared.rank_program().is_output(name);
         let bound = array::bindings(bindings, &self.place, None, is_output)?;
         let plan = py
@@ -269,6 +270,7 @@ impl Plan {
     /// Captures the plan into one graph, which replaces it. Blocks while the graph is prepared. Raises
     /// InvalidArgumentError if the program can only run eagerly.
     fn capture(&self, py: Python<'_>) -> PyResult<CapturedPlan> {
+        // Taken out rather than shared: an eager run and the graph would use the same buffers and signals unordered.
         let plan = self.inner.take_unused(captured)?;
         let captured = py.detach(|| plan.capture()).map_err(raise)?;
         Ok(CapturedPlan(Detached::new(Arc::new(captured))))

@@ -200,6 +200,7 @@ impl Experts {
         let device = &self.place.device;
         let bytes = View::bytes_of(&shape, dtype.name())?;
         let slice = match bytes {
+            // Devices do not allocate empty memory.
             0 => Ok(self.nothing.clone()),
             _ => py.detach(|| device.allocate(bytes, AllocationKind::Plain)),
         };
@@ -267,6 +268,7 @@ impl Experts {
             options,
             array_type(options.token_dtype()),
         )?;
+        // From bytes instead of the shape: a Memory has no shape in rows.
         let row = options.elements * options.token_dtype().size();
         let count = tokens.slice.bytes() / row;
         let slots = [count, options.top_k];

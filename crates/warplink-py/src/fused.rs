@@ -59,6 +59,7 @@ impl Collectives {
         let residual_out = written(residual_out, "residual_out")?;
         let quantized = written(quantized, "quantized")?;
         let scale = match epilogue.quantization {
+            // A static scale is an input that was calibrated before; the other kinds compute and return it.
             Some(Quantization::Static) => read(scale, "the scale")?,
             _ => written(scale, "the scale")?,
         };
@@ -66,6 +67,7 @@ impl Collectives {
         let Some((&width, rows)) = input.shape.split_last() else {
             return Err(invalid("the input has no dimensions; expected rows"));
         };
+        // Leading dimensions, such as batch and sequence, are flattened: operations act on rows only.
         let given: usize = rows.iter().product();
         let tokens = match kind {
             FusedKind::AllGather => given * self.world,

@@ -140,6 +140,7 @@ impl Job {
         protocol: Option<&str>,
         path: Option<&str>,
     ) -> PyResult<Self> {
+        // `str()` of a UniqueId is its digits, which parse as an id, so that both forms share one path.
         let text = rendezvous.str()?.to_string();
         let meeting: Rendezvous = text.parse().map_err(raise)?;
         let local_rank = local_rank.unwrap_or(rank);
@@ -154,7 +155,9 @@ impl Job {
             "WARPLINK_SECRET" if secret.is_some() => secret.clone().map(Into::into),
             _ => std::env::var_os(name),
         };
+        // By way of variables, so that defaults and checks are the same as for `from_env`.
         let mut join = JoinConfig::from_variables(given).map_err(raise)?;
+        // The variables carried the address only; an id also has the secret.
         join.rendezvous = meeting.clone();
         if let Some(device) = &device {
             // Parsed here so that an error refers to the argument instead of the variable.
@@ -169,6 +172,7 @@ impl Job {
             config.join.timeout = limit;
             config = config.with_timeout(limit);
         }
+        // Restored: WARPLINK_LOCAL_RANK above carried the ordinal for the choice of GPU.
         config.join.local_rank = local_rank;
         if let Some(ordinal) = ordinal {
             config.device.ordinal = ordinal;
@@ -221,6 +225,7 @@ impl Job {
     fn close(&self, py: Python<'_>, limit: Option<f64>) -> PyResult<bool> {
         let limit = limit.map(seconds).transpose()?;
         match (self.job.take(), limit) {
+            // Closing twice is no error, as for Python's files; `__exit__` may follow an explicit close.
             (None, _) => Ok(true),
             (Some(job), None) => interruptible(py, || job.close()).map(|()| true),
             (Some(job), Some(limit)) => Ok(within(py, limit, || job.close())?.is_some()),
@@ -253,6 +258,7 @@ impl Job {
             return self.close(py, None).map(drop);
         }
         let reason = value.str()?.to_string();
+        // Aborted, since closing blocks until every rank has closed, and peers may be waiting for this one.
         self.abort(py, &reason);
         Ok(())
     }

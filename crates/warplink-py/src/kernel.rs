@@ -43,6 +43,7 @@ impl Module {
                     "the host kernel {name} is not callable; expected a function of a block"
                 )));
             }
+            // The module may be dropped on a thread of the device, where a plain reference could not be released.
             let (body, place) = (Owner::new(body.unbind()), place.clone());
             let run = move |block: &device::Block<'_>| block::run(block, &body, &place);
             source = source.with_host_kernel(name.extract::<String>()?, run);
@@ -128,12 +129,17 @@ impl Kernel {
         if let Ok(connections) = object.cast::<Connections>() {
             return connections.get().channels(object.py());
         }
+        // Plain numbers have no width in Python: they are passed with 64 bits, and ctypes or NumPy select others. A
+        // bool is an int as well.
         if object.is_instance_of::<PyInt>() {
             return Ok(Argument::U64(object.extract()?));
         }
+        // Exact, since numpy.float64 derives from float; `number` handles it with NumPy's other scalars.
         if object.is_exact_instance_of::<PyFloat>() {
             return Ok(Argument::F64(object.extract()?));
         }
+        // Before arrays: NumPy's scalars have an array interface too, of memory that lives as long as the scalar
+        // only.
         if let Some(number) = number(object)? {
             return Ok(number);
         }
@@ -150,6 +156,7 @@ fn number(object: &Bound<'_, PyAny>) -> PyResult<Option<Argument>> {
         "ctypes" if object.hasattr("value")? => {
             (kind.name()?.to_string(), object.getattr("value")?)
         }
+        // Arrays have `item` as well, but also a length.
         "numpy" if object.hasattr("item")? && !object.hasattr("__len__")? => {
             (kind.name()?.to_string(), object.call_method0("item")?)
         }
@@ -159,6 +166,7 @@ fn number(object: &Bound<'_, PyAny>) -> PyResult<Option<Argument>> {
         "c_uint" | "uint32" => Argument::U32(value.extract()?),
         "c_int" | "int32" => Argument::I32(value.extract()?),
         "c_ulong" | "c_ulonglong" | "uint64" => Argument::U64(value.extract()?),
+        // `long` has 64 bits on every platform of the library, all of them LP64.
         "c_long" | "c_longlong" | "int64" => Argument::I64(value.extract()?),
         "c_float" | "float32" => Argument::F32(value.extract()?),
         "c_double" | "float64" => Argument::F64(value.extract()?),

@@ -217,6 +217,8 @@ impl View {
         dl_device: Option<(i32, i32)>,
         copy: Option<bool>,
     ) -> PyResult<Bound<'py, PyCapsule>> {
+        // Ignored: a view has no pending work of its own that the consumer's stream would have to wait for. The
+        // caller orders streams, as documented.
         let _ = stream;
         if dl_device.is_some_and(|device| device != self.place.dlpack()) || copy == Some(true) {
             return Err(pyo3::exceptions::PyBufferError::new_err(
@@ -246,6 +248,8 @@ pub(crate) fn upload(
     slice: &DeviceSlice,
     data: &Bound<'_, PyAny>,
 ) -> PyResult<()> {
+    // Copied in all cases: without the interpreter's lock, another thread may resize a bytearray or write to a
+    // buffer.
     let bytes: Vec<u8> = if let Ok(bytes) = data.cast::<PyBytes>() {
         bytes.as_bytes().to_vec()
     } else if let Ok(array) = data.cast::<PyByteArray>() {
@@ -265,6 +269,7 @@ pub(crate) fn download<'py>(
     place: &Place,
     slice: &DeviceSlice,
 ) -> PyResult<Bound<'py, PyBytes>> {
+    // The bytes object is created after the copy: Python objects cannot be written without the interpreter's lock.
     let bytes = py.detach(|| {
         let mut bytes = vec![0; slice.bytes()];
         place.device.download(slice, &mut bytes).map(|()| bytes)

@@ -29,6 +29,7 @@ impl Collectives {
         let call = call_on(kind, [&target, &source], op, root, self.world)?;
         py.detach(|| inner.enqueue(&call, &target.slice, &source.slice, live))
             .map_err(raise)?;
+        // Only after success: a call that was rejected enqueued nothing to wait for.
         self.watched.made();
         Ok(())
     }
@@ -75,6 +76,7 @@ impl Collectives {
         let memory = |address: u64, parts: &[usize]| {
             let sum = |sum: usize, part: &usize| sum.checked_add(*part);
             match parts.iter().try_fold(0, sum) {
+                // A rank may send or receive nothing, and PyTorch's empty tensors have null addresses.
                 Some(0) => Ok(self.nothing.clone()),
                 Some(bytes) => self.place.borrow_operand(address, bytes),
                 None => Err(invalid("the parts overflow the address space")),
@@ -147,6 +149,7 @@ impl Collectives {
         let (dtype, each) = unit(&target, &source)?;
         check_counts(&received, "the target's")?;
         check_counts(&sent, "the source's")?;
+        // Counts in device memory are in units of the type and cannot be scaled from here, as counts on the host are.
         if each != 1 {
             return Err(invalid(format!(
                 "elements of {} bytes; expected 1, 2, 4 or 8",

@@ -48,6 +48,8 @@ impl GatherOperator {
         if let Some(results) = self.calls.get().run(py, operation, to, (A, Bs))? {
             return Ok(results);
         }
+        // The general path: also the first call, which keeps its plan in `calls`, and calls that are special in any
+        // way.
         let named = PyDict::new(py);
         named.set_item(intern!(py, "return_A"), return_A)?;
         self.python
@@ -77,6 +79,7 @@ impl ScatterOperator {
             "avg" => Some("scatter avg"),
             _ => None,
         };
+        // Other operators, and values that PyTorch rejects, are left to Python, which raises the exception.
         if let Some(operation) = operation {
             let right = PyList::new(py, [B])?;
             let to = (scatter_dim, group_name);

@@ -50,11 +50,15 @@ impl Order {
     /// Implementation of `follow`.
     pub(crate) fn follow(&self, user: &Bound<'_, PyAny>, stream: &Stream) -> PyResult<()> {
         let py = user.py();
+        // Copied out: enqueueing below may release the interpreter's lock, and a thread that then takes this mutex
+        // while holding the former would deadlock.
         let others: Vec<Py<PyAny>> = {
             let users = self.lock();
             let others = users.iter().filter(|one| !one.is(user));
             others.map(|one| one.clone_ref(py)).collect()
         };
+        // Waiting for uncaptured work is not allowed inside a capture; the order is then that of the graph's
+        // launches.
         if others.is_empty() || stream.is_capturing()? {
             return Ok(());
         }

@@ -172,7 +172,10 @@ impl OverlapPlan {
         });
         let tensors = tensors.collect::<PyResult<Vec<_>>>()?;
         let mut order: Vec<usize> = (0..tensors.len()).collect();
+        // Tensors that peers access stay in the plan's registered memory, and are copied on each launch instead of
+        // replaced.
         order.retain(|at| tensors[*at].own.is_none());
+        // The order in which the plan compares addresses with those of its last launch.
         order.sort_by(|a, b| tensors[*a].name.cmp(&tensors[*b].name));
         Ok(OverlapLauncher {
             plan: Detached::new(plan),
@@ -184,6 +187,7 @@ impl OverlapPlan {
 
     /// Captures the plan into one graph, which replaces it. Blocks while the graph is prepared.
     fn capture(&self, py: Python<'_>) -> PyResult<CapturedOverlap> {
+        // Fails while a launcher shares the plan: its launches and the graph's would use the same memory and signals.
         let plan = self.plan.take_unused(captured)?;
         let captured = py.detach(|| plan.capture()).map_err(raise)?;
         Ok(CapturedOverlap(Detached::new(Arc::new(captured))))
@@ -242,11 +246,14 @@ impl OverlapLauncher {
             self.place.borrow_given(addresses[at], tensor.bytes)
         };
         for (at, tensor) in self.tensors.iter().enumerate() {
+            // On the caller's stream, so that the program's streams, which start from it, see the copies.
             if let (Some(own), false) = (&tensor.own, tensor.written) {
                 stream.copy(own, &given(at)?)?;
             }
         }
         let replaced: Vec<u64> = self.order.iter().map(|at| addresses[*at]).collect();
+        // The closure runs only if addresses have changed: building the map of names would dominate a recurring
+        // launch.
         plan.launch_on(stream, &replaced, || {
             let each = |at: &usize| Ok((self.tensors[*at].name.clone(), given(*at)?));
             self.order.iter().map(each).collect()
@@ -289,6 +296,7 @@ pub(crate) fn plan_all_gather_matmul(
     let (world, dim) = (executor.world(), choices.dim);
     let mut whole = a.shape.clone();
     if let Some(extent) = whole.get_mut(dim) {
+        // An overflow becomes a shape that no operand has, and is rejected below.
         *extent = extent.saturating_mul(world);
     }
     let leading = Leading::of(&whole, dim).map_err(raise)?;
@@ -351,6 +359,7 @@ pub(crate) fn plan_matmul_reduce_scatter(
     has_shape("c", c, &part)?;
     let problem = MatmulReduceScatter {
         m: leading.rows,
+        // The problem is stated for the whole operands; each rank passes its part of the summed dimension.
         k: leading.columns * world,
         n,
         dtype,

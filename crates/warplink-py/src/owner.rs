@@ -36,14 +36,17 @@ impl Drop for Owner {
         let Some(object) = self.0.take() else {
             return;
         };
+        // Started on first use, so that a process that borrows nothing, or forks before, has no thread.
         let mut sender = RELEASER.lock().unwrap_or_else(PoisonError::into_inner);
         if sender.is_none() {
             *sender = start();
         }
         let unsent = match &*sender {
+            // Never blocks: the queue is unbounded.
             Some(sender) => sender.send(object).err().map(|error| error.0),
             None => Some(object),
         };
+        // Before `unsent` is dropped, which may run Python code that borrows and drops an owner itself.
         drop(sender);
         // If the thread is gone, PyO3 releases the object the next time the interpreter is entered.
         drop(unsent);
@@ -91,6 +94,7 @@ impl<T: Send> Detached<T> {
 
     /// Takes the value out; `None` if it was taken before or belongs to another process.
     pub(crate) fn take(&self) -> Option<T> {
+        // The lock is not touched either: a thread that did not survive the fork may have held it.
         if is_of_another_process(self.process) {
             return None;
         }
@@ -134,6 +138,8 @@ impl<T: Send + Sync> Detached<Arc<T>> {
         check_process(self.process)?;
         let unused = {
             let mut value = self.lock();
+            // Put back under the same lock if another thread holds a clone, so that its next call still finds the
+            // plan.
             value.take().map(|shared| {
                 Arc::try_unwrap(shared).map_err(|shared| {
                     *value = Some(shared);
@@ -155,12 +161,15 @@ impl<T: Send> Drop for Detached<T> {
     fn drop(&mut self) {
         if is_of_another_process(self.process) {
             let value = self.value.get_mut().unwrap_or_else(PoisonError::into_inner);
+            // Dropping would join threads that the fork did not copy, and write to the parent's connections.
             return std::mem::forget(value.take());
         }
         let Some(value) = self.take() else {
             return;
         };
         let mut value = Some(value);
+        // Python drops objects with its lock held; without the detach, a drop that waits for a peer in another thread
+        // of this process would stall it. `try_attach` fails during finalization, where the drop runs as it is.
         let detached = Python::try_attach(|py| py.detach(|| drop(value.take())));
         if detached.is_none() {
             drop(value);

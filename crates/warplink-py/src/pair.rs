@@ -86,6 +86,7 @@ impl RecentPair {
         bs: &Bound<'_, PyList>,
     ) -> PyResult<Option<Py<PyAny>>> {
         let py = stream.py();
+        // Every `None` before the first enqueue sends the call to Python's path, which does the same or raises.
         let Some(direct) = self.direct(state, py)? else {
             return Ok(None);
         };
@@ -95,6 +96,8 @@ impl RecentPair {
         };
         let results = PyList::empty(py);
         if self.gathers() {
+            // Allocated by PyTorch on the current stream, which the collective runs in: its allocator orders any
+            // reuse.
             let whole = self.target.new_like(left)?;
             if !self.collective(&direct, stream, [&whole, left])? {
                 return Ok(None);
@@ -129,6 +132,7 @@ impl RecentPair {
             return Ok(None);
         };
         let direct = group.call_method0(intern!(py, "_joined_collectives"))?;
+        // Another device's collectives would access memory by addresses of the wrong GPU.
         if direct.is_none() || !direct.getattr("_device")?.eq(state.device(py))? {
             return Ok(None);
         }
@@ -146,6 +150,7 @@ impl RecentPair {
         [target, source]: [&Bound<'_, PyAny>; 2],
     ) -> PyResult<bool> {
         let py = direct.py();
+        // Blocking waits need a deadline and a host wait per call, which Python's path has.
         if direct.getattr(intern!(py, "_waits_block"))?.is_truthy()? {
             return Ok(false);
         }
@@ -165,9 +170,11 @@ impl RecentPair {
             direct.call_method0(intern!(py, "_check"))?;
             return Err(error);
         }
+        // An earlier call failed meanwhile, so that this one's data would be wrong.
         if watch.get().has_failed() {
             direct.call_method0(intern!(py, "_check"))?;
         }
+        // PyTorch's CPU tensors have no streams: the caller reads the result as soon as this returns.
         stream.get().settle(py)?;
         Ok(true)
     }
@@ -183,5 +190,6 @@ fn product<'py>(
     if !product.getattr(intern!(py, "requires_grad"))?.is_truthy()? {
         return Ok(product);
     }
+    // The fused operators have no gradients; a result of `mm` that records one would keep operands alive.
     product.call_method0(intern!(py, "detach"))
 }

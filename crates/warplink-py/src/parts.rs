@@ -23,6 +23,7 @@ impl Cut {
             None => {
                 let next = |end: &mut usize, count: &usize| {
                     let start = *end;
+                    // The library checks each end against the array, where a saturated one fails.
                     *end = end.saturating_add(*count);
                     Some(start)
                 };
@@ -79,6 +80,8 @@ pub(crate) fn unit(target: &Array, source: &Array) -> PyResult<(DType, usize)> {
         )));
     }
     let bytes = target.item_bytes.or(source.item_bytes).unwrap_or(1).max(1);
+    // Wide units have fewer and larger accesses. There is no u16, so that f16 moves 2 bytes; moves do not interpret
+    // values.
     let types = [DType::U64, DType::U32, DType::F16];
     let dtype = types
         .into_iter()

@@ -126,6 +126,7 @@ pub(crate) fn read_parameters(
         let value = if let Ok(number) = value.extract::<i64>() {
             Value::Integer(number)
         } else if let Ok(text) = value.extract::<String>() {
+            // Names of operators and element types are disjoint; the verifier rejects a parameter of the wrong kind.
             match text.parse::<ReduceOp>() {
                 Ok(operator) => Value::Operator(operator),
                 Err(_) => Value::ElementType(text.parse::<DType>().map_err(raise)?),

@@ -79,8 +79,10 @@ fn key(
     a: &Bound<'_, PyAny>,
     bs: &Bound<'_, PyList>,
 ) -> PyResult<Vec<i64>> {
+    // Enough for an operation, a group's name and two matrices without a reallocation.
     let mut key = Vec::with_capacity(48);
     for name in [operation, group] {
+        // Lengths make the key a prefix code: no other names, or shapes of other ranks, give the same numbers.
         key.push(name.len() as i64);
         key.extend(name.bytes().map(i64::from));
     }
@@ -164,12 +166,14 @@ impl RecentCalls {
         (a, bs): (&Bound<'_, PyAny>, &Bound<'_, PyList>),
     ) -> PyResult<Option<Py<PyAny>>> {
         let key = key(operation, group, dim, a, bs)?;
+        // Cloned, so that the lock is not held over calls into PyTorch, which may release the interpreter's lock.
         let found = self.lock().get(&key).map(|call| call.clone_ref(py));
         let Some(recent) = found else {
             return Ok(None);
         };
         let profiler = self.profiler.bind(py);
         let profiles = profiler.getattr(intern!(py, "_is_profiler_enabled"))?;
+        // Python's path records the ranges that the profiler shows.
         if profiles.is_truthy()? {
             return Ok(None);
         }
@@ -212,6 +216,7 @@ impl RecentCall {
         a: &Bound<'_, PyAny>,
         bs: &Bound<'_, PyList>,
     ) -> PyResult<Option<Py<PyAny>>> {
+        // A forked process has the entry but none of the device's threads; Python's path raises the error for it.
         if self.process != std::process::id() {
             return Ok(None);
         }
@@ -227,6 +232,7 @@ impl RecentCall {
             None => a.clone(),
         };
         let pair = self.pair.get();
+        // The decision was made alike on all ranks, so that all take the same branch and their calls match.
         if !state.fuses(self.call.bind(py))? {
             let results = pair.run(state, &stream, &left, bs)?;
             if results.is_some() {
@@ -236,6 +242,7 @@ impl RecentCall {
         }
         let results = PyList::empty(py);
         let mut addresses = Vec::with_capacity(1 + bs.len() + self.results.len());
+        // In the order in which the launcher's tensors are declared: operands, then results.
         addresses.push(address(&left)?);
         for b in bs {
             addresses.push(address(&b)?);
@@ -264,7 +271,10 @@ impl RecentCall {
         let Some(plan) = state.use_plan(self.call.bind(py))? else {
             return Ok(false);
         };
+        // Noted before the launch, since a mismatch that the launch reports is explained by the list of calls.
         state.note(self.call.clone_ref(py));
+        // Kernels that wait for other ranks must start in the same order on every GPU, or two of them may each hold
+        // the multiprocessors that the other's peer needs.
         if plan.getattr(intern!(py, "has_collectives"))?.is_truthy()? {
             state.follow_others(stream)?;
         }

@@ -112,6 +112,7 @@ impl Region {
     #[pyo3(signature = (timeout=60.0))]
     fn close(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
         let limit = seconds(timeout)?;
+        // Taken before the wait: a second thread that closes finds nothing, and new exports fail.
         let Some(region) = self.region.take() else {
             return Ok(());
         };

@@ -61,7 +61,10 @@ impl Turns {
         enqueue: impl FnOnce() -> warplink::Result<()> + Send,
     ) -> PyResult<()> {
         let inner = self.inner.get()?;
+        // The turn's mutex is held over the enqueue; other Python threads must be able to run while this one waits
+        // for it.
         let taken = py.detach(|| inner.take(stream, enqueue));
+        // After a failure too, which may have enqueued part of the work.
         self.watched.made();
         taken.map_err(raise)
     }
@@ -78,6 +81,7 @@ impl Turns {
         communicator: warplink::Communicator,
         limits: Limits,
     ) -> PyResult<Watch> {
+        // The watch's thread has a reference of its own, since it outlives this object by up to one wait.
         let inner = self.inner.get()?.clone();
         let precede = move |stream: &_| inner.precede(stream);
         self.watched
@@ -221,12 +225,14 @@ impl Stream {
             (None, None) => return Ok(()),
         };
         // Most waits are short: probe first, to avoid starting a thread.
+        // A probe as long as the interval for signals delays Ctrl-C no more than the thread would.
         let probe = Deadline::after(SIGNAL_INTERVAL.min(limit.remaining()));
         let takes_long = py
             .detach(|| stream.synchronize(probe))
             .is_err_and(|error| error.kind() == ErrorKind::Timeout);
         let stream = stream.clone();
         let wait = move || match communicator {
+            // Instead of the stream alone: this also reports failures of kernels and of peers.
             Some(communicator) => communicator.synchronize_until(&stream, limit),
             None => stream.synchronize(limit),
         };

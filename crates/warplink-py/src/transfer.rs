@@ -163,6 +163,7 @@ pub(crate) fn post_all(
 ) -> PyResult<()> {
     let (transfers, stream) = (all(&transfers)?, stream.live()?);
     py.detach(|| {
+        // One batch: its members complete in whatever order ranks list them, and small ones share a kernel.
         let posts = transfers.iter().map(|transfer| &**transfer);
         Batch::new().post(posts).enqueue(stream)
     })

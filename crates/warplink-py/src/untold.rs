@@ -16,6 +16,7 @@ static TOLD: Mutex<Option<Instant>> = Mutex::new(None);
 pub(crate) fn note(error: &Error) {
     if !matches!(
         error.kind(),
+        // These are errors of the caller, found before anything was enqueued: they do not tell of a lost peer.
         ErrorKind::InvalidArgument
             | ErrorKind::Unsupported
             | ErrorKind::Parse
@@ -42,6 +43,7 @@ pub(crate) fn end_process(error: &Error, found: Instant, grace: Duration) {
          ends (TORCH_NCCL_ASYNC_ERROR_HANDLING=2 keeps it)",
         grace.as_secs_f64()
     );
+    // Not `exit`, whose handlers could wait for the stream that has failed.
     std::process::abort();
 }
 

@@ -18,6 +18,7 @@ pub(crate) fn interruptible<T: Send + 'static>(
     wait: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> PyResult<T> {
     if !on_main_thread(py)? {
+        // Handlers run on the main thread only, so that a thread to wait would be of no use here.
         return py.detach(wait).map_err(raise);
     }
     let mut ended = begin(wait)?;
@@ -25,6 +26,7 @@ pub(crate) fn interruptible<T: Send + 'static>(
         let waited = &mut ended;
         match py.detach(move || waited.recv_timeout(SIGNAL_INTERVAL)) {
             Ok(result) => return result.map_err(raise),
+            // Returns early if a handler raises; the wait ends by its own deadline, on its thread.
             Err(RecvTimeoutError::Timeout) => py.check_signals()?,
             Err(RecvTimeoutError::Disconnected) => return Err(raise(panicked())),
         }

@@ -61,7 +61,9 @@ impl Calls {
     /// Notifies the thread of another call.
     pub(crate) fn made(&self) {
         let mut state = self.state();
+        // Set under the lock that the thread checks it with before it sleeps, so that no call is missed.
         state.new = true;
+        // A system call per enqueue is avoided while the thread is awake anyway.
         if state.sleeps {
             self.changed.notify_all();
         }
@@ -89,6 +91,7 @@ impl Calls {
         let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
         let closed = state.closed;
         drop(state);
+        // After an orderly close nobody is left who would use the results.
         if !closed {
             untold::end_process(failure, found, grace);
         }
@@ -108,6 +111,7 @@ impl Calls {
                 state = self.wait(state);
                 state.sleeps = false;
             }
+            // Only if closed: calls that were made before the close are still waited for.
             if !state.new {
                 return None;
             }
@@ -116,9 +120,12 @@ impl Calls {
                 std::thread::sleep(GATHERING);
                 state = self.state();
             }
+            // Cleared before the wait starts: a call made meanwhile sets it again and gets its own wait.
             state.new = false;
             let timeout = state.timeout;
             drop(state);
+            // The thread waits on its own stream, ordered after the last call's; the streams of calls may be gone by
+            // then.
             let waited = precede(stream)
                 .and_then(|()| communicator.synchronize_until(stream, Deadline::after(timeout)));
             if let Err(error) = waited {
@@ -127,6 +134,7 @@ impl Calls {
                     "a call took longer than {} s: {error}",
                     timeout.as_secs_f64()
                 );
+                // Set before the abort, whose consequences on other threads would otherwise be reported first.
                 self.state().failure.get_or_insert(error.clone());
                 if timed_out {
                     // Kernels would wait indefinitely, and the host for them.
@@ -188,6 +196,7 @@ impl Watch {
     /// Whether `check` raises.
     pub(crate) fn has_failed(&self) -> bool {
         let failed = |calls: &Arc<Calls>| calls.state().failure.is_some();
+        // In a forked process everything counts as failed, so that the fast path is left.
         self.calls.get().map_or(true, failed) || self.place.device.fault().error().is_some()
     }
 }
@@ -232,6 +241,7 @@ impl Watch {
             let mut state = calls.state();
             state.closed = true;
             calls.changed.notify_all();
+            // Waits so that the thread does not enqueue on, or synchronize with, a job that is being torn down.
             while !state.ended {
                 let left = end.remaining();
                 if left.is_zero() {
@@ -260,6 +270,7 @@ impl Watched {
     ) -> PyResult<Watch> {
         let started = py.detach(|| start(communicator, Box::new(precede), place, limits));
         let (watch, calls) = started.map_err(raise)?;
+        // The replaced watch's thread ends with its `Watch`.
         *self.lock() = Some(calls);
         Ok(watch)
     }

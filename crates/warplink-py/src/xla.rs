@@ -87,6 +87,7 @@ impl XlaGroup {
         };
         let members = members.into_iter().map(member).collect::<PyResult<_>>()?;
         let mut groups = groups();
+        // Numbers are not reused: a compiled program that outlives its group gets an error and not another group.
         groups.last += 1;
         let number = groups.last;
         groups.members.insert(number, members);
@@ -135,6 +136,7 @@ unsafe extern "C" fn handle(frame: *mut Frame) -> *mut RawError {
 
 fn run(call: &Call<'_>) -> Result<()> {
     let number = call.integer("group")?;
+    // Cloned out of the lock: devices of one process enter the handler concurrently, and calls may block.
     let members = groups().members.get(&number).cloned();
     let closed = || {
         let text = format!("the program's group {number} does not exist in this process");
@@ -142,6 +144,7 @@ fn run(call: &Call<'_>) -> Result<()> {
         Error::closed(text).with_help(help)
     };
     let members = members.ok_or_else(closed)?;
+    // With one member the ordinal is not needed, which older releases of XLA do not report.
     let member = match &*members {
         [only] => only,
         all => {
@@ -167,6 +170,7 @@ impl Member {
         let (source, target) = (call.source()?, call.target()?);
         let (dtype, size) = match op {
             Some(_) => computed(source)?,
+            // Moved as bytes, so that types the library has no name for work as well.
             None => (DType::U8, element_size(source)?),
         };
         let collectives = self.collectives.get();
@@ -175,6 +179,7 @@ impl Member {
             kind,
             op,
             dtype,
+            // XLA's source has the elements of all rows; the library counts those of one part.
             count: source.elements * size / dtype.size() / inputs,
             root: None,
         };
@@ -201,6 +206,7 @@ impl Member {
     fn stream(&self, call: &Call<'_>) -> Result<Stream> {
         let device = &self.collectives.get().place.device;
         let raw = match device.kind() {
+            // XLA's CPU client has no streams to tell apart: one of the library serves all calls of the device.
             DeviceKind::Host => 0,
             DeviceKind::Cuda => call.stream()?,
         };
@@ -213,6 +219,7 @@ impl Member {
             // SAFETY: XLA keeps the streams of a device as long as the device is in use.
             DeviceKind::Cuda => unsafe { device.borrow_stream(raw, Arc::new(())) }?,
         };
+        // Kept, since borrowing is not free and XLA reuses a few streams.
         streams.insert(raw, stream.clone());
         Ok(stream)
     }

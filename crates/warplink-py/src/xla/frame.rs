@@ -181,14 +181,19 @@ pub(super) unsafe fn called<'a>(frame: *mut Frame) -> Option<Call<'a>> {
             if (*extension).kind == METADATA {
                 let metadata = (*extension.cast::<MetadataExtension>()).metadata;
                 let api = &(*(*frame).api).version;
+                // Reporting a newer version than XLA's own is an error there; a newer XLA accepts its older minor
+                // versions.
                 let (major, minor) = VERSION.min((api.major, api.minor));
                 (*metadata).version.major = major;
                 (*metadata).version.minor = minor;
+                // Not compatible with command buffers: XLA would record the call once, and the handler would not run
+                // again.
                 (*metadata).traits = 0;
                 return None;
             }
             extension = (*extension).next;
         }
+        // XLA also calls handlers to instantiate, prepare and initialize; there is nothing to do at these stages.
         ((*frame).stage == EXECUTE).then_some(Call {
             frame,
             valid: PhantomData,
@@ -278,6 +283,7 @@ impl Call<'_> {
             error,
         };
         // SAFETY: as above, of an error that belongs to this call.
+        // An error that XLA returns is owned by the caller and would leak.
         unsafe { (self.api().destroy_error)(&raw mut old) };
         let message = "XLA gives no stream for the call";
         Err(Error::unsupported(message))
@@ -291,6 +297,7 @@ impl Call<'_> {
             context: self.frame().context,
             ordinal: 0,
         };
+        // Older releases have a shorter table: reading the field would be out of bounds.
         if self.api().size >= size_of::<Api>() {
             // SAFETY: the function is there, by the structure's size, and gets a valid structure.
             let error = unsafe { (self.api().get_ordinal)(&raw mut arguments) };
@@ -302,6 +309,7 @@ impl Call<'_> {
     /// XLA's error for `error`, which its caller owns.
     pub(super) fn error(&self, error: &Error) -> *mut RawError {
         let text: Vec<u8> = error.to_string().into_bytes();
+        // CString rejects them, and the text may come from a peer.
         let text = text.into_iter().filter(|byte| *byte != 0).collect();
         // There is no 0 in it any more.
         let message = CString::new::<Vec<u8>>(text).unwrap_or_default();

@@ -254,10 +254,10 @@ impl<'s> Iterations<'s> {
     fn select_apart(&self, indices: &[Expr]) -> bool {
         match indices {
             [index] => self.differs(index),
+            // Quotient and remainder together determine the index; neither does alone.
             [
                 Expr::Binary(Operator::Divide, index, by),
                 Expr::Binary(Operator::Remainder, same, other),
-            // Quotient and remainder together determine the index; neither does alone.
             ] => index == same && by == other && self.is_fixed(by) && self.differs(index),
             _ => false,
         }
