@@ -122,6 +122,7 @@ impl SectionInstance {
                 let size = tensor.dtype.size();
                 (Packing::Plain, from * size..elements.end * size)
             }
+            // Scratch is addressed in elements of data and stored in packets, which are larger.
             SectionMemory::Scratch(id) => {
                 let scratch = &self.scratch[id];
                 (scratch.packing, scratch.packed(from, part.elements)?)
@@ -189,6 +190,8 @@ impl SectionInstance {
     /// Whether nothing writes an operand during the launch, so that this rank's lanes may read it at any time.
     pub(crate) fn is_constant(&self, part: &Part) -> bool {
         let constant = self.tensors[part.tensor].constant;
+        // A read-only load may return stale data if anything writes the memory during the launch: peers theirs, or
+        // this launch by another name.
         part.rank == self.rank && constant && !self.shared_tensors
     }
 

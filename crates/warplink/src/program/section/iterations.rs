@@ -24,6 +24,7 @@ impl Iterations {
     pub(super) fn new(from: i64, to: i64, most: u64, period: u64) -> Self {
         let total = if to > from { to.abs_diff(from) } else { 0 };
         let period = period.max(1);
+        // The first and the last iteration are always taken: prologues and remainders differ from the rest.
         let between = total.saturating_sub(2);
         let (periods, rest) = (between / period, between % period);
         // Excluding both ends.
@@ -53,12 +54,15 @@ impl Iterations {
         let (number, within) = ((position - 1) / self.period, (position - 1) % self.period);
         if number >= self.through {
             // After the last whole period.
+            // Counted from the end, so that the incomplete period and the last iteration keep their own indices.
             return (self.total - (self.taken - position), 1.0);
         }
         // One sample per stratum of the periods, jittered: evenly spaced samples could alias with behaviour whose
         // period is unknown.
         let start = |number| share(number, self.periods, self.through);
         let (first, end) = (start(number), start(number + 1));
+        // Squared, since multiples of the golden ratio alone are again evenly spaced. No random source: predictions
+        // of ranks must agree.
         let square = (number + 1).wrapping_mul(number + 1);
         let random = square.wrapping_mul(GOLDEN);
         let offset = (u128::from(random) * u128::from(end - first)) >> 64;
@@ -84,6 +88,7 @@ impl Iterator for Iterations {
 
 /// Start of part `number` of `parts` equal parts of `whole`, rounded down.
 fn share(number: u64, whole: u64, parts: u64) -> u64 {
+    // The product of two 64-bit numbers does not fit in 64 bits.
     (u128::from(number) * u128::from(whole) / u128::from(parts)) as u64
 }
 

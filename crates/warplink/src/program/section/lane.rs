@@ -163,12 +163,14 @@ impl Matching {
             return matching.count() as i64;
         };
         let found = usize::try_from(nth).ok().and_then(|nth| matching.nth(nth));
+        // Below every valid position, so that the bounds check that follows fails in kernels too.
         found.map_or(-1, |(position, _)| position as i64)
     }
 
     /// The greatest result for this many words.
     pub fn most(&self, words: usize) -> i64 {
         let rows = words / self.row.max(1);
+        // A count may equal the number of rows; a position is below it.
         rows.saturating_sub(usize::from(self.nth.is_some())) as i64
     }
 }

@@ -96,6 +96,7 @@ impl ScratchInstance {
         let size = self.dtype.size();
         let (data, packet) = self.packing.packet();
         let from = offset * size;
+        // A packet is written by one store, so that a part cannot start within one.
         if !from.is_multiple_of(data) {
             return None;
         }
@@ -109,6 +110,7 @@ impl ScratchInstance {
         let whole = self.packed(offset, elements)?;
         let (data, packet) = self.packing.packet();
         let rest = elements * self.dtype.size() % data;
+        // The last packet may be partial; bytes beyond the data are not written.
         let cut = if rest == 0 { 0 } else { packet - rest };
         Some(whole.start..whole.end - cut)
     }
@@ -147,6 +149,7 @@ impl WorkspaceLayout {
         let mut layout = Self::default();
         for one in scratch {
             let area = &mut layout.bytes[one.packing as usize];
+            // The maximum and not the sum: sections of a workspace overlay their scratch.
             *area = (*area).max(one.offset_bytes + one.bytes);
         }
         layout

@@ -41,6 +41,7 @@ impl FreeNames {
         names.body(&section.body);
         // Resolve aliases to their tensor.
         for of in [&mut names.remote, &mut names.values] {
+            // Aliases may name aliases, in any order: repeated until nothing is added.
             loop {
                 let aliased = names.aliases.iter();
                 let aliased = aliased.filter(|(alias, _)| of.contains(alias));
@@ -52,12 +53,14 @@ impl FreeNames {
                 }
             }
         }
+        // Only after following the aliases: an alias is bound here, but its tensor is free.
         for bound in &names.bound {
             names.integers.remove(bound);
             names.tensors.remove(bound);
             names.remote.remove(bound);
             names.values.remove(bound);
         }
+        // Every instance defines these itself.
         for known in ["rank", "world", "epoch"] {
             names.integers.remove(known);
         }

@@ -56,6 +56,7 @@ impl<'s> Visitor<'s> for PeriodWalk<'s> {
     fn scoped(&mut self, inner: impl FnOnce(&mut Self)) {
         let bound = self.hidden.len();
         inner(self);
+        // Reversed: a name bound twice in the scope gets its outermost meaning back.
         for (name, grew) in self.hidden.drain(bound..).rev() {
             if grew {
                 self.growing.insert(name);
@@ -66,6 +67,7 @@ impl<'s> Visitor<'s> for PeriodWalk<'s> {
     }
 
     fn index(&mut self, over: &'s Over) {
+        // Bounds of loops cannot grow, so that no index does; the name may hide one that does.
         self.bind(&over.index, false);
     }
 
@@ -107,6 +109,7 @@ impl<'s> PeriodWalk<'s> {
                 false
             }
             Expr::Binary(Operator::Add | Operator::Subtract | Operator::Multiply, a, b) => {
+                // No short circuit: both sides are searched for misuses.
                 self.grows(a) | self.grows(b)
             }
             Expr::Binary(Operator::Remainder, a, b) => {
@@ -117,6 +120,8 @@ impl<'s> PeriodWalk<'s> {
                 }
                 false
             }
+            // Quotients, shifts and the like of a growing number grow too, or repeat with a period that depends on
+            // its size.
             Expr::Binary(_, a, b) => {
                 self.expression(a, ExprUse::Value);
                 self.expression(b, ExprUse::Value);
@@ -126,6 +131,7 @@ impl<'s> PeriodWalk<'s> {
     }
 
     fn repeats(&mut self, expression: &Expr, divisor: Option<u64>) {
+        // Each launch of the period is verified on its own, which bounds the divisor.
         let Some(divisor) = divisor.filter(|divisor| (1..=MAX_PERIOD).contains(divisor)) else {
             self.misused(format!(
                 "{expression} has another divisor than a number from 1 to {MAX_PERIOD} that is known \
@@ -133,6 +139,7 @@ impl<'s> PeriodWalk<'s> {
             ));
             return;
         };
+        // Remainders by 2 and 3 together repeat after 6 launches.
         let multiple = common_multiple(self.period, divisor);
         if multiple > MAX_PERIOD {
             self.misused(format!(

@@ -34,6 +34,8 @@ impl SectionInstance {
                 let position = asked.iter().position(|other| *other == name);
                 position.is_some_and(|position| mask >> position & 1 == 1)
             };
+            // Two cases with equal outcomes of all conditions take the same branches, so that verifying one of them
+            // suffices.
             if seen.insert(walk.outcomes(mask, &is)) {
                 let reachable = asked.iter().filter(|name| is(name));
                 cases.push(reachable.filter_map(|name| self.tensor(name)).collect());
@@ -77,10 +79,12 @@ impl ReachWalk<'_> {
     /// Outcomes of each condition over all values of the comparisons; `mask` itself if there are too many
     /// comparisons.
     fn outcomes(&self, mask: usize, is: &dyn Fn(&str) -> bool) -> Vec<bool> {
+        // The mask itself is the outcome: every case is distinct, which is sound and bounds the table at 2^6 rows.
         if self.compared.len() > MAX_COMPARED {
             return (0..MAX_ASKED).map(|bit| mask >> bit & 1 == 1).collect();
         }
         let mut outcomes = Vec::new();
+        // Other comparisons depend on rank, lane and values, and are left open: all their truth values count.
         for given in 0..1_usize << self.compared.len() {
             let leaf = |leaf: &Condition| match leaf {
                 Condition::Reachable(name) => is(name),

@@ -17,9 +17,11 @@ pub(super) fn period(it: &Loop<StepKind>, value: &dyn Fn(&Expr) -> Option<i64>, 
         found: Vec::new(),
     };
     walk.body(&it.body);
+    // Short periods first, of which more fit below the limit.
     walk.found.sort_unstable();
     let multiple = |period: u64, other: &u64| {
         let multiple = common_multiple(period, *other);
+        // A period that is too long to sample is left out: the estimate is then less exact, not wrong.
         if multiple <= most { multiple } else { period }
     };
     walk.found
@@ -84,6 +86,7 @@ impl<'s> RemainderWalk<'s> {
                 let by = || (self.value)(b).map(i64::unsigned_abs);
                 match (operator, other) {
                     (_, Some(other)) => {
+                        // The sum changes when either side does.
                         change.after = change.after.min(other.after);
                         change.periods.extend(other.periods);
                     }
@@ -92,10 +95,12 @@ impl<'s> RemainderWalk<'s> {
                         change.after = change.after.saturating_mul(by.max(1));
                     }
                     (Operator::ShiftRight, None) => {
+                        // A larger shift leaves a constant in any loop, and `1 << 64` would overflow.
                         let by = by().unwrap_or(0).min(62);
                         change.after = change.after.saturating_mul(1 << by);
                     }
                     (Operator::Remainder, None) => {
+                        // `(index / after) % by` repeats after `after * by` iterations. A remainder by 1 is constant.
                         if let Some(by) = by().filter(|by| *by > 1) {
                             change.periods.push(change.after.saturating_mul(by));
                         }

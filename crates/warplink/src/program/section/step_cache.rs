@@ -111,13 +111,18 @@ impl StepCache {
     ) -> Result<(Arc<[LaneStep]>, Option<T>), Diagnostic> {
         let key = (lane, epoch % section.period.max(1), missing.to_vec());
         let mut asked = Vec::new();
+        // The key has everything that steps depend on: lane, epoch within the period, and unreachable tensors; values
+        // read from memory select a path in the tree below it.
         let mut next = lock(&self.steps).first.get(&key).cloned();
         while let Some(resolution) = next {
             match &*resolution {
                 Known::Complete(steps) => return Ok((steps.clone(), None)),
                 Known::Asks(word, answers) => {
+                    // Asked without a lock: the answer may be computed by the verifier, which may come back to this
+                    // cache.
                     let answer = values(word);
                     asked.push((*word, answer));
+                    // `None`, an unknown value, is an answer too: the steps up to there are complete for it.
                     next = lock(answers).get(&answer).cloned();
                 }
             }
@@ -133,6 +138,7 @@ impl StepCache {
             asked.borrow_mut().push((*word, answer));
             answer
         };
+        // Without a lock, since resolving takes long; two threads may do it, and the second result is dropped.
         let (steps, resolved) = resolve(&answer)?;
         lock(&self.steps).insert(self.limit, key, asked.into_inner(), &steps);
         Ok((steps, Some(resolved)))
@@ -193,6 +199,7 @@ impl CachedSteps {
                 answers.insert(*answer, path(&asked[number + 1..]));
                 return;
             };
+            // The guard borrows from `at`, which is replaced below.
             drop(answers);
             at = next;
         }

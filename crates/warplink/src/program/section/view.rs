@@ -78,6 +78,7 @@ impl View {
     /// `[index]`.
     pub(super) fn index(&mut self, index: i64) -> Result<(), Wrong> {
         let stride = *self.strides.first().ok_or(Wrong::NoAxis)?;
+        // By the clipped length: elements beyond the tensor's end do not exist, even if the part extends there.
         let index = usize::try_from(index).ok().filter(|i| *i < self.length);
         let index = index.ok_or(Wrong::Index(self.length))?;
         self.offset += index * stride;
@@ -94,6 +95,7 @@ impl View {
         let (Ok(from), Ok(to)) = (usize::try_from(from), usize::try_from(to)) else {
             return Err(Wrong::Range(extent));
         };
+        // By the extent: the text states the part's size, of which only the last part may have less.
         if from > to || to > extent {
             return Err(Wrong::Range(extent));
         }
@@ -109,6 +111,7 @@ impl View {
         if parts < 1 || !(0..parts).contains(&index) {
             return Err(Wrong::Part);
         }
+        // Rounded up to whole vectors, so that the last parts may be clipped or empty.
         let part = Operator::Part.apply(extent, parts);
         let part = part.map_err(|_| Wrong::Part)?;
         let from = index.saturating_mul(part).min(extent);
@@ -122,6 +125,7 @@ impl View {
     pub(super) fn elements(&self) -> Option<(usize, usize)> {
         let mut expected = 1;
         for (axis, (&extent, &stride)) in self.extents.iter().zip(&self.strides).enumerate().rev() {
+            // A single row may have any stride, since no second row follows it.
             if extent > 1 && stride != expected && !(axis == 0 && self.length < 2) {
                 return None;
             }

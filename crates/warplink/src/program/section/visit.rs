@@ -80,6 +80,7 @@ pub(crate) trait Visitor<'s>: Sized {
     }
 
     fn body(&mut self, steps: &'s [Step]) {
+        // A scope per body: names that an arm or an iteration binds end with it.
         self.scoped(|visitor| steps.iter().for_each(|step| visitor.step(step)));
     }
 
@@ -113,11 +114,13 @@ pub(crate) trait Visitor<'s>: Sized {
             self.condition(&arm.condition);
             self.body(&arm.body);
         }
+        // All arms are visited: a traversal does not know which one a lane takes.
         self.body(&branch.otherwise);
     }
 
     /// Runs `inner` for each value of an index.
     fn over(&mut self, over: &'s Over, mut inner: impl FnMut(&mut Self)) {
+        // Before the scope: the bounds cannot use the index.
         self.expression(&over.from, ExprUse::Bound);
         self.expression(&over.to, ExprUse::Bound);
         self.scoped(|visitor| {

@@ -81,6 +81,7 @@ impl Literal {
     /// The nearest `f32`, if it is finite and not negative.
     pub fn new(value: f64) -> Option<Self> {
         let value = value as f32;
+        // Kept as bits, so that literals are Eq and identical nodes merge. A sign is a unary operator in the text.
         (value.is_finite() && value.is_sign_positive()).then_some(Self(value.to_bits()))
     }
 
@@ -93,6 +94,7 @@ impl Literal {
 impl fmt::Display for Literal {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let value = self.value();
+        // Shortest decimal digits either way, which parse to the same f32.
         if value == 0.0 || (1e-4..1e9).contains(&value) {
             write!(f, "{value}")
         } else {
@@ -238,6 +240,7 @@ impl RowFunction {
         let results = results.map(|value| builder.node(value));
         let results = results.collect::<Result<Vec<usize>, E>>()?;
         let mut operands = builder.nodes.iter().flat_map(RowNode::operands);
+        // A pair has one value for two elements, which no operation by element could index.
         if operands.any(|operand| matches!(builder.nodes[operand], RowNode::Pairs(_))) {
             let message = "pairs are an operand; expected them among the results alone";
             return Err(message.to_owned().into());
@@ -262,6 +265,7 @@ impl RowFunction {
             uniform.push(match node {
                 RowNode::Argument(number) => scalar(*number),
                 RowNode::Row(..) => true,
+                // These depend on the element's index even if their operand is the same for all.
                 RowNode::BlockMax(..) | RowNode::OfBlock(..) | RowNode::Pairs(_) => false,
                 other => other.operands().iter().all(|operand| uniform[*operand]),
             });
@@ -283,6 +287,7 @@ impl RowFunction {
                 RowNode::Row(..) => None,
                 _ => {
                     let first = sizes.next().flatten();
+                    // Of different block sizes, or with a value of its own per element: stored once per element.
                     first.filter(|first| sizes.all(|size| size == Some(*first)))
                 }
             });
@@ -297,6 +302,8 @@ impl RowFunction {
             let before = node.operands().iter().map(|operand| levels[*operand]).max();
             let reduces = matches!(node, RowNode::Row(..) | RowNode::BlockMax(..));
             let reduces = usize::from(reduces);
+            // Nodes of one level need no synchronization among the threads of a row; a reduction starts the next
+            // level.
             levels.push(before.unwrap_or(0) + reduces);
         }
         levels

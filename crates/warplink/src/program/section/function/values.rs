@@ -50,6 +50,7 @@ impl RowFunction {
         width: usize,
         order: RowOrder,
     ) -> Vec<Vec<V>> {
+        // Also for rows of one element, where both readings give the same value.
         let uniform = self.uniform(&|argument| arguments[argument].len() == 1);
         let mut values: Vec<Cow<'_, [V]>> = Vec::with_capacity(self.nodes.len());
         for (number, node) in self.nodes.iter().enumerate() {
@@ -61,6 +62,7 @@ impl RowFunction {
             let all = match *node {
                 RowNode::Number(number) => vec![V::number(number.value()); count],
                 RowNode::Width => vec![V::number(width as f32); count],
+                // Borrowed: copying rows would dominate functions of few operations.
                 RowNode::Argument(argument) => {
                     values.push(Cow::Borrowed(&arguments[argument]));
                     continue;
@@ -96,6 +98,7 @@ impl RowFunction {
                 RowNode::Pairs(a) => each(count, |element| {
                     let [low, high] = [element / 2 * 2, element / 2 * 2 + 1];
                     let missing = V::number(0.0);
+                    // A row of odd width leaves the upper half of its last byte zero.
                     let high = if high < width { at(a, high) } else { missing };
                     at(a, low).pair(high)
                 }),
@@ -143,6 +146,7 @@ impl RowValue for f32 {
             RowUnary::Rsqrt => 1.0 / self.sqrt(),
             RowUnary::Exp => self.exp(),
             RowUnary::PowerOfTwo => power_of_two(self),
+            // The biased exponent, as scales of type e8m0 store it.
             RowUnary::Exponent => (self.to_bits() >> 23 & 0xff) as Self,
             RowUnary::E2m1 => e2m1(self),
         }
@@ -195,6 +199,8 @@ impl RowValue for f32 {
             RowReduction::Max => (f32::NEG_INFINITY, RowBinary::Max),
         };
         let threads = order.threads.max(1);
+        // Mirrors the kernel: threads take units of 8 elements in turn, then lanes of a warp and then warps combine
+        // as trees. Another order would round sums differently.
         let mut partial = vec![neutral; threads.next_multiple_of(WARP)];
         for (element, value) in values.enumerate() {
             let of = &mut partial[element / UNIT % threads];
@@ -214,12 +220,14 @@ fn power_of_two(value: f32) -> f32 {
     if value.is_nan() {
         return value;
     }
+    // Any set bit of the mantissa carries into the exponent: rounds up to a power of two.
     f32::from_bits((value.to_bits() + MANTISSA) & !MANTISSA)
 }
 
 /// The code of the nearest value of e2m1, as kernels compute it.
 fn e2m1(value: f32) -> f32 {
     if value.is_nan() {
+        // The format has no NaN; this is its largest value, as the conversion instruction gives.
         return 7.0;
     }
     let magnitude = value.abs();
@@ -234,6 +242,7 @@ fn e2m1(value: f32) -> f32 {
 /// Combines values, padded to a power of two and to 32 at least, in a butterfly over the bits of their indices, highest first.
 fn tree(values: &[f32], neutral: f32, function: RowBinary) -> f32 {
     let mut all = values.to_vec();
+    // Padded with the neutral value, as lanes of a warp that have no value take part in the shuffles.
     all.resize(values.len().next_power_of_two().max(WARP), neutral);
     let mut half = all.len() / 2;
     while half > 0 {

@@ -45,6 +45,8 @@ pub(super) struct StepStart {
 impl<'s> Resolver<'s> {
     /// Resolves what is left, up to the first value that is not known. May be called again then.
     pub(super) fn go_on(&mut self) -> Resolved<()> {
+        // The step that stopped may have pushed some of its parts and bound names; it is resolved again as a whole,
+        // with the answers that were given so far.
         if let Some(start) = self.unfinished.take() {
             self.steps.truncate(start.steps);
             self.weights.truncate(start.steps);
@@ -59,6 +61,8 @@ impl<'s> Resolver<'s> {
                         self.end();
                         continue;
                     };
+                    // Advanced before the step is resolved: a loop or branch pushes a frame, which ends before the
+                    // rest of this one.
                     *steps = left;
                     self.resolve(step, all)?;
                 }
@@ -82,10 +86,12 @@ impl<'s> Resolver<'s> {
         };
         let done = self.one(step);
         match (&done, self.frames.last_mut()) {
+            // A stop happens within a step without a body only, so that the last frame is still the one of the step.
             (Err(Stop::Unknown), Some(Frame::Body { steps, .. })) => {
                 *steps = all;
                 self.unfinished = Some(start);
             }
+            // The step is complete and will not be repeated: its answers are no longer needed.
             _ => self.answers.used(self.read),
         }
         done
@@ -150,8 +156,10 @@ impl<'s> Resolver<'s> {
         let (it, weight) = (*it, *weight);
         let open = scope.indices.iter().cloned();
         let indices = open.chain([(Arc::clone(index), value)]).collect();
+        // Names of the previous iteration end here, since the loop's frame stays on the stack between iterations.
         self.integers.truncate(scope.integers);
         self.aliases.truncate(scope.aliases);
+        // An empty body counts as well, or a long loop of nothing would never reach the limit.
         self.step()?;
         self.weight = weight * share;
         self.site.indices = indices;
@@ -164,6 +172,7 @@ impl<'s> Resolver<'s> {
     pub(super) fn choose(&mut self, branch: &'s Branch<StepKind>) -> Resolved<()> {
         for arm in &branch.arms {
             self.at(arm.position);
+            // Noted even if the arm is not taken: the evaluation alone needs the answer.
             self.note_asked(&arm.condition, arm.position);
             if self.condition(&arm.condition)? {
                 self.frames.push(Frame::Arm(self.reached.len()));

@@ -15,6 +15,7 @@ impl<'s> Resolver<'s> {
     pub(super) fn meeting(&mut self, it: &'s Announcement, announces: bool) -> Resolved<()> {
         let mut values = Vec::with_capacity(it.values.len());
         for value in &it.values {
+            // Only compared for equality among ranks, for which the low word suffices: packets carry 32-bit words.
             values.push(self.integer(value)? as u32);
         }
         let (rank, world) = (self.instance.rank, self.instance.world);
@@ -71,8 +72,10 @@ impl<'s> Resolver<'s> {
     fn met(&mut self, it: &'s Announcement) -> Resolved<Vec<Rank>> {
         let (rank, world) = (self.instance.rank, self.instance.world);
         let Some(list) = &it.peers else {
+            // Each rank starts with its successor, so that ranks do not all write to rank 0 at once.
             return Ok((1..world).map(|r| (rank + r) % world).collect());
         };
+        // A tensor is reachable only if all ranks can access it, which no subset can decide.
         if !it.tensors.is_empty() {
             let message = "tensors are announced to some ranks; expected all of them".to_owned();
             return Err(self.malformed(message));
@@ -104,6 +107,7 @@ impl<'s> Resolver<'s> {
                 return Err(self.malformed(message));
             };
             let mut asked = self.asked.iter();
+            // An answer before the agreement could differ among ranks, which would then take different branches.
             if !announces && let Some((_, position)) = asked.find(|(asked, _)| *asked == tensor) {
                 self.at(*position);
                 let message = format!(
@@ -124,6 +128,8 @@ impl<'s> Resolver<'s> {
     /// Marks the tensors that are reachable if a condition holds.
     pub(super) fn note_reached(&mut self, condition: &Condition) {
         match condition {
+            // Only conjunctions imply that a tensor is reachable; a disjunction or negation proves nothing about one
+            // of them.
             Condition::Reachable(name) => self.reached.extend(self.instance.tensor(name)),
             Condition::And(a, b) => {
                 self.note_reached(a);

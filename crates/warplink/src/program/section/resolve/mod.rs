@@ -84,6 +84,7 @@ impl SectionInstance {
         most: u64,
     ) -> Result<(Vec<LaneStep>, Vec<f64>), Diagnostic> {
         with_large_values(|values| {
+            // Costs are those of the usual case: all tensors reachable.
             let resolver = self.resolved(lane, epoch, &|_| true, (values, most))?;
             Ok((resolver.steps, resolver.weights))
         })
@@ -99,6 +100,7 @@ impl SectionInstance {
         let answers = Answers::Asked { reachable, values };
         let mut resolver = Resolver::new(self, (lane, epoch), answers, most);
         match resolver.go_on() {
+            // A caller without the next value gets the steps up to it.
             Ok(()) | Err(Stop::Unknown) => Ok(resolver),
             Err(Stop::Wrong(diagnostic)) => Err(diagnostic),
         }
@@ -285,6 +287,7 @@ impl<'s> Resolver<'s> {
                 let lane = self.lane;
                 others().for_each(|peer| self.push(LaneStepKind::Signal { peer, lane }));
                 others().for_each(|peer| self.push(LaneStepKind::Wait(peer)));
+                // Counted by the ranks too: a loop of barriers would otherwise make many more steps than the limit.
                 self.taken += 2 * world;
             }
             StepKind::Announce(it) => self.meeting(it, true)?,
@@ -295,10 +298,12 @@ impl<'s> Resolver<'s> {
 
     /// Number of iterations after which a loop's behaviour repeats, for sampling.
     fn period(&self, it: &Loop<StepKind>) -> u64 {
+        // Nothing is sampled, so that no period is needed.
         if self.most == u64::MAX {
             return 1;
         }
         let value = |expression: &Expr| expression.evaluate(&|name| self.named(name)).ok();
+        // At least one whole period is taken, so that this bounds the steps to about three times `most`.
         remainders::period(it, &value, self.most.saturating_mul(2))
     }
 
@@ -381,6 +386,7 @@ impl<'s> Resolver<'s> {
         self.check_packets(&sources)?;
         self.check_words(&targets)?;
         let lengths = targets.iter().chain(&sources).map(|operand| operand.length);
+        // Extents agree, but a part at a tensor's end is clipped; moves stop at the shortest operand.
         let elements = lengths.min().unwrap_or(0);
         let part = |operand: &MoveOperand| Part {
             elements,
@@ -436,6 +442,7 @@ impl<'s> Resolver<'s> {
     ) -> Resolved<std::result::Result<MoveOperand, Literal>> {
         if let Some((condition, _)) = &source.otherwise {
             let Site { line, column, .. } = self.site;
+            // Before it is evaluated, like that of a branch.
             self.note_asked(condition, Position { line, column });
         }
         let place = match &source.otherwise {
@@ -504,6 +511,7 @@ impl<'s> Resolver<'s> {
             return Err(self.wrong(DiagnosticKind::Mismatch, message));
         }
         for selection in &reference.selections {
+            // Evaluated one after another, each on the outcome of the former, as the emitter does.
             let (said, outcome) = match selection {
                 Selection::Index(index) => {
                     let index = match index {

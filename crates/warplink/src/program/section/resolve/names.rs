@@ -65,12 +65,16 @@ impl<'s> Resolver<'s> {
         if matches!(name.as_bytes().last(), Some(b')' | b']')) {
             return self.named(name);
         }
+        // Keyed by the address of the name in the tree, which is unique for each occurrence: long loops compare no
+        // strings.
         let known = self.slots.borrow().get(&name.as_ptr()).copied();
         let slot = match known {
             Some(slot) => slot,
             None => {
                 let bound = self.integers.iter().rposition(|(it, _)| *it == name);
                 let slot = match bound {
+                    // The index is stable: an occurrence is always at the same depth of scopes, whichever iteration
+                    // evaluates it.
                     Some(index) => Slot::Bound(index),
                     None => Slot::Constant(self.unbound(name)?),
                 };

@@ -40,6 +40,7 @@ impl Answers<'_> {
                 ..
             } => {
                 let value = values.get(word.number - *first).copied();
+                // Cleared by each answer, so that a stop for another reason does not repeat an old question.
                 *wanted = Some(*word).filter(|_| value.is_none());
                 value
             }
@@ -49,6 +50,7 @@ impl Answers<'_> {
     /// After a step, with the number of values that were read so far.
     pub(super) fn used(&mut self, read: usize) {
         if let Self::Given { values, first, .. } = self {
+            // Bounded by the reads of one step, however long the lane is.
             values.clear();
             *first = read;
         }
@@ -97,6 +99,7 @@ impl<'s> Resolution<'s> {
                 return Ok(&self.0.steps);
             };
             match wanted.as_ref().and_then(known) {
+                // Answered one at a time: a value may decide which word is read next.
                 Some(value) => values.push(value),
                 None => return Ok(&self.0.steps),
             }

@@ -67,6 +67,7 @@ impl<'s> Resolver<'s> {
                         Ok(())
                     })?;
                     let count = sources.len() - before;
+                    // All sources of an argument are laid out alike.
                     shared.resize(sources.len(), *block);
                     match number {
                         Some(number) => RowArgument::Number(number),
@@ -83,6 +84,7 @@ impl<'s> Resolver<'s> {
         let each = each.flat_map(|(count, result)| std::iter::repeat_n(blocks[*result], *count));
         let each: Vec<Option<usize>> = each.collect();
         let mut rows = targets.iter().zip(&each).chain(sources.iter().zip(&shared));
+        // Operands with one value per block are narrower, and single ones have no width.
         let width = rows.find(|(operand, block)| block.is_none() && !operand.single);
         let Some(width) = width.map(|(row, _)| row.length) else {
             return self.mismatch(format!(
@@ -94,6 +96,7 @@ impl<'s> Resolver<'s> {
                 return self.mismatch(format!("{count} {what}; expected at most {MAX_OPERANDS}"));
             }
         }
+        // Targets may have more types than sources: narrow types are stored, but not computed with.
         for (target, block) in targets.iter().zip(&each) {
             self.check_row(target, width, *block, &DType::ROW_TARGETS)?;
             self.check_stored_alone(target)?;
@@ -108,6 +111,7 @@ impl<'s> Resolver<'s> {
             &targets,
         )?;
         self.check_packets(&sources)?;
+        // Threads read the word that names a row without waiting for each other.
         self.check_words(&targets)?;
         self.check_arguments(&arguments, &sources)?;
         let row_nodes = &function.nodes;
@@ -125,6 +129,7 @@ impl<'s> Resolver<'s> {
                 }
             }
         }
+        // For the cost model and diagnostics; a row step's operands each have a type of their own.
         let first = sources.first().or(targets.first());
         self.push(LaneStepKind::Move(LaneMove {
             operator: None,

@@ -46,8 +46,11 @@ const SHARES: [i64; 4] = [1, 2, 4, i64::MAX];
 pub(super) fn with_large_values<T>(
     resolve: impl Fn(&ReadValues<'_>) -> Result<T, Diagnostic>,
 ) -> Result<T, Diagnostic> {
+    // Large values stand for the most work. Where large ones exceed a bound, such as a sum of counts, smaller shares
+    // fit.
     let with = |share: i64| resolve(&|word| Some(word.most / share));
     let smaller = || SHARES[1..].iter().find_map(|share| with(*share).ok());
+    // The first error is returned: the one of a value that the program itself allows.
     with(SHARES[0]).or_else(|wrong| smaller().ok_or(wrong))
 }
 
@@ -113,7 +116,9 @@ impl<'s> Resolver<'s> {
             }
         };
         self.bind(&it.name)?;
+        // Bound after the read, so that the word's own place cannot use the name.
         self.integers.push((&it.name, value));
+        // Diagnostics name the values that led there, as they name loop indices.
         let known = self.site.indices.iter().cloned();
         let read = (Arc::from(it.name.as_str()), value);
         self.site.indices = known.chain([read]).collect();
@@ -136,10 +141,12 @@ impl<'s> Resolver<'s> {
             offset: word.offset,
             elements: 1,
         };
+        // The bound is that of the tensor's rows, which kernels check as well, since memory may hold any number.
         let Some(most) = rows.rows().checked_sub(1) else {
             let message = format!("{place} selects a row of nothing; expected at least one row");
             return Err(self.wrong(DiagnosticKind::OutOfBounds, message));
         };
+        // Kept for `check_words`: targets of the same step must not overwrite it.
         self.words.push(part);
         self.read(&place, part, word.is_single(), most as i64)
     }
@@ -243,6 +250,7 @@ impl<'s> Resolver<'s> {
         }
         let elements = words.part.elements;
         let value = match (elements, nth) {
+            // Nothing is read from an empty part; kernels have no such load either.
             (0, None) => 0,
             (0, Some(_)) => -1,
             _ => self.known(words.part, Some(matching), matching.most(elements))?,
@@ -294,6 +302,7 @@ impl SectionInstance {
     pub(crate) fn value_bounds(&self) -> BTreeMap<usize, i64> {
         let (mut bounds, mut ends) = (BTreeMap::new(), BTreeMap::new());
         self.each_read(|word| match word.matching {
+            // A search compares words with its range, so that words up to its end make a difference.
             Some(Matching { to, .. }) => {
                 let end = ends.entry(word.part.tensor).or_insert(to);
                 *end = to.max(*end);
@@ -323,6 +332,8 @@ impl SectionInstance {
         self.each_read(|word| {
             if let Some(Matching { from, to, .. }) = word.matching {
                 tensors.insert(word.part.tensor);
+                // On both sides of each end: the smallest set of words that distinguishes the outcomes of the
+                // comparison.
                 edges.extend([from.saturating_sub(1), from, to.saturating_sub(1), to]);
             }
         });
@@ -349,7 +360,9 @@ impl SectionInstance {
                 words.into_inner().iter().for_each(&mut with);
                 resolved.is_ok()
             };
+            // Zeros take other branches than large values do; both are read once.
             let [large @ .., zero] = SHARES;
+            // Stops at the first share that resolves: smaller ones read the same words.
             large.into_iter().any(&mut read);
             read(zero);
         }
