@@ -82,9 +82,11 @@ pub trait Element:
 fn to_odd(value: f64) -> f32 {
     let near = value as f32;
     let difference = f64::from(near).abs() - value.abs();
+    // Exact values need no sticky bit, and infinity plus one bit would be NaN.
     if difference == 0.0 || !near.is_finite() {
         return near;
     }
+    // Towards zero and then odd: the second rounding, to 16 bits, sees that the value is not a tie.
     let truncated = near.to_bits() - u32::from(difference > 0.0);
     f32::from_bits(truncated | 1)
 }
@@ -249,6 +251,7 @@ impl DType {
     /// As [`decode`](Self::decode), rounded to single precision; without a call for each element.
     pub(crate) fn decode_f32(self, bytes: &[u8]) -> Vec<f32> {
         fn all<T: Element>(bytes: &[u8]) -> Vec<f32> {
+            // Copied, since `bytes` need not be aligned for T.
             let mut elements = vec![T::new_zeroed(); bytes.len() / size_of::<T>()];
             let whole = size_of_val(&elements[..]);
             elements.as_mut_bytes().copy_from_slice(&bytes[..whole]);

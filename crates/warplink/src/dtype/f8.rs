@@ -104,6 +104,7 @@ impl Format {
         let sign = u8::from(value.is_sign_negative()) << 7;
         let size = value.abs();
         // Larger than any finite value, so skip the exponent computation.
+        // Saturates, as `cvt.rn.satfinite` does, infinity too.
         if size >= f64::from(1_u32 << 20) {
             return sign | self.largest;
         }
@@ -113,6 +114,7 @@ impl Format {
             // Exponent of a normal 64-bit number.
             (size.to_bits() >> 52) as i32 - 1023
         };
+        // One rounding, from f64: going through f32 would round twice.
         let steps = (size / 2f64.powi(exponent - self.mantissa as i32)).round_ties_even() as u32;
         let one = 1 << self.mantissa;
         let bits = if steps < one {

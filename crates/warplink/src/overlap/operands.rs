@@ -65,6 +65,7 @@ impl BoundOperands {
                 self.name
             )));
         }
+        // Parts are contiguous: the outer dimensions come first in memory.
         let each = bytes / outer;
         self.slice.slice(index * each..(index + 1) * each)
     }

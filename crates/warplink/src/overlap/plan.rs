@@ -48,6 +48,8 @@ impl OverlapPlan {
         let outer = options.outer;
         // Before anything can fail on one rank alone, since agreeing on the model is collective.
         let agreed = executor.hardware_model();
+        // Errors are kept until all ranks have exchanged digests: a rank that returned early would leave peers
+        // waiting.
         let local = || {
             if outer == 0 {
                 return Err(Error::invalid("outer is 0; expected at least 1"));
@@ -72,6 +74,8 @@ impl OverlapPlan {
                 let digest = Digest::of(lowered.program(), &lowered.parameters, lowered.streams)?;
                 let names: Vec<_> = choice.estimates.iter().map(|one| one.name()).collect();
                 Ok(digest
+                    // Not part of the program, but of the number of collective calls that follow, as are trials and
+                    // the candidates.
                     .with("outer", outer)
                     .with("trials", options.trials)
                     .with("lowerings", names.join(",")))
@@ -86,6 +90,7 @@ impl OverlapPlan {
                 library: options.library,
                 ..PrepareOptions::default()
             };
+            // A requested lowering has no competitor.
             if options.trials && choice.decision != Decision::Request {
                 let tensors = (&tensors[..], outer);
                 trial::decide(&mut choice, model.uncertainty, executor, prepare, tensors)?;
@@ -95,6 +100,7 @@ impl OverlapPlan {
             Ok((choice, prepared))
         };
         let prepared = prepare();
+        // Peers that have got further wait in `bind` for this rank; this ends their wait with the error.
         let (choice, prepared) = prepared.inspect_err(|error| executor.give_up_binding(error))?;
         let plans = parts
             .iter()
@@ -143,6 +149,8 @@ impl OverlapPlan {
         self.plans.iter().enumerate().try_for_each(|(index, plan)| {
             let part = |(name, slice): (&String, &DeviceSlice)| {
                 let own = plan.tensor(name).map_or(0, DeviceSlice::bytes);
+                // Memory of `outer` times the length is divided; shared operands, such as B, have the length of one
+                // plan.
                 let slice = if own.checked_mul(outer) == Some(slice.bytes()) && outer > 1 {
                     slice.slice(index * own..(index + 1) * own)?
                 } else {
@@ -167,6 +175,7 @@ impl OverlapPlan {
     ) -> Result<()> {
         match &self.plans[..] {
             [plan] => plan.launch_on(stream, addresses, memory),
+            // Several plans share the caller's arrays by parts, so that addresses alone do not identify them.
             _ => self.run_on(stream, &memory()?),
         }
     }
@@ -179,6 +188,7 @@ impl OverlapPlan {
         let stream = self.executor.create_stream()?;
         stream.begin_capture()?;
         let recorded = self.run(&stream);
+        // Even if recording failed: the stream would stay in capture mode.
         let graph = stream.end_capture();
         recorded?;
         Ok(CapturedOverlap {
@@ -244,6 +254,7 @@ fn available<P: Problem>(
 ) -> Result<Choice> {
     let mut estimates = choice.estimates.iter();
     let needs_engine = estimates.any(|estimate| estimate.needs_engine);
+    // A lowering by request fails with the engine's own error instead of being replaced.
     if choice.decision == Decision::Request || !needs_engine {
         return Ok(choice);
     }
@@ -258,6 +269,7 @@ fn available<P: Problem>(
                 .collect();
             let world = executor.world();
             let mut choice = choose(problem, &without, world, options.streams, model)?;
+            // Also if only one is left, which `choose` would report as requested.
             choice.decision = Decision::Model;
             Ok(choice)
         }
@@ -289,6 +301,7 @@ impl CapturedOverlap {
     /// The device's fault.
     pub fn launch(&self, stream: &Stream) -> Result<()> {
         match self.plan.plans.first() {
+            // By way of a plan, which orders the graph's collectives among other runs of them.
             Some(plan) => plan.launch(&self.graph, stream),
             None => self.graph.launch(stream),
         }

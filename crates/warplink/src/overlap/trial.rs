@@ -33,11 +33,13 @@ pub(super) fn decide(
             )
         })
         .collect();
+    // The same on every rank, since estimates come from the agreed model: none waits in a gather below.
     if contenders.len() < 2 {
         return Ok(());
     }
     let inputs = tensors
         .iter()
+        // Outputs get memory of the library: a trial must not write the caller's.
         .filter(|tensor| !tensor.is_written())
         .map(|tensor| Ok((tensor.name().to_owned(), tensor.part(0, outer)?)))
         .collect::<Result<Bindings>>()?;
@@ -51,6 +53,7 @@ pub(super) fn decide(
     }
     if plans.len() >= 2 {
         // Half of the time for each submission method, eager and captured.
+        // By expected and not measured time, so that all ranks take as many.
         let samples = (TIME / 2.0 / expected) as usize;
         let times = executor.time_in_turn(plans, samples.clamp(SAMPLES.0, SAMPLES.1))?;
         let measured: Vec<_> = names.into_iter().zip(times).collect();

@@ -45,6 +45,7 @@ impl RankProgram {
             }
             OperationKind::Collective(it) => {
                 let kept =
+                    // Only the root gets the result of a reduction; the targets of other ranks are left as they are.
                     matches!(it.collective, Collective::Reduce(_, root) if root != self.rank);
                 vec![
                     range(&it.source, true, false),
@@ -54,14 +55,18 @@ impl RankProgram {
             OperationKind::Matmul(it) => {
                 let bias = it.bias.iter().map(|bias| range(bias, true, false));
                 let operands = [&it.a, &it.b].map(|operand| area(operand, true, false));
+                // Accumulation reads the target too, which must have been written before.
                 let result = area(&it.c, it.spec.accumulate, true);
                 bias.chain(operands).chain([result]).collect()
             }
+            // The products go to the peers' memory, whose accesses are those of their transfers.
             OperationKind::PostMatmul(it) => {
                 let all = it.a.iter().chain([&it.b]).chain(&it.bias);
                 all.map(|operand| range(operand, true, false)).collect()
             }
             OperationKind::Elementwise(it) => {
+                // An operand equal to the target is one access that reads and writes: as two, it would conflict with
+                // itself.
                 let others = it.sources.iter().filter(|source| **source != it.target);
                 let others = others.map(|source| area(source, true, false));
                 let updates = it.sources.contains(&it.target);

@@ -56,6 +56,7 @@ pub(super) fn simplified(areas: &[Area]) -> (Vec<usize>, Vec<Vec<usize>>) {
         let extent = areas[0].axes[axis].extent;
         let steps = areas.iter().map(|area| area.axes[axis].stride);
         let mut before = strides.iter().zip(steps.clone());
+        // An axis merges into the one outside it only if it is dense in every operand: the loop is shared.
         let follows = before.all(|(all, step)| all.last() == Some(&(extent * step)));
         match extents.last_mut() {
             Some(outer) if follows => {

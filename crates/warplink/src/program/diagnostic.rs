@@ -118,6 +118,7 @@ impl Diagnostic {
     pub fn lines(&self) -> Vec<u32> {
         let mut lines: Vec<u32> = Vec::new();
         for place in &self.places {
+            // In order of mention, unlike ranks: the first line is the one at fault.
             if !lines.contains(&place.site.line) {
                 lines.push(place.site.line);
             }
@@ -139,6 +140,7 @@ impl fmt::Display for Diagnostic {
 /// Error that rejects a program, listing every diagnostic on its own line.
 pub fn refused(program: &str, diagnostics: &[Diagnostic]) -> Error {
     let kind = match diagnostics {
+        // A failed `require` is about the caller's parameters; everything else is an error of the program.
         [only] if only.kind == DiagnosticKind::Requirement => ErrorKind::InvalidArgument,
         _ => ErrorKind::Verification,
     };

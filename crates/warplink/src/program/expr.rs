@@ -143,6 +143,8 @@ impl Expr {
             Self::Element(list, index) => {
                 let index = index.evaluate_within(lookup, left)?;
                 let name = format!("{list}[{index}]");
+                // Lists are looked up by element under composed names, so that one lookup serves integers and lists
+                // alike.
                 lookup(&name).ok_or(EvaluationError::Unknown(name))
             }
             Self::Count(list) => {
@@ -218,6 +220,7 @@ impl Operator {
             Self::ShiftLeft | Self::ShiftRight if !(0..=62).contains(&b) => {
                 return Err(EvaluationError::ShiftRange);
             }
+            // A shift would drop high bits silently; the product reports an overflow.
             Self::ShiftLeft => a.checked_mul(1 << b),
             Self::ShiftRight => Some(a >> b),
             Self::Xor => Some(a ^ b),

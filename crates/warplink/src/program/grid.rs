@@ -34,6 +34,7 @@ pub(crate) fn grids(
 ) -> HashMap<TensorId, Arc<Grid>> {
     let mut cuts: HashMap<TensorId, (Grid, Vec<BTreeSet<usize>>)> = HashMap::new();
     for area in areas.clone() {
+        // Contiguous accesses alone need no grid: byte ranges describe them exactly.
         if area.has_gaps(tensors[area.span.tensor].dtype) {
             cuts.entry(area.span.tensor).or_insert_with(|| {
                 let grid = Grid::new(&tensors[area.span.tensor]);
@@ -53,6 +54,7 @@ pub(crate) fn grids(
         if let Some((grid, cuts)) = cuts.get_mut(&area.span.tensor) {
             for bounds in grid.boxes(&area) {
                 for (cuts, (from, to)) in cuts.iter_mut().zip(bounds) {
+                    // From every access, also contiguous ones: a cell is then inside an area or outside of it.
                     cuts.extend([from, to]);
                 }
             }
@@ -78,6 +80,7 @@ impl Grid {
         let mut stride = 1;
         let mut axes = Vec::new();
         for extent in shape.into_iter().rev() {
+            // Axes of one element have no cuts, and their strides would be ambiguous.
             if extent > 1 {
                 axes.push(CutAxis {
                     extent,
@@ -117,6 +120,7 @@ impl Grid {
             let axes = self.axes.iter().zip(bounds);
             let ranges: Vec<_> = axes.map(|(axis, bounds)| axis.cells_of(bounds)).collect();
             let mut index: Vec<usize> = ranges.iter().map(|range| range.start).collect();
+            // An odometer: the last axis counts fastest, which visits cells in memory order.
             'cells: loop {
                 let places = self.axes.iter().zip(&index);
                 with(places.fold(0, |cell, (axis, index)| cell * axis.cells() + index));
@@ -149,6 +153,7 @@ impl Grid {
         let from = area.span.offset_bytes / self.element;
         let mut boxes = Vec::new();
         let extents = area.axes.iter().map(|axis| axis.extent);
+        // A span without gaps may begin and end within rows, and is then up to `2 * axes - 1` boxes.
         if area.is_contiguous() || extents.product::<usize>() * self.element == area.span.bytes {
             let to = area.span.end() / self.element;
             self.split(&mut Vec::new(), from, to, &mut boxes);
@@ -187,11 +192,13 @@ impl Grid {
             before.pop();
         };
         let (mut first, last) = (from / unit, to / unit);
+        // A partial slice at the start, whole ones, and a partial one at the end.
         if !from.is_multiple_of(unit) {
             let end = if first == last { to % unit } else { unit };
             part(first, from % unit, end, boxes);
             first += 1;
         }
+        // `first > last` where the span ends in the slice that it starts in, which was added above.
         if !to.is_multiple_of(unit) && first <= last {
             part(last, 0, to % unit, boxes);
         }
@@ -206,6 +213,7 @@ impl CutAxis {
 
     /// Cells that an index range touches.
     fn cells_of(&self, (from, to): (usize, usize)) -> std::ops::Range<usize> {
+        // There is a cut at 0, so that the subtraction does not underflow.
         let first = self.cuts.partition_point(|cut| *cut <= from) - 1;
         first..self.cuts.partition_point(|cut| *cut < to)
     }

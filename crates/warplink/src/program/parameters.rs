@@ -24,6 +24,7 @@ impl Value {
     /// Whether `other` equals this value or is one of its alternatives: operators with a factor admit one another.
     fn admits(&self, other: &Self) -> bool {
         let scales = |value: &Self| matches!(value, Self::Operator(op) if op.factor().is_some());
+        // Factors are only known at run time: a declared scaled sum admits any factor.
         self == other || scales(self) && scales(other)
     }
 }
@@ -201,6 +202,7 @@ impl Parameters {
     pub(crate) fn resolve(&self, parameter: &Parameter) -> Result<Value> {
         let Parameter { name, kind } = parameter;
         let Some(value) = self.values.get(name) else {
+            // The first alternative is the default.
             return kind.alternatives().first().cloned().ok_or_else(|| {
                 Error::invalid(format!("parameter '{name}' has no value; expected {kind}"))
             });

@@ -164,6 +164,7 @@ impl RankProgram {
     pub fn suits_transfer_kernels(&self) -> bool {
         let mut posted = HashSet::new();
         for operation in &self.operations {
+            // These are done when the plan is made, and enqueue nothing.
             let enqueues = !matches!(
                 operation.kind,
                 OperationKind::Allocate(_) | OperationKind::Deallocate(_) | OperationKind::Share(_)
@@ -189,6 +190,7 @@ impl RankProgram {
                 _ => {}
             }
         }
+        // Every receive is waited for within the run, so that the next run may post it again.
         posted.is_empty()
     }
 

@@ -17,6 +17,7 @@ pub struct Position {
 
 impl PartialEq for Position {
     fn eq(&self, _: &Self) -> bool {
+        // Programs that differ in layout of the text only are equal.
         true
     }
 }

@@ -25,6 +25,8 @@ impl Gathering {
                 _ => Vec::new(),
             };
         Self {
+            // Copied when the first rank leaves: it may overwrite its source, in place, before the others have read
+            // it.
             sources: meeting.calls().map(source).collect(),
             left: 0,
         }
@@ -76,6 +78,7 @@ impl Gathering {
     fn widen(&self, sums: &mut [BoundedValue], dtype: DType) {
         for (index, sum) in sums.iter_mut().enumerate() {
             let sources = self.sources.iter().filter_map(|source| source.get(index));
+            // The sum of magnitudes bounds every partial sum, in whatever order the library adds.
             let size: f64 = sources.map(|value| value.value.abs() + value.bound).sum();
             let rounded = BoundedValue::exact(size).stored(dtype).bound;
             sum.bound += self.sources.len() as f64 * rounded;

@@ -28,6 +28,7 @@ impl Comparison {
                 all.first.get_or_insert((index, found, expected.value));
             }
             let counts = expected.bound.is_finite();
+            // A NaN is kept as the largest: no later error compares greater than it.
             if counts && (error > all.largest || error.is_nan()) && !all.largest.is_nan() {
                 (all.largest, all.allowed) = (error, expected.bound);
             }

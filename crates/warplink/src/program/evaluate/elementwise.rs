@@ -23,6 +23,8 @@ pub(super) fn combined(
             *value = match op {
                 // With many sources, a device may store the intermediate result.
                 ElementwiseOp::Sum => value.plus(*other).stored(dtype),
+                // A product of two i32 may exceed the 53 bits of f64, so that wrapping it afterwards would be too
+                // late.
                 ElementwiseOp::Product if dtype == DType::I32 => value.times_wrapping(*other),
                 ElementwiseOp::Product => value.times(*other).stored(dtype),
                 ElementwiseOp::Max => value.larger(*other),

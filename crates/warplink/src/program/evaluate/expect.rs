@@ -54,6 +54,7 @@ impl Evaluator {
                     continue;
                 };
                 let place = RankSite::new(program.rank, &expected.site);
+                // One diagnostic per statement: a wrong program usually fails on all ranks alike.
                 let same =
                     |other: &&mut Diagnostic| other.lines().first() == Some(&place.site.line);
                 if let Some(before) = unmet.iter_mut().find(same) {

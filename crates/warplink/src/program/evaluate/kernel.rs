@@ -70,6 +70,7 @@ impl Evaluation<'_> {
         let number = workspace.passed[rank];
         workspace.passed[rank] += 1;
         let epoch = workspace.epoch;
+        // All ranks' lanes ran when the first rank reached this launch; the others have nothing left to do.
         if (number as u64) < epoch {
             return Ok(());
         }
@@ -83,6 +84,7 @@ impl Evaluation<'_> {
         };
         for (rank, sections) in workspace.sections.iter().enumerate() {
             let section = sections.get(number);
+            // Ranks run together, as lanes wait for lanes of other ranks.
             let section = section.ok_or_else(|| unfinished("a rank does not launch it"))?;
             let steps = (0..section.lanes).map(|lane| memory.steps(number, rank, lane));
             let steps = steps.collect::<Result<Vec<_>, _>>()?;
@@ -116,6 +118,7 @@ impl Domain for LaunchMemory<'_, '_> {
             return true;
         };
         let all = &self.scratch[rank][id][packets.elements.clone()];
+        // Equality, as kernels compare flags.
         all.iter().all(|(_, flag)| *flag == flag_of(actor))
     }
 
@@ -130,6 +133,8 @@ impl Domain for LaunchMemory<'_, '_> {
                     .map(|it| BoundedValue::exact(f64::from(*it as i32)));
                 let mut values: Vec<BoundedValue> = words.collect();
                 // All tensors are known here, so the remaining words are zero.
+                // Exact as i32, the scratch's type; only the agreement reads these words, which does not compare
+                // here.
                 values.resize(target.elements, BoundedValue::exact(0.0));
                 return self.write(actor, target, &values);
             }
@@ -191,6 +196,7 @@ impl LaunchMemory<'_, '_> {
         let steps = section.steps_with(lane, self.epoch, &|word| {
             let value = known.and_then(|known| known.get(&word.number)).copied();
             let constant = section.is_constant(&word.part);
+            // A constant is known before the launch; another word only once the lane has reached the read.
             value.or_else(|| constant.then(|| self.word(number, &word.part, word.matching)))
         });
         steps.map(Arc::from)
@@ -201,6 +207,8 @@ impl LaunchMemory<'_, '_> {
         let operand = self.section(number, word.rank).operand(word);
         let values = operand.map(|operand| self.values(word.rank, &operand));
         let values = values.unwrap_or_default();
+        // An integer that is not exact has no meaning as an index: out of every range, it is reported where it is
+        // read.
         if values.iter().any(|value| value.bound != 0.0) {
             return -1;
         }
@@ -268,6 +276,7 @@ pub(super) fn combine(
     let Some(operator) = operator else {
         return sources.first().cloned().unwrap_or_default();
     };
+    // Kernels accumulate narrow floats in f32, and round once when they store.
     let between = match dtype {
         _ if dtype.is_float() && dtype.size() < DType::F32.size() => DType::F32,
         _ => dtype,

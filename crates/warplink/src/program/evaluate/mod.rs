@@ -106,6 +106,8 @@ impl Evaluator {
             order: order.operations,
             partners: order.partners,
             meetings: order.meetings,
+            // Only then is the text needed again: expectations with integers read from memory are unrolled for each
+            // run's inputs.
             text: words.then(|| (program.clone(), streams, parameters.clone())),
         })
     }
@@ -196,6 +198,8 @@ impl Evaluator {
                     }
                     let exact = instance.dtype.decode(&bytes).enumerate();
                     let input = |(index, value): (usize, f64)| BoundedValue {
+                        // Distinct for every element of every input; larger tensors are beyond the evaluator's limits
+                        // anyway.
                         made: Made::element((rank as u64) << 48 ^ (id as u64) << 36 ^ index as u64),
                         ..BoundedValue::exact(value)
                     };
@@ -282,6 +286,7 @@ impl Values {
         let values = self.read(from, source).to_vec();
         let tensor = &mut self.tensors[to][target.tensor];
         let places = elements(tensor.dtype, target);
+        // Without rounding: a copy moves bits, and both ends have one type.
         tensor.values[places].copy_from_slice(&values);
     }
 }
@@ -393,6 +398,8 @@ impl Evaluation<'_> {
         match transfer.direction {
             Direction::Send => {
                 let taken = self.taken.entry((peer, partner)).or_default();
+                // The receive came first in this order and has read the source directly, which it may: the verifier
+                // excludes a write between the two.
                 if *taken > 0 {
                     *taken -= 1;
                 } else {
@@ -430,6 +437,8 @@ impl Evaluation<'_> {
         let before = self.memory.gather(owner, target);
         let dtype = self.memory.tensors[owner][target.span.tensor].dtype;
         let mut products = Vec::with_capacity(before.len());
+        // Row by row over B, whose elements are then read in memory order, instead of one strided dot product per
+        // element.
         let mut row = vec![value::Product::default(); columns];
         for (number, left) in a.chunks_exact(depth.max(1)).enumerate() {
             row.fill(value::Product::default());

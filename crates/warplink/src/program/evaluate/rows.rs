@@ -25,6 +25,7 @@ pub(super) fn apply(
                 let elements = these.first().map_or(0, Vec::len);
                 let at = |element: usize| {
                     let mut values = these.iter().map(|source| source[element]);
+                    // Not stored in the tensor's type in between: kernels keep rows in registers as f32.
                     combined(*operator, DType::F32, these.len(), &mut values)
                 };
                 (0..elements).map(at).collect()
@@ -103,6 +104,7 @@ impl RowValue for BoundedValue {
 
     fn select(comparison: Comparison, a: Self, b: Self, yes: Self, no: Self) -> Self {
         let holds = f32::select(comparison, a.value as f32, b.value as f32, 1.0, 0.0) != 0.0;
+        // If the comparison may go the other way on a device, the bound includes the other value.
         let (taken, left) = if holds { (yes, no) } else { (no, yes) };
         // The comparison is certain if the values differ by more than their error bounds.
         if (a.value - b.value).abs() > a.bound + b.bound || a.bound + b.bound == 0.0 {
@@ -161,6 +163,7 @@ impl BoundedValue {
         let value = function(self.value);
         let ends = [self.value - self.bound, self.value + self.bound].map(function);
         let off = ends.map(|end| (end - value).abs());
+        // The interval reaches outside the function's domain, such as below 0 for a root.
         let bound = if off.iter().any(|off| off.is_nan()) && self.bound > 0.0 {
             unknown
         } else {
@@ -178,6 +181,7 @@ impl BoundedValue {
         let least = other.value.abs() - other.bound;
         let bound = if self.bound == 0.0 && other.bound == 0.0 {
             0.0
+        // The divisor's interval excludes 0, or else the quotient is unbounded.
         } else if least > 0.0 {
             (self.bound + value.abs() * other.bound) / least
         } else {

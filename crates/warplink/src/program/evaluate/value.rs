@@ -38,6 +38,7 @@ impl Made {
     const fn and(self, other: Self) -> Self {
         Self {
             of: self.of.wrapping_add(other.of),
+            // Not commutative, unlike `of`: the same elements in another order differ in this number only.
             order: mixed(self.order.rotate_left(1) ^ mixed(other.order)),
         }
     }
@@ -95,6 +96,7 @@ impl BoundedValue {
         let own = self.value.abs() + self.bound;
         Self {
             value: self.value * other.value,
+            // |ab - a'b'| is at most |a - a'| |b| + |a'| |b - b'|.
             bound: self.bound * other.value.abs() + own * other.bound,
             made: self.made.and(other.made),
         }
@@ -129,6 +131,7 @@ impl BoundedValue {
             };
         }
         Self {
+            // Integer division truncates towards zero, on hosts and GPUs.
             value: value.trunc(),
             ..self
         }
@@ -224,9 +227,11 @@ impl Product {
     /// unspecified, except that the precision is at least that of `f32`.
     pub(super) fn value(&self, depth: usize, dtype: DType) -> BoundedValue {
         let unit = match dtype {
+            // Narrow types are accumulated in f32.
             DType::F64 => roundoff(DType::F64),
             _ => roundoff(DType::F32),
         };
+        // The classic bound for dot products in any order of summation; 2 more for the product and the conversion.
         let rounding = (depth + 2) as f64 * unit * (self.size + self.bound);
         BoundedValue {
             value: self.sum,
