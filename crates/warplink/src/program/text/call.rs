@@ -42,6 +42,7 @@ impl Parser<'_> {
         {
             return Ok(ArgumentValue::Reference(reference));
         }
+        // An expression that starts with a name, such as `n + 1` or `n[0] * 2`: parsed again as a whole.
         self.at = start;
         self.integer().map(ArgumentValue::Integer)
     }

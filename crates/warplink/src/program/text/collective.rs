@@ -17,6 +17,8 @@ impl Parser<'_> {
     ) -> Parsed<Option<(TensorRef, Collective<Expr>)>> {
         let kind = match name.parse() {
             Ok(CollectiveKind::Gather | CollectiveKind::Scatter | CollectiveKind::Barrier)
+            // These kinds have no statement in the language; the caller reports the word together with what it
+            // expects.
             | Err(_) => return Ok(None),
             Ok(kind) => kind,
         };

@@ -53,6 +53,7 @@ impl Parser<'_> {
             self.expect("=")?;
             let value = self.value(&mut body)?;
             self.at_end()?;
+            // After the value, which cannot use its own name.
             self.enter(&mut body, token, name.clone())?;
             lets.push((name, value));
             self.skip_ends();
@@ -122,6 +123,7 @@ impl Parser<'_> {
         signs: &[RowBinary],
         part: impl Fn(&mut Self, &mut Body) -> Parsed<RowExpr>,
     ) -> Parsed<RowExpr> {
+        // A chain of operators of one precedence is a tree that leans to the left, as deep as the chain is long.
         let depth = body.depth;
         let mut left = part(self, body)?;
         while let Some(sign) = signs.iter().find(|sign| self.is(sign.name())) {
@@ -315,6 +317,7 @@ impl Display for RowExpr {
                 write!(f, "{}({a}, {b})", function.name())
             }
             Self::Binary(function, a, b) => {
+                // The right operand needs parentheses at equal precedence, since operators group to the left.
                 let binds = self.binds();
                 within(f, a, binds)?;
                 write!(f, " {} ", function.name())?;

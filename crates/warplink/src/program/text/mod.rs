@@ -234,6 +234,7 @@ pub fn window(line: &str, at: usize) -> (String, usize) {
     if length <= MAX_SHOWN {
         return (line.to_owned(), at);
     }
+    // Centred on the position, except near the ends of the line.
     let from = at.saturating_sub(MAX_SHOWN / 2).min(length - MAX_SHOWN);
     let middle: String = line.chars().skip(from).take(MAX_SHOWN).collect();
     let (lead, end) = (from > 0, from + MAX_SHOWN < length);
@@ -244,6 +245,7 @@ pub fn window(line: &str, at: usize) -> (String, usize) {
 
 /// A statement or expression for a message; long ones are truncated.
 pub(super) fn shortened(text: String) -> String {
+    // By characters: a byte index could be within one.
     match text.char_indices().nth(MAX_SHOWN) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text,
@@ -268,6 +270,7 @@ pub(super) fn below(
 /// `B[1]: member`, the last word is the result.
 fn named(what: &str, expression: &Expr, value: i64) -> String {
     let text = expression.to_string();
+    // `index 5 is 5` would say nothing more than `the index is 5`.
     if text != value.to_string() {
         return format!("{what} {}", shortened(text));
     }

@@ -52,6 +52,7 @@ impl<'a> Parser<'a> {
         };
         self.tokens
             .get(self.at + ahead)
+            // Beyond the end there is always another `End`, so that no caller checks a length.
             .or(self.tokens.last())
             .copied()
             .unwrap_or(last)
@@ -141,6 +142,8 @@ impl<'a> Parser<'a> {
 
     /// Counts a nesting level around `inner`; the limit prevents a stack overflow.
     fn nested<T>(&mut self, inner: impl FnOnce(&mut Self) -> Parsed<T>) -> Parsed<T> {
+        // Bounds the recursion here and in everything that walks the tree later: text may come from outside the
+        // process.
         if self.nesting >= MAX_DEPTH {
             return Err(self.wrong(
                 self.peek(),
@@ -188,6 +191,7 @@ impl<'a> Parser<'a> {
             Box::new(self.truth(start, left)?),
             Box::new(self.truth(next, right)?),
         );
+        // Chains do not recurse in the parser, but their trees are as deep as they are long.
         self.within_depth(start, condition.depth())?;
         Ok(UntypedExpr::Truth(condition))
     }
@@ -271,6 +275,7 @@ impl<'a> Parser<'a> {
             (TokenKind::Sign, "-") => {
                 if let TokenKind::Number(value) = self.peek().kind {
                     let number = self.next();
+                    // The sign is part of the number: the smallest i64 has no positive counterpart.
                     let value = 0_i64.checked_sub_unsigned(value).ok_or_else(|| {
                         self.wrong(number, format!("'-{}' overflows 64 bits", number.text))
                     })?;

@@ -19,6 +19,7 @@ pub(super) fn program(text: &str) -> Parsed<Program> {
     let mut subprograms: Vec<Subprogram> = Vec::new();
     parser.skip_line_ends();
     loop {
+        // The name, which is the token after `program`.
         let token = parser.peek_at(1);
         let last = parser.one_program()?;
         if subprograms.iter().any(|other| other.name == last.name) {
@@ -115,6 +116,7 @@ impl Parser<'_> {
             };
             let alike = |value: &Value| {
                 list.iter()
+                    // All of one kind, so that the value's type does not depend on the caller's choice.
                     .all(|first| discriminant(first) == discriminant(value) && first != value)
             };
             let Some(value) = value.filter(alike) else {
@@ -174,6 +176,7 @@ impl Parser<'_> {
     /// Start of the current statement. For the first one on its line, the line identifies it.
     pub(super) fn position(&mut self) -> Position {
         let token = self.peek();
+        // A parser that counted from the start of the line each time would take quadratic time for one long line.
         let (line, at, column) = self.started;
         let shares = line == token.line;
         let (from, before) = if shares {
@@ -187,6 +190,7 @@ impl Parser<'_> {
         self.started = (token.line, token.at, column);
         Position {
             line: token.line,
+            // 0 where the line alone identifies the statement, which keeps most messages short.
             column: if shares { column } else { 0 },
         }
     }
@@ -364,6 +368,7 @@ impl Parser<'_> {
         if zero && role == Role::Input {
             return Err(self.wrong(equals, "an input has the caller's values".into()));
         }
+        // Other values would need a fill by element, where 0 is a fill by byte for every type.
         if zero && self.next().kind != TokenKind::Number(0) {
             self.at -= 1;
             return Err(self.expected("0, which a tensor may start at"));
@@ -540,6 +545,7 @@ impl Parser<'_> {
             });
             // `else` may be on the line after the brace.
             let mut ahead = 0;
+            // Only skipped if `else` follows: otherwise the line ends end the statement.
             while self.peek_at(ahead).kind == TokenKind::LineEnd {
                 ahead += 1;
             }
@@ -550,6 +556,7 @@ impl Parser<'_> {
                 });
             }
             self.at += ahead + 1;
+            // The arm of an `else if` has a position of its own, for errors in its condition.
             position = self.position();
             if !self.take("if") {
                 let otherwise = self.block(other)?;

@@ -23,6 +23,7 @@ pub fn summary(program: &Program, position: Position) -> String {
                 NodeKind::Do(action) => within(action, position),
                 _ => node.blocks().find_map(|block| of(block, position, within)),
             };
+            // By fields: `==` on positions is true for any two.
             let is = (node.position.line, node.position.column) == (position.line, position.column);
             inside.or_else(|| is.then(|| head(node)))
         })
@@ -265,6 +266,7 @@ impl Display for Product {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let Self { a, b, bias } = self;
         if b.transposed {
+            // A product with a transposed right side is printed as `linear`, in which the transpose is implied.
             let weights = TensorRef {
                 transposed: false,
                 ..b.clone()
@@ -433,6 +435,7 @@ impl Display for Expr {
                 // Without parentheses, a sign before digits is part of the number.
                 let digits = matches!(**a, Self::Number(value) if value >= 0);
                 f.write_str("-")?;
+                // A negative operand prints its own sign, and `--1` parses as two.
                 write_part(a, digits || tightness(a) < tightness(self), f)
             }
             Self::Binary(operator, a, b) => {

@@ -41,6 +41,7 @@ impl Parser<'_> {
     /// Parses the rest of `scratch`.
     pub(super) fn scratch(&mut self) -> Parsed<Vec<Scratch>> {
         let first = self.peek();
+        // A colon behind makes it the name of the scratch.
         let persistent = first.text == "persistent" && self.peek_at(1).text != ":";
         self.at += usize::from(persistent);
         let mut all = vec![self.one_scratch(persistent)?];
@@ -65,6 +66,7 @@ impl Parser<'_> {
             .find(|packing| packing.is_packets() && self.is(packing.name()))
             .filter(|_| self.peek_at(1).kind == TokenKind::Word);
         self.at += usize::from(packing.is_some());
+        // Flags count launches: a packet of an earlier launch would look as if it had not arrived.
         if persistent && packing.is_some() {
             let message = "packets are read in the launch that stores them; expected plain scratch to persist";
             return Err(self.wrong(first, message.to_owned()));
@@ -185,6 +187,7 @@ impl Parser<'_> {
         let ends = |token: &Token<'_>| {
             token.text == "=" || matches!(token.kind, TokenKind::LineEnd | TokenKind::End)
         };
+        // The targets in front of the `=` may be of any length. The last token is `End`, which ends the search.
         let at = (0..).find(|ahead| ends(&self.peek_at(*ahead))).unwrap_or(0);
         let function = self.peek_at(at + 1);
         self.peek_at(at).text == "="

@@ -60,12 +60,14 @@ pub(super) fn tokens(text: &str) -> Result<Vec<Token<'_>>, ParseError> {
             '#' => (None, rest.find('\n').unwrap_or(rest.len())),
             _ if character.is_whitespace() => (None, character.len_utf8()),
             _ if character.is_ascii_alphabetic() || character == '_' => {
+                // Only ASCII, so that names can be copied into CUDA C++ as they are.
                 (Some(TokenKind::Word), span(rest, is_of_word))
             }
             _ if character.is_ascii_digit() => {
                 if let Some(length) = decimal(rest) {
                     (Some(TokenKind::Decimal), length)
                 } else {
+                    // Including letters, so that `0x10` or `1a` is one wrong number instead of a number and a name.
                     let digits = &rest[..span(rest, is_of_word)];
                     let value = digits.parse().map_err(|_| {
                         error_at(
@@ -90,6 +92,7 @@ pub(super) fn tokens(text: &str) -> Result<Vec<Token<'_>>, ParseError> {
                     })?;
                 match sign {
                     "(" | "[" => open += 1,
+                    // An unmatched bracket is for the parser to report.
                     ")" | "]" => open = open.saturating_sub(1),
                     // A brace is never inside parentheses: some were left open, and the parser reports that better if
                     // lines end again.
@@ -171,6 +174,7 @@ fn span(rest: &str, belongs: impl Fn(char) -> bool) -> usize {
 pub(super) fn error_at(text: &str, at: usize, message: String) -> ParseError {
     let before = text.get(..at).unwrap_or(text);
     let start = before.rfind('\n').map_or(0, |newline| newline + 1);
+    // Editors do not count a byte order mark as a column.
     let start = start.max(mark_bytes(text)).min(at);
     let line = before.matches('\n').count() + 1;
     let column = before[start..].chars().count() + 1;

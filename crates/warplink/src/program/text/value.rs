@@ -18,6 +18,7 @@ impl Parser<'_> {
     pub(super) fn reads_value(&self) -> bool {
         let text = |ahead: usize| self.peek_at(ahead).text;
         match (text(1), text(2), text(3)) {
+            // `count(n)` of a list has one word; that of memory goes on with `in`.
             ("=", "count", "(") if text(5) != ")" => return true,
             ("=", "position", "(") => return true,
             _ => {}

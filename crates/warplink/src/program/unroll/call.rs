@@ -94,6 +94,7 @@ impl<'p> Unroller<'p> {
                     given.insert(name.clone());
                     lent.insert(name.clone(), view);
                 }
+                // Under the members' names, by which the called program's declarations look them up.
                 Bound::Family(members) => {
                     given.insert(name.clone());
                     let members = members.iter().enumerate();
@@ -110,16 +111,19 @@ impl<'p> Unroller<'p> {
             program: Arc::from(name),
             site: site.clone(),
         }));
+        // Loop indices of the caller are in the call's site; those of the called program start anew.
         self.site.indices = Arc::default();
         let aside = Aside {
             called: replace(
                 &mut self.called,
                 Called {
+                    // Only earlier programs can be called: calls cannot recurse, and unrolling ends.
                     programs: &programs[..index],
                     lent: Some(lent),
                     blocks: self.blocks,
                 },
             ),
+            // Nothing of the caller is visible in the called program but its arguments.
             names: take(&mut self.names),
             bound: take(&mut self.bound),
             loops: take(&mut self.loops),
@@ -137,6 +141,7 @@ impl<'p> Unroller<'p> {
         self.transfers = aside.transfers;
         self.given = aside.given;
         self.optional = aside.optional;
+        // A called program may set its stream; the caller goes on in its own.
         self.current = current;
         self.site = site;
         done
@@ -167,6 +172,7 @@ impl<'p> Unroller<'p> {
                         let element = Expr::Element(list, Box::new(index.clone()));
                         Bound::Integer(self.integer(&element)?)
                     }
+                    // Anything with selections must be a tensor, also where the name is unknown: `view` reports that.
                     (None | Some(Bound::Tensor(_)), ..) | (_, [_, ..], _) | (_, _, true) => {
                         Bound::Tensor(self.view(reference)?)
                     }
@@ -244,6 +250,7 @@ impl<'p> Unroller<'p> {
             )));
         }
         match declaration.role {
+            // The tensor may be an output of the caller, which the called program must still not write.
             Role::Input => view.read_only = true,
             _ => self.writable(&view)?,
         }

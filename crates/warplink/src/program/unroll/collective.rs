@@ -33,6 +33,7 @@ impl Unroller<'_> {
             };
             members.push(rank);
         }
+        // All ranks in order: the communicator that exists anyway serves them.
         if members.iter().copied().eq(0..world) {
             return Ok(None);
         }

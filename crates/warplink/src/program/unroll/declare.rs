@@ -26,6 +26,7 @@ impl<'p> Unroller<'p> {
             match (given, role) {
                 (true, _) => {}
                 (false, Role::Input) => return self.bind(name, Bound::Absent),
+                // An output that the caller does not want is still written by the program.
                 (false, _) => role = Role::Local,
             }
         }
@@ -60,6 +61,7 @@ impl<'p> Unroller<'p> {
         let view = self.view(&whole)?;
         let tensor = &self.made.tensors[view.tensor];
         let own = tensor.role == Role::Local && *tensor.name == *name;
+        // By name as well: an alias of a part must not end the whole tensor.
         if !own || self.called.is_lent(name) {
             let message = format!(
                 "'{name}' is not allocated by the program; expected the name of an 'allocate'"
@@ -123,6 +125,7 @@ impl<'p> Unroller<'p> {
                     format!("extent {expression} of '{name}' is {value}; expected at least 1");
                 return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
             };
+            // Checked at each axis: every product of extents and strides below then fits without further checks.
             bytes = match bytes.checked_mul(extent) {
                 Some(bytes) if bytes <= limit => bytes,
                 _ => {
@@ -149,6 +152,8 @@ impl<'p> Unroller<'p> {
             if axes >= 2 {
                 memory.swap(axes - 2, axes - 1);
             }
+            // Laid out with the last two axes swapped in memory and then transposed, so that indices are as in the
+            // text.
             view = View::row_major(tensor, dtype, 0, memory);
             if !view.transpose() {
                 let message =

@@ -41,6 +41,7 @@ impl<'p> Unroller<'p> {
             let message = "an output is expected to be made of nothing; expected at least one term";
             return Err(self.malformed(message));
         }
+        // An optional bias that the caller leaves out is added to nothing.
         let absent =
             |place: &&Place| !matches!(self.lookup(&place.tensor.name), Some(Bound::Absent));
         let plus = plus.as_ref().filter(absent);
@@ -213,6 +214,7 @@ impl<'p> Unroller<'p> {
         let roles = [role(&whole), role(&part)];
         if !matches!(
             roles,
+            // Either may be the whole tensor: a rank's input is often one part of its output.
             [Role::Input, Role::Output] | [Role::Output, Role::Input]
         ) {
             let message =

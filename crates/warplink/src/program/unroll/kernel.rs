@@ -21,6 +21,7 @@ pub(super) fn mark_inputs(program: &mut RankProgram) {
     let is_constant = |id: TensorId| {
         let mut in_place = program.in_place.iter();
         program.tensors[id].role == Role::Input
+            // An input that works in place shares memory with an output, which kernels write.
             && !in_place.any(|(of, range)| *of == id || range.tensor == id)
     };
     let constant: Vec<bool> = (0..program.tensors.len()).map(is_constant).collect();
@@ -28,6 +29,7 @@ pub(super) fn mark_inputs(program: &mut RankProgram) {
         let OperationKind::Kernel(section) = &mut operation.kind else {
             continue;
         };
+        // Not shared yet: the sections were made by this unrolling, so that nothing is copied.
         let section = Arc::make_mut(section);
         for tensor in &mut section.tensors {
             if let SectionMemory::Tensor(id) = tensor.memory {
@@ -37,6 +39,7 @@ pub(super) fn mark_inputs(program: &mut RankProgram) {
         for (tensor, most) in section.value_bounds() {
             if let SectionMemory::Tensor(id) = section.tensors[tensor].memory {
                 let bound = &mut program.tensors[id].value_bound;
+                // The least of all kernels: a value must be valid for each of them.
                 *bound = Some(bound.map_or(most, |bound| most.min(bound)));
             }
         }
@@ -72,6 +75,8 @@ impl<'p> Unroller<'p> {
 
     fn one_scratch(&mut self, scratch: &'p Scratch) -> Result<ScratchInstance, Diagnostic> {
         let name = &scratch.name;
+        // Offsets in the workspace are assigned in order; a branch on the rank would shift them between ranks, whose
+        // lanes write to each other's scratch.
         if self.called.is_nested(self.blocks) {
             let message = format!(
                 "'{name}' is scratch inside a loop or branch; expected it outside, since it is the same on \
@@ -140,6 +145,7 @@ impl<'p> Unroller<'p> {
         let lanes = count(self, &section.lanes, MAX_LANES, "lanes")?;
         let threads = count(self, &section.threads, MAX_THREADS, "threads")?;
         let names = FreeNames::of(section);
+        // The text forbids shadowing, so that each name in a section is either bound in it or outside.
         if let Some(name) = names.bound.iter().find(|n| self.lookup(n).is_some()) {
             let message = format!("'{name}' already has a meaning here; expected a new name");
             return Err(self.malformed(message));
@@ -178,6 +184,8 @@ impl<'p> Unroller<'p> {
         let tensors = tensors.collect::<Result<Vec<_>, _>>()?;
         let value = |expression: &Expr| {
             let outside = |name: &str| match name {
+                // The period must be the same on every rank, since ranks agree on epochs; a divisor may not depend on
+                // the rank.
                 "rank" => None,
                 name if names.bound.contains(name) => None,
                 name => self.integer_named(name),
@@ -188,6 +196,7 @@ impl<'p> Unroller<'p> {
             let mut at = self.site.clone();
             (at.line, at.column) = (position.line, position.column);
             let mut diagnostic = self.malformed(message.clone());
+            // The statement is the kernel; the misuse is in a line of its body.
             diagnostic.places[0].site = at;
             diagnostic.message = format!("{}: {message}", diagnostic.places[0]);
             diagnostic
@@ -203,6 +212,7 @@ impl<'p> Unroller<'p> {
             operators,
             functions,
             tensors,
+            // All so far, not only those of this section: ids index the program's list.
             scratch: self.made.scratch.clone().into(),
             period,
             shared_tensors: false,

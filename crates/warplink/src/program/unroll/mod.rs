@@ -199,8 +199,10 @@ fn unroll_knowing(
         .start(program, parameters)
         .and_then(|()| unroller.block(&program.body));
     unroller.finish_zeros();
+    // After the zeros, which are accesses as well.
     let outcome = outcome.and_then(|()| unroller.cut());
     budget.exhausted = unroller.budget.exhausted;
+    // Also after an error: diagnosing every rank of a large program must not take a budget each.
     budget.steps = budget.steps.saturating_sub(unroller.steps());
     let mut made = unroller.made;
     made.expects_words = unroller.words.are_read.get();
@@ -346,6 +348,7 @@ impl<'p> Unroller<'p> {
         node: &'p Node<A>,
         act: &mut dyn FnMut(&mut Self, &'p A) -> Result<(), Diagnostic>,
     ) -> Result<(), Diagnostic> {
+        // Every statement counts, so that loops of nothing end at the limit.
         self.step()?;
         self.at(node.position);
         match &node.kind {
@@ -355,6 +358,8 @@ impl<'p> Unroller<'p> {
             }
             NodeKind::LetTensor { name, value } => self.alias(name, value),
             NodeKind::For(it) => {
+                // Transfers are keyed by the loops around them; the address identifies a loop in the tree, which does
+                // not move.
                 let id = std::ptr::from_ref(it).addr();
                 self.repeat(id, &it.over, |unroller| unroller.nodes(&it.body, act))
             }
@@ -376,6 +381,7 @@ impl<'p> Unroller<'p> {
             let element = self.integer(&element)?;
             return self.bind(name, Bound::Integer(element));
         }
+        // Two names for one tensor would let a program deallocate it by one and use it by the other.
         if value.selections.is_empty() && !value.transposed {
             let message = format!("'{name}' is all of '{}'; expected a part of it", value.name);
             return Err(self.malformed(message));
@@ -441,6 +447,7 @@ impl<'p> Unroller<'p> {
                 let target = self.view(target)?;
                 let mut views: Vec<View> = Vec::new();
                 if *accumulate {
+                    // `+=` reads its target: it becomes the first source, which the accesses then show.
                     views.push(target.clone());
                 }
                 self.each(sources, |unroller, source| {
@@ -556,6 +563,7 @@ impl<'p> Unroller<'p> {
             return Ok(());
         }
         let cells = self.made.grids.values().map(|grid| grid.cells());
+        // The verifier keeps state for each cell, so that a grid's size counts like steps.
         self.steps = cells.fold(self.steps, usize::saturating_add);
         for index in 0..self.made.operations.len() {
             let operation = &self.made.operations[index];

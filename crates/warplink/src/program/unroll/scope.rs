@@ -111,6 +111,7 @@ impl<'p> Unroller<'p> {
             self.budget.exhausted = true;
             return Err(self.too_large(MAX_STEPS, "steps on one rank"));
         }
+        // The ranks' programs are in memory together, which the budgets bound.
         for (used, left, limit, what) in [
             (steps, self.budget.steps, MAX_ALL_STEPS, "steps"),
             (
@@ -156,6 +157,7 @@ impl<'p> Unroller<'p> {
                     "'{name}' cannot be a name; expected a word that is not reserved"
                 )));
             }
+            // Loops bind the same names again and again, and checking for reserved words is a search.
             self.valid_names.insert(name);
         }
         if self.bound.contains_key(name) {
@@ -178,6 +180,7 @@ impl<'p> Unroller<'p> {
         inner: impl FnOnce(&mut Self) -> Result<T, Diagnostic>,
     ) -> Result<T, Diagnostic> {
         let before = self.names.len();
+        // After an error nothing is restored: it ends the unrolling.
         let result = inner(self)?;
         for name in self.names.drain(before..) {
             self.bound.remove(name);
@@ -223,6 +226,7 @@ impl<'p> Unroller<'p> {
     }
 
     pub(super) fn integer(&self, expression: &Expr) -> Result<i64, Diagnostic> {
+        // Long expressions in loops take time without making steps.
         self.work.set(self.work.get() + expression.terms());
         expression
             .evaluate(&|name| self.integer_named(name))
@@ -294,6 +298,7 @@ impl<'p> Unroller<'p> {
             .map(|index| self.integer(index))
             .collect::<Result<Vec<i64>, Diagnostic>>()?;
         let (mut fits, mut tried) = (false, None);
+        // A name may be declared in several branches, with different loops around them.
         for path in &named.paths {
             let Some(outer) = path.len().checked_sub(indices.len()) else {
                 continue;
@@ -304,6 +309,7 @@ impl<'p> Unroller<'p> {
                 .filter(|open| open.iter().zip(path).all(|(open, id)| open.id == *id));
             let Some(open) = open else { continue };
             fits = true;
+            // Indices of loops that enclose both the declaration and this reference are implied; the rest is written.
             let mut key: Vec<i64> = open.iter().map(|open| open.value).collect();
             key.extend(&indices);
             if let Some(id) = named.instances.get(&key) {
@@ -370,6 +376,7 @@ impl<'p> Unroller<'p> {
         let mut forked: Vec<usize> = Vec::new();
         self.each(streams, |unroller, stream| {
             let index = unroller.stream(stream)?;
+            // A stream cannot wait for itself to start, and would be joined twice.
             if index == origin || forked.contains(&index) {
                 let message = format!("{stream} is forked twice, or is the current stream");
                 return Err(unroller.malformed(message));
@@ -379,12 +386,14 @@ impl<'p> Unroller<'p> {
         })?;
         for &stream in &forked {
             self.current = stream;
+            // Each forked stream starts after the work so far of the origin, and joins it at the end.
             self.enqueue(OperationKind::Synchronize(origin));
         }
         self.current = origin;
         let position = self.site.position();
         self.block(body)?;
         self.at(position);
+        // The body may have changed it.
         self.current = origin;
         for &stream in &forked {
             self.enqueue(OperationKind::Synchronize(stream));

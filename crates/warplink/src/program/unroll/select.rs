@@ -11,6 +11,7 @@ impl Unroller<'_> {
     /// The part that `reference` selects, of a tensor that is still allocated.
     pub(super) fn view(&self, reference: &TensorRef) -> Result<View, Diagnostic> {
         let view = self.view_of(reference)?;
+        // By tensor and not by name: an alias would otherwise survive the deallocation.
         if let Some(position) = self.deallocated.get(&view.tensor) {
             return Err(self.diagnostic(
                 DiagnosticKind::UseAfterDeallocate,
@@ -81,6 +82,8 @@ impl Unroller<'_> {
                         match part {
                             AxisSelection::Index(index) => {
                                 self.select_index(reference, &mut view, axis, index)?;
+                                // The axis is gone from the view, so that the next selection applies to the same
+                                // number.
                                 continue;
                             }
                             AxisSelection::Range(from, to) => {

@@ -73,6 +73,7 @@ impl Unroller<'_> {
                 shape_of(target)
             )));
         }
+        // Contiguous copies are for the copy engine; others need a kernel by element.
         if let (Some(target), Some(source)) = (target.range(), source.range()) {
             return Ok(OperationKind::Copy { target, source });
         }
@@ -135,6 +136,7 @@ impl Unroller<'_> {
         sources: &[View],
     ) -> Result<OperationKind, Diagnostic> {
         let all = || std::iter::once(target).chain(sources);
+        // All or none: a flat loop over contiguous operands, whatever their shapes are.
         let ranges: Option<Vec<Range>> = all().map(View::range).collect();
         let mut areas: Vec<Area> = match ranges {
             Some(ranges) => ranges.into_iter().map(Area::from).collect(),
@@ -228,6 +230,7 @@ impl Unroller<'_> {
         let offset = send.range.offset_bytes / send.dtype.size();
         let sent = View::row_major(send.range.tensor, send.dtype, offset, shape);
         let Matmul { a, b, bias, spec } = self.product(&sent, operands)?;
+        // Operands of a posted product are ranges, which cannot describe gaps.
         if spec.leading != [None; 3] {
             return Err(self.mismatch(
                 "an operand of a posted product has gaps between its rows; expected contiguous operands, \
@@ -256,6 +259,7 @@ impl Unroller<'_> {
                 shape_of(target)
             )
         };
+        // Types without a tolerance have no matmul either.
         if dtype.matmul_tolerance().is_none() || all.any(|view| view.dtype != dtype) {
             return Err(self.mismatch(format!(
                 "{}; expected one type, {}",

@@ -16,6 +16,7 @@ impl<'p> Unroller<'p> {
     pub(super) fn share(&mut self, items: &'p [ShareItem]) -> Result<(), Diagnostic> {
         let position = self.site.position();
         let exchange = self.made.exchanges.len();
+        // Numbered before its transfers, which refer to it.
         self.made.exchanges.push(Vec::new());
         self.nodes(items, &mut |unroller, transfer| {
             unroller.declare_transfer(transfer, exchange)
@@ -49,6 +50,7 @@ impl<'p> Unroller<'p> {
             return Err(self.malformed(message));
         }
         let tag = self.integer(&transfer.tag)?;
+        // Beyond these, tags would no longer differ in the bits that travel.
         if !(-TAG_LIMIT..TAG_LIMIT).contains(&tag) {
             let message = format!("the tag of '{name}' is {tag}; expected -2^62 to 2^62 - 1");
             return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
@@ -85,6 +87,7 @@ impl<'p> Unroller<'p> {
             dtype: view.dtype,
             peer,
             tag,
+            // Ends with equal direction, peer and tag match in order of declaration.
             ordinal: *ordinal,
             backend: transfer.backend,
             exchange,
@@ -113,6 +116,7 @@ impl<'p> Unroller<'p> {
             Ok(())
         })?;
         let engine = |id: &TransferId| self.made.transfers[*id].is_engine();
+        // The engine's group is one call of its library, in which other transfers have no place.
         if group.iter().any(engine) && !group.iter().all(engine) {
             let message = "a group has transfers via nccl and others; expected one post for each";
             return Err(self.diagnostic(DiagnosticKind::Mismatch, message));
@@ -120,6 +124,7 @@ impl<'p> Unroller<'p> {
         for id in &group {
             self.posts[*id] += 1;
         }
+        // Loops may be empty on some ranks, such as the first of a pipeline.
         if !group.is_empty() {
             self.enqueue(OperationKind::Post(group));
         }

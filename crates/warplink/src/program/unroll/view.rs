@@ -65,6 +65,7 @@ impl View {
     pub(super) fn range(&self) -> Option<Range> {
         let mut expected = 1;
         for (&extent, &stride) in self.shape.iter().zip(&self.strides).rev() {
+            // An axis of one element may have any stride.
             if extent > 1 && stride != expected {
                 return None;
             }
@@ -87,6 +88,7 @@ impl View {
             .map(|axis| (axis.extent - 1) * axis.stride)
             .sum();
         let mut span = self.cover();
+        // To the end of the last element, gaps included: the span is what the operation may touch at most.
         span.bytes = (last + 1) * self.dtype.size();
         Area { span, axes }
     }
@@ -106,6 +108,7 @@ impl View {
         // One step for all rows.
         let (mut count, mut step) = (1, 0);
         for (&extent, &stride) in rows.iter().zip(before).rev() {
+            // Leading axes merge into one row axis only if rows continue at the same step.
             if extent > 1 && count > 1 && stride != step * count {
                 return None;
             }
@@ -116,6 +119,7 @@ impl View {
         }
         let (lengths, steps) = ([count, columns], [step, along]);
         let in_rows = |row: usize, column: usize| {
+            // BLAS needs one unit stride, and rows that do not overlap.
             let close = lengths[column] == 1 || steps[column] == 1;
             let apart = lengths[row] == 1 || steps[row] >= lengths[column];
             let leading = match lengths[row] {
@@ -135,6 +139,7 @@ impl View {
         }
         let mut area = self.strided();
         if transposed && columns > 1 {
+            // The area lists axes from outer to inner in memory, which a transposed matrix has the other way.
             area.axes.rotate_right(1);
         }
         Some((area, transposed, Some(leading)))

@@ -77,6 +77,7 @@ impl<'p> Unroller<'p> {
                     let message = format!("{most} is {limit}; expected at least 0");
                     return Err(self.diagnostic(DiagnosticKind::OutOfBounds, message));
                 }
+                // No word is read there: no expectation of the called program will use it.
                 if is_lent {
                     0
                 } else {
@@ -111,6 +112,7 @@ impl<'p> Unroller<'p> {
 
     /// Rejects a statement that hosts would have to execute with integers that only devices know.
     pub(super) fn check_words(&self, kind: &StatementKind) -> Result<(), Diagnostic> {
+        // Ranks must unroll alike without a run; only expected values may depend on memory.
         let states = matches!(
             kind,
             StatementKind::Value(_) | StatementKind::Expect(_) | StatementKind::ExpectRows(_)
@@ -147,6 +149,7 @@ impl<'p> Unroller<'p> {
         self.check_word(place, &view)?;
         self.words.are_read.set(true);
         let Some(read) = self.words.known else {
+            // The greatest value, which reaches the last rows: bounds of everything behind it are checked by that.
             return Ok(most);
         };
         let wrong = |message| self.diagnostic(DiagnosticKind::Expectation, message);

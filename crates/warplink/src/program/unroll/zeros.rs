@@ -42,6 +42,7 @@ impl Zeros {
         {
             start = before;
         }
+        // Neighbours merge: `is_zero` then finds a range across both in a single part.
         if let Some(after) = parts.remove(&end) {
             end = after;
         }
@@ -64,6 +65,7 @@ impl Zeros {
                 continue;
             };
             if end > to {
+                // Unlike zero parts, declarations do not merge: each is zeroed at its own place and stream.
                 parts.insert(to, (end, earlier.clone()));
             }
             if start < from {
@@ -144,10 +146,12 @@ impl Unroller<'_> {
     /// Makes an operation one that counts on no bytes to be set to 0, where it can be; else has them
     /// set before it, on the same stream.
     pub(super) fn with_zeros(&mut self, kind: OperationKind) -> OperationKind {
+        // The common case: programs without tensors that start at 0.
         if self.zeros.parts.is_empty() {
             return kind;
         }
         let areas = self.made.areas(&kind);
+        // Parts are byte ranges and cannot describe strided accesses; such a tensor is zeroed where it is declared.
         let gaps = areas.filter(|area| !area.is_contiguous());
         let tensors: Vec<TensorId> = gaps.map(|area| area.span.tensor).collect();
         for tensor in tensors {
@@ -156,6 +160,7 @@ impl Unroller<'_> {
         let mut kind = kind;
         match &mut kind {
             OperationKind::Matmul(it) if it.spec.accumulate => {
+                // A store instead of an addition to 0, which saves a fill and the read.
                 it.spec.accumulate = !self.zeros.take_whole(&it.c.span);
                 if it.spec.accumulate {
                     self.set_to_zero(it.c.span);
@@ -177,6 +182,7 @@ impl Unroller<'_> {
         for access in accesses.iter().filter(|access| access.reads) {
             self.set_to_zero(access.area.span);
         }
+        // After the reads: an access that does both needs its zeros first.
         for access in accesses.iter().filter(|access| access.writes) {
             self.zeros.take(&access.area.span);
         }
@@ -210,14 +216,17 @@ impl Unroller<'_> {
     pub(super) fn finish_zeros(&mut self) {
         for tensor in 0..self.made.tensors.len() {
             let instance = &self.made.tensors[tensor];
+            // Other tensors are not read after the program.
             if instance.role != Role::Output {
                 continue;
             }
             let site = instance.site.clone();
             for part in self.zeros.take(&self.made.whole(tensor)) {
+                // On the caller's stream, into which all others have joined.
                 self.push_zero(part, 0, site.clone());
             }
         }
+        // Inserted in one pass at the end: insertions during unrolling would shift the positions of those before.
         let mut early = std::mem::take(&mut self.zeros.early);
         if early.is_empty() {
             return;
