@@ -69,6 +69,7 @@ fn main() -> ExitCode {
         report::print_error(&error, json);
         return ExitCode::FAILURE;
     }
+    // The guard is a parent that survives this process, however that ends, and then kills its leftovers.
     let done = if !launch::is_guarded() && cli.command.starts_ranks() {
         // The child reports log problems.
         launch::guard(json)
@@ -105,6 +106,7 @@ impl Command {
 /// Accepts `-1` as a value, so that the error is about the value rather than an unknown option.
 fn with_negative_numbers(command: clap::Command) -> clap::Command {
     command
+        // Otherwise `-1` would be taken for an option, with a message that does not say what is expected.
         .mut_args(|arg| {
             let takes_values = arg.get_action().takes_values();
             arg.allow_negative_numbers(takes_values)
@@ -141,6 +143,7 @@ fn refuse(mut error: clap::Error) -> ExitCode {
         let shown = ContextValue::Strings(shown.cloned().collect());
         error.insert(ContextKind::ValidSubcommand, shown);
     }
+    // Parsing has failed, so that the option has to be looked for by hand; arguments after `--` are the program's.
     let own = std::env::args_os().take_while(|argument| argument != "--");
     if error.use_stderr() && own.skip(1).any(|argument| argument == "--json") {
         report::JsonError::of_usage(&error).print();

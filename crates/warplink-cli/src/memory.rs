@@ -10,11 +10,13 @@ use warplink::DeviceKind;
 /// An allocation that is far too large would kill the process instead of failing.
 pub(crate) fn check(kind: DeviceKind, ranks: usize, host: u128, device: u128) -> Result<()> {
     let each = match kind {
+        // The host device's memory is the machine's.
         DeviceKind::Host => host.saturating_add(device),
         DeviceKind::Cuda => host,
     };
     let needed = each.saturating_mul(ranks as u128);
     let info = rustix::system::sysinfo();
+    // The total and not the free memory, of which caches take most: this is for sizes that can never fit.
     let there = u128::from(info.totalram) * u128::from(info.mem_unit);
     ensure!(
         needed <= there,

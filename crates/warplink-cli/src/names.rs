@@ -32,6 +32,7 @@ impl<T: Named> TypedValueParser for OneOf<T> {
         value: &OsStr,
     ) -> Result<T, clap::Error> {
         let values = self.0;
+        // By way of a closure, whose errors clap completes with the argument's name.
         let read = move |text: &str| named::parse(text, values).map_err(|unknown| unknown.message);
         read.parse_ref(command, argument, value)
     }

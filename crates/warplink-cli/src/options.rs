@@ -49,6 +49,7 @@ impl Options {
     /// the variable as an argument and skip the help.
     pub(crate) fn with_environment(mut self) -> Result<Self> {
         let named = variables::read(DEVICE_VARIABLE)?;
+        // Set but empty is how shells and containers unset a variable.
         let named = named.filter(|name| !name.is_empty());
         if self.device.is_none() {
             let device = named.map(|name| name.parse()).transpose();
@@ -66,6 +67,7 @@ impl Options {
     pub(crate) fn ranks(&self) -> Result<usize> {
         match (self.ranks, self.device()) {
             (Some(ranks), _) => Ok(ranks),
+            // The fewest ranks that communicate.
             (None, DeviceKind::Host) => Ok(2),
             (None, DeviceKind::Cuda) => {
                 let each = self.ranks_per_gpu()?.unwrap_or(1);
@@ -126,6 +128,8 @@ impl Unused {
                 .long("ranks-per-gpu")
                 .value_parser(between::<usize>(1, MAX_RANKS)),
         }
+        // Defined again to be hidden from the help of a subcommand; a value is still parsed, and refused with a
+        // reason.
         .hide(true)
     }
 }
@@ -186,11 +190,13 @@ pub(crate) fn check_variables() -> Result<()> {
     for (name, _) in std::env::vars_os() {
         let name = name.to_string_lossy();
         if name.starts_with("WARPLINK_") || of_others.contains(&&*name) {
+            // Only for its error: a value that is not UTF-8 would look unset later.
             variables::read(&name)?;
         }
     }
     let cache = variables::read(CACHE_VARIABLE)?.unwrap_or_default();
     ensure!(
+        // Ranks may have other working directories.
         cache.is_empty() || Path::new(&cache).is_absolute(),
         "{CACHE_VARIABLE} is '{cache}'; expected an absolute path"
     );

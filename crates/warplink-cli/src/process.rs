@@ -13,6 +13,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(10);
 pub(crate) fn poll<T>(limit: Duration, mut look: impl FnMut() -> Option<T>) -> Option<T> {
     let until = Instant::now() + limit;
     loop {
+        // Once more after the limit: the last sleep may have passed it.
         let found = look();
         if found.is_some() || Instant::now() >= until {
             return found;
@@ -31,6 +32,7 @@ pub(crate) fn read_all(pipe: Option<impl Read + Send + 'static>) -> io::Result<J
     let read = move || {
         let mut text = Vec::new();
         if let Some(mut pipe) = pipe {
+            // After an error, what has been read is still of use.
             let _ = pipe.read_to_end(&mut text);
         }
         String::from_utf8_lossy(&text).into_owned()

@@ -73,6 +73,7 @@ impl Demo {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         let check = |kind, world| {
             for (option, size) in [("--m", self.m), ("--k", self.k), ("--n", self.columns)] {
+                // The parsers admit 0 so that this message names the option, before any rank starts.
                 ensure!(size != Some(0), "{option} is 0; expected at least 1");
             }
             let problem = self.problem(kind, world);
@@ -94,6 +95,7 @@ impl Demo {
         let (m, k, n, dtype) = by_device(kind, [gpu, (512, 1024, 512, DType::F32)]);
         Problem {
             op: Op::AllGatherMatmul,
+            // The default must divide among any number of ranks; a given size is rejected instead of changed.
             m: self.m.unwrap_or_else(|| m.next_multiple_of(world)),
             k: self.k.unwrap_or(k),
             n: self.columns.unwrap_or(n),
@@ -146,6 +148,7 @@ impl Demo {
         let overlapped = time(&mut gemm, &clock, samples, name.clone(), &|stream| {
             Ok(plan.run(stream)?)
         })?;
+        // Its buffers and registrations would take memory from the run it is compared with.
         drop(plan);
 
         let plain = without_overlap(&mut gemm, &clock, samples)?;
@@ -216,6 +219,7 @@ fn without_overlap(
         library: true,
         ..overlap::Options::only(problem.op.collective()?)
     });
+    // On all ranks or none, since planning is collective.
     if let Some(plan) = optional(comm, "NCCL", collective)? {
         let name = format!("{}, then one GEMM", comm.collective_engine()?.name());
         return time(gemm, clock, samples, name, &|stream| Ok(plan.run(stream)?));
@@ -224,6 +228,7 @@ fn without_overlap(
     let gathered = allocate(comm, gemm.a.bytes() * comm.world())?;
     let (a, b, c) = (gemm.a.clone(), gemm.b.clone(), gemm.c.clone());
     let (compute, spec) = (comm.compute()?, problem.spec(problem.m, problem.k));
+    // Outside the measurement and capture: selecting an algorithm may allocate and time candidates.
     compute.prepare_matmul(&spec)?;
     let name = "own all-gather (NCCL cannot be used), then one GEMM".to_owned();
     time(gemm, clock, samples, name, &|stream| {
@@ -241,6 +246,7 @@ fn time(
     name: String,
     work: WorkRef<'_>,
 ) -> Result<Method> {
+    // Checked before and after: a race may show only under repetition, or leave a right result of an earlier run.
     let before = gemm.error_of(&clock.stream, work)?;
     let eager = clock.measure(samples, Submission::Eager, work)?;
     let captured = clock.measure(samples, Submission::Captured, work)?;

@@ -57,6 +57,7 @@ impl LaunchCommand {
         let program = command.next().unwrap_or_default();
         let mut env = self.env;
         if let Some(device) = options.device {
+            // First, so that --env overrides it.
             env.insert(0, Variable::new("WARPLINK_DEVICE", device.to_string()));
         }
         let plan = LaunchPlan {

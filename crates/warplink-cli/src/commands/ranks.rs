@@ -24,6 +24,7 @@ pub(crate) fn is_rank() -> bool {
 /// Exit code of a process that fails with `error`. It tells a launcher whether another rank is the cause.
 pub(crate) fn failure_code(error: &anyhow::Error) -> ExitCode {
     let asked = std::env::var_os(CONSEQUENCE_VARIABLE).is_some();
+    // Only under a launcher that knows the code: other callers expect 0 and 1.
     if asked && report::is_consequence(error) {
         ExitCode::from(CONSEQUENCE)
     } else {
@@ -50,6 +51,7 @@ pub(crate) fn run_checked(
     if !is_rank() {
         let sharing = options.ranks_per_gpu()?;
         let (kind, ranks) = (options.device(), options.ranks()?);
+        // In the first process: an error in a variable would otherwise be printed by every rank.
         check_environment(kind, ranks)?;
         check(kind, ranks)?;
         return start(options, sharing);
@@ -125,6 +127,7 @@ pub(crate) fn launch_self(
     };
     let outcome = launch::run(&plan)?;
     if options.json {
+        // A result of rank 0 counts even if another rank has failed afterwards; else the first failure is the cause.
         let result = outcome.first_line(0).filter(|line| !JsonError::is_in(line));
         let cause = outcome
             .first_failure

@@ -63,6 +63,7 @@ impl Matrix {
 
     /// Generates elements `columns` of a row.
     pub(crate) fn row(&self, row: usize, columns: Range<usize>, out: &mut [f32]) {
+        // As many bits as the type's significand: values are exact in it, and the reference has no input error.
         let (per_word, bits) = elements_per_word(self.dtype);
         let width = 64 / per_word as u32;
         let start = mix(self.seed.wrapping_add((row as u64 + 1).wrapping_mul(STEP)));
@@ -70,6 +71,7 @@ impl Matrix {
         let mut at = columns.start;
         let mut out = out.iter_mut();
         while at < columns.end {
+            // A function of the position: any part of a row can be drawn alone, the same on every rank.
             let drawn = mix(start.wrapping_add(((at / per_word) as u64 + 1).wrapping_mul(STEP)));
             let first = at % per_word;
             let last = per_word.min(first + columns.end - at);
@@ -120,6 +122,7 @@ pub(crate) fn transposed(bytes: &[u8], columns: usize, dtype: DType) -> Vec<u8> 
 /// Number of threads for each of `ranks`.
 pub(crate) fn threads(ranks: usize) -> usize {
     let all = std::thread::available_parallelism().map_or(1, usize::from);
+    // All ranks generate at the same time, so that they share the processors.
     (all / ranks.max(1)).clamp(1, 16)
 }
 

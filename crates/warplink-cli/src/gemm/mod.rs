@@ -140,9 +140,11 @@ impl<'a> DistributedGemm<'a> {
                 norm += expected.powi(2);
             }
         }
+        // One error for the whole result: every rank then reaches the same verdict.
         let all = gather(self.comm, &[difference, norm])?;
         let sum = |at| all.iter().filter_map(|rank| rank.get(at)).sum::<f64>();
         let (difference, norm) = (sum(0), sum(1));
+        // Relative to the norm of the result and not by element: elements near 0 have large relative errors.
         Ok((difference / norm).sqrt())
     }
 
@@ -198,6 +200,7 @@ pub(crate) fn common_seed(comm: &Communicator, given: Option<u64>) -> Result<u64
         None => getrandom::u64().map_err(|error| anyhow::anyhow!("draw a seed: {error}"))?,
     };
     let all = comm.all_gather_bytes(&own.to_le_bytes())?;
+    // Rank 0's, since matrices must be alike on all ranks.
     let first = all.first().context("rank 0 sent no seed")?;
     Ok(u64::from_le_bytes(first.as_slice().try_into()?))
 }

@@ -72,6 +72,8 @@ impl Op {
             let stem = Path::new(name).file_stem().unwrap_or_default();
             let lowering = Lowering::parse(&stem.to_string_lossy(), &text)
                 .with_context(|| format!("parse {name}"))?;
+            // A file is for the operation that its program's name begins with; one list of names serves both
+            // operations.
             if lowering.program().name.starts_with(self.prefix()) {
                 selected.push(lowering);
             }
@@ -236,6 +238,7 @@ impl Problem {
 
     /// Fails if the matrices exceed this machine's memory.
     pub(crate) fn check_memory(&self, kind: DeviceKind, world: usize) -> Result<()> {
+        // In 128 bits: a sum over ranks may overflow where each matrix does not.
         let bytes = |rows: usize, columns: usize| {
             rows as u128 * columns as u128 * self.dtype.size() as u128
         };
@@ -243,6 +246,7 @@ impl Problem {
         let (a, b, c) = (bytes(m, k), bytes(k, n), bytes(m, n));
         let ranks = world as u128;
         let (host, device) = match self.op {
+            // On the host, one matrix at a time. On the device, all operands and room for the gathered A.
             Op::AllGatherMatmul => (b.max(a / ranks), a + b + c),
             Op::MatmulReduceScatter => (a.max(b) / ranks, (a + b) / ranks + c),
         };
@@ -261,6 +265,7 @@ impl Problem {
         let all = 2.0 * self.m as f64 * self.k as f64 * self.n as f64;
         match self.op {
             Op::AllGatherMatmul => all,
+            // Each rank multiplies its part of the contraction.
             Op::MatmulReduceScatter => all / world as f64,
         }
     }
@@ -272,6 +277,7 @@ impl Problem {
             Op::MatmulReduceScatter => self.n,
         };
         let whole = self.m as f64 * columns as f64 * self.dtype.size() as f64;
+        // A rank's own part does not pass a link.
         whole * (world - 1) as f64 / world as f64
     }
 }

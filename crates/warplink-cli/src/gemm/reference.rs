@@ -31,6 +31,7 @@ impl Reference {
         let rows: Vec<usize> = (0..count)
             .map(|index| {
                 let (from, to) = (index * part.len() / count, (index + 1) * part.len() / count);
+                // One row of each stratum, so that the rows of every tile and rank are covered.
                 from + (seed.rotate_left(index as u32) % (to - from) as u64) as usize
             })
             .collect();
@@ -82,6 +83,7 @@ fn block(left: &[f32], depth: usize, b: &Matrix, columns: Range<usize>) -> Vec<f
     let mut sums = vec![0.0; left.len() / depth * width];
     let mut drawn = vec![0.0; width];
     let mut right = vec![0.0_f64; width];
+    // One row of B at a time, which is never held as a whole.
     for p in 0..depth {
         b.row(p, columns.clone(), &mut drawn);
         for (wide, narrow) in right.iter_mut().zip(&drawn) {

@@ -36,6 +36,7 @@ impl FromStr for ByteSize {
             format!("unknown size '{text}'; expected a number of bytes such as 4KiB, 1GiB or 1500")
         };
         let factor = factor(unit.trim()).ok_or_else(bad)?;
+        // `1.` and `.5` are rejected, since an empty part does not parse.
         let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
         let whole: u128 = whole.parse().map_err(|_| bad())?;
         // Integer arithmetic keeps exact values exact.
@@ -66,6 +67,7 @@ fn factor(unit: &str) -> Option<u128> {
         None => match unit.strip_suffix('b') {
             Some("") => return Some(1),
             Some(letter) => (letter, 1000),
+            // A bare letter is binary, as in other tools for memory sizes.
             None => (unit.as_str(), 1024),
         },
     };

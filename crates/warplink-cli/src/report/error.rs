@@ -104,6 +104,7 @@ impl JsonError {
 
     /// Whether a line is such an object rather than a result.
     pub(crate) fn is_in(line: &[u8]) -> bool {
+        // The envelope is the only object with this first key; parsing megabytes of a result would be wasted.
         line.starts_with(br#"{"error":"#)
     }
 
@@ -120,6 +121,7 @@ impl From<&anyhow::Error> for JsonError {
         let refused = error.downcast_ref::<RefusedProgram>();
         let library = refused
             .map(|refused| &refused.error)
+            // Found behind contexts as well, by which commands say what they were doing.
             .or_else(|| error.downcast_ref::<warplink::Error>());
         let system = error.downcast_ref::<io::Error>();
         let kind = match (library, system) {

@@ -31,6 +31,7 @@ pub(crate) fn check_output(path: &Path) -> Result<()> {
         Target::Other => Ok(access(path, Access::WRITE_OK)?),
         Target::File(file) => {
             if file.exists() {
+                // Opened for appending: tests the permission without truncating.
                 File::options().append(true).open(&file)?;
             }
             match partial(&file) {
@@ -80,6 +81,7 @@ fn missing(path: &Path) -> io::Result<Target> {
         match fs::read_link(&path) {
             // A link is relative to its directory.
             Ok(link) => path = path.parent().unwrap_or(Path::new("")).join(link),
+            // Not a link: the file that a dangling chain of links names, to be created.
             Err(_) => return Ok(Target::File(path)),
         }
     }
@@ -106,6 +108,7 @@ fn overwrite(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut file = File::options().write(true).truncate(true).open(path)?;
     let written = file.write_all(bytes);
     if written.is_err() {
+        // An empty file instead of a partial one, which could be mistaken for the result.
         file.set_len(0)?;
     }
     written
@@ -121,6 +124,7 @@ fn in_place_instead(error: &io::Error) -> bool {
 
 /// A temporary file in the directory of `path`, to be renamed to it.
 fn partial(path: &Path) -> io::Result<NamedTempFile> {
+    // Such as `..`, for which a temporary file could be made, but not renamed.
     if path.file_name().is_none() {
         return Err(ErrorKind::InvalidFilename.into());
     }
@@ -131,6 +135,7 @@ fn partial(path: &Path) -> io::Result<NamedTempFile> {
         .prefix(".warplink-")
         .suffix(".partial")
         // Not `tempfile_in`, whose files are private.
+        // In the same directory: a rename across file systems is not possible.
         .make_in(directory.unwrap_or(Path::new(".")), |path| {
             File::create_new(path)
         })

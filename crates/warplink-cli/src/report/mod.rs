@@ -20,6 +20,7 @@ use std::process::ExitCode;
 
 /// Whether output to `target` may be coloured: if it is a terminal and `NO_COLOR` is not set.
 pub(crate) fn has_colour(target: &impl IsTerminal) -> bool {
+    // An empty value counts as unset (no-color.org).
     let wanted = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     wanted && target.is_terminal()
 }
@@ -95,6 +96,7 @@ pub(crate) fn counted(count: usize, what: &str) -> String {
 /// Formats with three significant digits, or all integer digits.
 pub(crate) fn digits(value: f64) -> String {
     let magnitude = value.abs().max(1e-9).log10().floor() as i32;
+    // Three significant digits, without an exponent.
     let decimals = (2 - magnitude).clamp(0, 6) as usize;
     format!("{value:.decimals$}")
 }

@@ -53,6 +53,7 @@ impl Object {
 
 impl Serialize for Object {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
+        // serde_json's own map would sort the keys.
         to.collect_map(self.0.iter().map(|(key, value)| (key, value)))
     }
 }

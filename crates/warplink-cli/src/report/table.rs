@@ -34,6 +34,7 @@ impl Table {
     /// Adds a row. Missing cells are empty; extra cells are dropped.
     pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = impl fmt::Display>) {
         let mut row: Vec<_> = cells.into_iter().map(|cell| cell.to_string()).collect();
+        // Short rows are filled up, or columns would shift.
         row.resize(self.align.len(), String::new());
         self.rows.push(row);
     }
@@ -43,6 +44,7 @@ impl fmt::Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let width = |column: usize| {
             let cells = self.rows.iter().filter_map(|row| row.get(column));
+            // Characters and not bytes: names may have others than ASCII.
             cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
         };
         let widths: Vec<_> = (0..self.align.len()).map(width).collect();
@@ -68,6 +70,7 @@ pub(crate) fn line(cells: impl IntoIterator<Item = (impl fmt::Display, Align, us
         }
     });
     let line = padded.collect::<Vec<_>>().join("  ");
+    // Trailing blanks of a last left-aligned cell would wrap on narrow terminals.
     line.trim_end().to_owned()
 }
 

@@ -32,6 +32,7 @@ pub(super) fn object(gpu: &Capabilities) -> Object {
 fn uuid(bytes: [u8; 16]) -> String {
     let mut text = String::from("GPU-");
     for (index, byte) in bytes.iter().enumerate() {
+        // The form that nvidia-smi prints and CUDA_VISIBLE_DEVICES accepts.
         if matches!(index, 4 | 6 | 8 | 10) {
             text.push('-');
         }
@@ -74,6 +75,7 @@ pub(super) fn checks(count: &warplink::Result<usize>) -> (Vec<Capabilities>, Vec
         }
     }
     if let Some(first) = all.first() {
+        // The driver is one for all GPUs, but only a device that opens reports its version.
         checks.insert(0, needed("driver", driver(first.driver_version)));
     }
     for gpu in &all {
@@ -169,6 +171,7 @@ fn peer_access(gpus: &[Capabilities]) -> Found {
 pub(super) fn compile(gpus: &[Capabilities]) -> Found {
     let present: BTreeSet<String> = gpus.iter().map(Capabilities::architecture).collect();
     let architectures: Vec<&str> = if present.is_empty() {
+        // Without a GPU the kernels can still be compiled, as in a build container.
         cuda::ARCHITECTURES.to_vec()
     } else {
         present.iter().map(String::as_str).collect()
@@ -203,6 +206,7 @@ fn connections(value: Option<&str>) -> Found {
             "not set; `warplink launch` sets it to 32, other launchers do not",
             help,
         ),
+        // Fewer queues than streams let a waiting stream block another one that would end its wait.
         Some((value, Ok(8..))) => Found::ok(value),
         Some((value, _)) => Found::warning(
             format!("{value}; streams that share a queue block one another while one waits"),

@@ -105,6 +105,7 @@ fn descriptor() -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let descriptors = [file.as_fd()];
+    // With one byte of data: a message on a stream socket without data carries no descriptors.
     control.push(SendAncillaryMessage::ScmRights(&descriptors));
     rustix::net::sendmsg(
         &here,
@@ -137,6 +138,7 @@ fn descriptor() -> io::Result<()> {
 /// Waits for a word that has already changed, which returns at once if futexes work.
 fn futexes() -> io::Result<()> {
     let word = AtomicU32::new(1);
+    // The expected value differs from the word, so that the call returns at once where futexes work.
     match futex::wait(&word, futex::Flags::empty(), 0, None) {
         Ok(()) | Err(Errno::AGAIN) => {}
         Err(errno) => return Err(errno.into()),
@@ -174,6 +176,7 @@ fn open_files() -> Found {
     let limit = getrlimit(Resource::Nofile).current;
     match limit {
         None => Found::ok("no limit"),
+        // Each connection to a peer and each mapped allocation takes a descriptor.
         Some(limit) if limit >= DESCRIPTORS => Found::ok(format!("at most {limit}")),
         Some(limit) => Found::warning(
             format!("at most {limit}; many ranks or allocations may need more"),

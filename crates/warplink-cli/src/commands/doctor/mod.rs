@@ -147,9 +147,11 @@ impl Doctor {
         progress.step("transfers between GPUs");
         if let Ok(count @ 1..) = count {
             checks.extend(gpus::environment());
+            // At least two ranks, which share the GPU if there is only one: one rank alone transfers nothing.
             checks.extend(trial::on_gpus(options.ranks.unwrap_or(count).max(2), count));
         }
         checks.extend(libraries(&gpus));
+        // The mappings show a preloaded library even if LD_PRELOAD has been removed from the environment since.
         let loaded = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
         checks.push(Prerequisite::new(
             "libraries",
@@ -161,6 +163,7 @@ impl Doctor {
             "hardware model",
             model(wanted),
         ));
+        // Clears the bar before the report, which may go to the same terminal.
         drop(progress);
 
         let report = DoctorReport {
@@ -207,6 +210,7 @@ fn model(kind: DeviceKind) -> Found {
 /// Vendor libraries. Transfers need only the driver, which the GPU checks cover.
 fn libraries(gpus: &[Capabilities]) -> Vec<Prerequisite> {
     let mut checks = Vec::new();
+    // The first is the driver, which the GPU checks cover.
     for library in cuda::libraries().into_iter().skip(1) {
         let found = match library.path {
             Some(path) => Found::ok(path.display().to_string()),

@@ -115,6 +115,7 @@ fn try_words(comm: &Communicator) -> Result<String> {
     // More than 32 bits, so that a 32-bit operation is detected.
     let value = (1 << 40) + 7;
     waiting.memory_ops(&[MemoryOp::wait(&word, value)])?;
+    // Before the write: a device that ignores waits would pass otherwise.
     ensure!(!waiting.is_idle()?, "a stream did not wait for its word");
     writing.memory_ops(&[MemoryOp::write(&word, value)])?;
     comm.synchronize(&waiting)?;
@@ -147,6 +148,7 @@ fn try_transfers(comm: &Communicator, kind: AllocationKind, protocol: Protocol) 
             ))
         })
         .collect::<Result<Vec<(Region, Region)>>>();
+    // Agreed after every step that may fail on one rank alone: the others would wait for it until their timeout.
     let prepared = agree(comm, prepared)?;
     let mut requests = Vec::new();
     for (&peer, (send, receive)) in peers.iter().zip(&prepared) {
@@ -192,6 +194,7 @@ fn agree<T>(comm: &Communicator, own: Result<T>) -> Result<T> {
 
 /// Data sent from `from` to `to`; differs for every pair.
 fn pattern(from: usize, to: usize) -> Vec<u8> {
+    // Not periodic in 256 bytes, so that shifted data is detected.
     (0..BYTES)
         .map(|index| (index * 31 + index / 251 + from * 17 + to * 101 + 1) as u8)
         .collect()
@@ -201,12 +204,14 @@ fn pattern(from: usize, to: usize) -> Vec<u8> {
 fn try_gemm(comm: &Communicator) -> Result<String> {
     const SIZE: usize = 64;
     let device = comm.device();
+    // Small integers, which even TF32 represents: the comparison can be exact.
     let values: Vec<f32> = (0..SIZE * SIZE).map(|i| (i % 97) as f32 - 48.0).collect();
     let identity: Vec<f32> = (0..SIZE * SIZE)
         .map(|i| f32::from(u8::from(i / SIZE == i % SIZE)))
         .collect();
     let a = DeviceBuffer::from_values(device, &values)?;
     let b = DeviceBuffer::from_values(device, &identity)?;
+    // NaN, so that elements that were not written are detected.
     let c = DeviceBuffer::from_values(device, &vec![f32::NAN; SIZE * SIZE])?;
     let compute = comm.compute()?;
     let spec = MatmulSpec::new(SIZE, SIZE, SIZE, DType::F32);

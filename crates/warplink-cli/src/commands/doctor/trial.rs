@@ -83,6 +83,7 @@ fn summarize(
                 step.outcome.as_ref().err()?,
             ))
         });
+        // One failure per step: the others are usually consequences or repetitions of it.
         let found = match failures.next() {
             None => {
                 let detail = first.outcome.as_deref().unwrap_or("done");
@@ -125,6 +126,7 @@ fn run_ranks(kind: DeviceKind, ranks: usize, what: TrialKind) -> Result<Vec<Rank
     // The link works even if the executable was replaced.
     let mut child = Command::new("/proc/self/exe")
         .args(["launch", "--device", &device, "-n", &count])
+        // A hung rank is of no more use once another one has failed.
         .args(["--grace", "1"])
         .args(["--", "/proc/self/exe", TRIAL_COMMAND, argument])
         .env("WARPLINK_TIMEOUT", RANK_TIMEOUT.as_secs().to_string())
@@ -133,6 +135,7 @@ fn run_ranks(kind: DeviceKind, ranks: usize, what: TrialKind) -> Result<Vec<Rank
         .stderr(Stdio::piped())
         .spawn()
         .context("start ranks")?;
+    // Read on threads before the wait: a full pipe would block the ranks, and the trial would time out.
     let (out, err) = (
         read_all(child.stdout.take())?,
         read_all(child.stderr.take())?,
@@ -167,6 +170,7 @@ fn parse(out: &str, ranks: usize) -> Result<Vec<RankReport>> {
 fn first_complaint(err: &str) -> &str {
     let mut lines = err.lines().filter(|line| !line.trim().is_empty());
     let error = err.lines().find(|line| line.contains("error: "));
+    // The first error is the cause; without one, the last line is closest to the end.
     error
         .or_else(|| lines.next_back())
         .unwrap_or("the ranks failed without a message")

@@ -40,7 +40,9 @@ impl Inflicted {
 /// Inflicts `fault`. Returns if the process survives it, with an error if the victim must return one. `abort`
 /// aborts the victim's communicator.
 pub(super) fn inflict(fault: Fault, abort: impl FnOnce(&str)) -> Result<Inflicted> {
+    // The other ranks reach their waits first: the fault is to interrupt them.
     thread::sleep(LEAD);
+    // Before the fault, after which the process may send nothing.
     send(&RankMessage::Fault(now()));
     let mut inflicted = Inflicted::default();
     match fault {

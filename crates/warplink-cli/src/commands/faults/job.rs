@@ -131,6 +131,7 @@ enum RankEvent {
 fn try_run(cell: Cell, settings: &JobSettings, outcome: &mut JobOutcome) -> Result<()> {
     let folder = settings.folder.join(cell.to_string().replace(' ', "-"));
     std::fs::create_dir(&folder).context("make a directory")?;
+    // Looked at after all ranks have ended, also if watching failed.
     let watched = watch(cell, settings, outcome, &folder);
     for entry in entries(&folder) {
         let name = entry.file_name();
@@ -170,6 +171,7 @@ fn watch(
         command.env("TMPDIR", folder);
         ranks.push(start(command, rank, &sender)?);
     }
+    // Only the ranks' threads hold senders now: the channel closes when the last one ends.
     drop(sender);
     let pids = ranks
         .iter()
@@ -178,10 +180,12 @@ fn watch(
     let victim = pids
         .get(settings.victim)
         .and_then(|&id| Pid::from_raw(id.cast_signed()));
+    // Relays are dropped after all ranks have ended, or their end would cut connections too.
     follow(cell, settings, &events, victim, &relays, outcome);
     for (number, ((mut child, output), rank)) in
         ranks.into_iter().zip(&mut outcome.ranks).enumerate()
     {
+        // Killed before the first wait, so that the limit below is not spent on each hung rank.
         if rank.hung {
             let _ = child.0.kill();
         }
@@ -201,6 +205,7 @@ fn watch(
             )),
         }
     }
+    // By process id in the name, since other jobs of the machine use the directory too.
     for entry in entries("/dev/shm") {
         let name = entry.file_name().to_string_lossy().into_owned();
         let mut numbers = name.split(|c: char| !c.is_ascii_digit());
@@ -224,10 +229,12 @@ fn follow(
     let until = Instant::now() + LIMIT;
     let mut running = settings.ranks;
     let mut resume: Option<Instant> = None;
+    // Assumed until a rank's end is seen: after the time limit, the rest are the hung ones.
     outcome.ranks.iter_mut().for_each(|rank| rank.hung = true);
     while running > 0 && !settings.is_ending() {
         let next = resume.map_or(until, |at| at.min(until));
         let left = next.saturating_duration_since(Instant::now());
+        // Short waits, since a signal handler cannot wake a channel.
         match events.recv_timeout(left.min(ENDING_INTERVAL)) {
             Ok(RankEvent::Message(_, RankMessage::Fault(at))) => {
                 outcome.fault_at = Some(at);
@@ -272,6 +279,7 @@ fn command(cell: Cell, settings: &JobSettings, rank: usize, address: SocketAddr)
             &name_of(&cell.phase),
         ])
         .args(["--victim", &settings.victim.to_string()])
+        // It would take precedence over the address, which for some ranks is a relay's.
         .env_remove("WARPLINK_ID")
         .env("WARPLINK_ADDRESS", address.to_string())
         .env(
@@ -311,6 +319,7 @@ fn start(
                 let _ = events.send(RankEvent::Message(rank, message));
             }
         }
+        // The end of standard output stands for the end of the process, which holds the only writer.
         let _ = events.send(RankEvent::Ended(rank));
     };
     thread::Builder::new()

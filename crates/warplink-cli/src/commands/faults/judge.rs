@@ -52,6 +52,7 @@ pub(super) fn judge(cell: Cell, settings: &JobSettings, outcome: JobOutcome) -> 
     if let Some(fault_at) = fault_at {
         let has_error = |rank: &RankOutcome| match &rank.report {
             Some(report) => report.error.is_some(),
+            // A rank without a report has crashed or hung.
             None => true,
         };
         let failed: Vec<usize> = (0..ranks.len())
@@ -66,6 +67,7 @@ pub(super) fn judge(cell: Cell, settings: &JobSettings, outcome: JobOutcome) -> 
                 let survivor = Survivor::new(rank, report, fault_at);
                 found.extend(check_survivor(cell, settings.victim, &failed, &survivor));
                 survivors.push(survivor);
+            // A hung rank is reported by `check_rank` already.
             } else if !result.hung {
                 found.push(describe(result));
             }
@@ -125,6 +127,7 @@ fn check_rank(result: &RankOutcome) -> Vec<String> {
 fn check_survivor(cell: Cell, victim: usize, failed: &[usize], survivor: &Survivor) -> Vec<String> {
     let of_resources = cell.fault.is_of_resources();
     let (Some(kind), Some(message)) = (&survivor.error, &survivor.message) else {
+        // A rank short of resources may get along without them; then nobody has an error.
         let is_allowed = of_resources && failed.is_empty();
         return (!is_allowed)
             .then(|| "got no error".to_owned())
@@ -154,6 +157,7 @@ fn check_survivor(cell: Cell, victim: usize, failed: &[usize], survivor: &Surviv
     }
     if cell.can_go_on() {
         match survivor.went_on {
+            // From the rank's own error on: detection has a limit of its own.
             Some(at) if at - seconds <= MAX_RECOVERY => {}
             Some(at) => problems.push(format!("continued only after {at:.2} s")),
             None => problems.push("did not continue".to_owned()),
@@ -170,6 +174,7 @@ fn check_victim(cell: Cell, result: &RankOutcome) -> Option<String> {
     match cell.fault {
         Fault::Kill if result.code.is_some() => Some("survived SIGKILL".to_owned()),
         Fault::Exit if result.code != Some(0) => Some(format!("exited with {:?}", result.code)),
+        // The exit status of a Rust program that panics.
         Fault::Panic if result.code != Some(101) => Some(format!("exited with {:?}", result.code)),
         fault if fault.leaves_victim() && error.is_none() && !result.hung => Some(format!(
             "got no error that it was declared lost: {}",

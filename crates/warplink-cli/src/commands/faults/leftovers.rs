@@ -40,6 +40,7 @@ impl HeldResources {
     /// Resources beyond those in `self` that remain after a grace period.
     pub(super) fn wait_for_rest(&self) -> Vec<String> {
         let mut more = Vec::new();
+        // Threads may still be ending, and the kernel closes their descriptors later.
         poll(GRACE, || {
             more = self.less_than(&Self::now());
             more.is_empty().then_some(())

@@ -110,6 +110,8 @@ impl Faults {
         let device = options.device();
         let jobs = self.jobs.unwrap_or(match device {
             DeviceKind::Host => JOBS,
+            // Cells on GPUs are sensitive to one another's faults: a killed process may disturb others on the same
+            // GPU.
             DeviceKind::Cuda => 1,
         });
         let faults = chosen(&self.fault);
@@ -153,6 +155,8 @@ impl Faults {
                         && let Some(&cell) = cells.get(next.fetch_add(1, Ordering::Relaxed))
                     {
                         let judged = runner.run(cell);
+                        // The terminal sends Ctrl-C to the ranks as well: a cell that ends by it looks wrong and is
+                        // left out.
                         if settings.was_interrupted(!judged.problems.is_empty()) {
                             return;
                         }
@@ -165,6 +169,7 @@ impl Faults {
             }
         });
         let mut results = results.into_inner().unwrap_or_default();
+        // Cells finish in any order; the output is the same for every run.
         results.sort_by_key(|judged| (judged.cell.fault as u8, judged.cell.phase as u8));
         let wrong = results.iter().filter(|judged| !judged.problems.is_empty());
         let report = Report {
@@ -222,6 +227,7 @@ fn start(options: &Options, ranks: usize) -> Result<ExitCode> {
     };
     let inner = serde_json::to_string(&InnerOptions { ranks, gpus })?;
     let inner = Variable::new(INNER, inner);
+    // As one rank of a launch, which starts the multi-process service where ranks share GPUs.
     launch_self(options, 1, options.ranks_per_gpu()?, inner)
 }
 

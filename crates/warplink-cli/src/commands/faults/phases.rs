@@ -88,7 +88,9 @@ impl Ring {
         work: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
         let [left, _] = neighbours(comm.rank(), comm.world());
+        // By ranks of the job: those of the survivors' communicator are renumbered.
         let [own, left] = [comm.rank(), left].map(|rank| job_rank(comm, rank));
+        // Other data in each round, so that a late or repeated transfer is noticed.
         self.send.upload(&values(own, round))?;
         work()?;
         comm.synchronize(&self.stream)?;
@@ -125,6 +127,7 @@ impl Player<'_> {
 
     fn exchange(&mut self) -> Result<()> {
         let mut ring = Ring::new(&self.comm)?;
+        // All ranks are past the preparation: the fault falls into the exchange and not before it.
         self.comm.barrier()?;
         self.fail()?;
         ring.exchange(&self.comm)?;
@@ -152,6 +155,7 @@ impl Player<'_> {
         let graph = ring.stream.end_capture()?;
         for round in 0..ROUNDS {
             ring.round(&self.comm, round, self.wrong, || {
+                // Several launches in flight, so that the fault falls between graphs that wait for one another.
                 for launch in 0..LAUNCHES {
                     if (round, launch) == (FAULTY, LAUNCHES / 2) {
                         (self.fail)(&self.comm)?;

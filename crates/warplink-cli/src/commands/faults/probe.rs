@@ -33,6 +33,7 @@ pub(super) fn test_all(gpus: &GpuAssignment, cache: &Path) -> Result<()> {
     let probes = gpus.names.iter().map(|name| {
         let child = Command::new("/proc/self/exe")
             .arg(PROBE_COMMAND)
+            // One GPU for each process: a broken one may make the driver fail for the process as a whole.
             .env("CUDA_VISIBLE_DEVICES", name)
             .env("WARPLINK_CACHE_DIR", cache)
             .stdin(Stdio::null())
@@ -81,6 +82,8 @@ pub(crate) fn run() -> Result<ExitCode> {
     stream.memory_ops(&[MemoryOp::write(&word, 1)])?;
     let wait = MemoryOp::wait(&word, 1);
     stream.sequence(&[
+        // A wait and a copy in one kernel, as transfers use them; a working copy engine alone does not show that
+        // kernels run.
         StreamOp::Memory(wait, Unit::Kernel),
         StreamOp::KernelCopy(KernelCopy {
             target: &target,

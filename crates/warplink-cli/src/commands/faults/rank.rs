@@ -41,6 +41,7 @@ impl FaultRank {
             config,
         };
         let (mut report, inflicted) = rank.play();
+        // Descriptors that were used up are not leaks.
         drop(inflicted);
         // A GPU's driver keeps threads and descriptors until the process exits.
         if rank.config.device.kind == DeviceKind::Host {
@@ -86,6 +87,7 @@ impl Rank {
             // Without a connection, the rank would count as not started, and no other would notice.
             let mut spare = SPARE;
             if self.config.join.rank == 0 {
+                // Rank 0 serves the store, with connections from every rank.
                 spare += SERVED * self.config.join.world;
             }
             inflicted.spare(spare);
@@ -118,6 +120,7 @@ impl Rank {
         match played {
             Ok(()) if phase == Phase::Close => Ok(()),
             Ok(()) => comm.close(),
+            // The victim is not among the survivors, even if it still runs.
             Err(error) if self.is_victim || !self.cell.can_go_on() || !is_loss(&error) => {
                 Err(error)
             }

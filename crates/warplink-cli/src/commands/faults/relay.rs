@@ -59,6 +59,7 @@ impl Relay {
 impl Drop for Relay {
     fn drop(&mut self) {
         self.cut();
+        // Wakes the thread from `accept`; it then sees the cut and ends.
         let _ = TcpStream::connect(self.address);
     }
 }
@@ -69,6 +70,7 @@ fn pass_on(rank: TcpStream, store: SocketAddr, shared: &Arc<Mutex<RelayShared>>)
         if lock(shared).cut {
             return false;
         }
+        // Rank 0 may not listen yet: ranks start in any order.
         match TcpStream::connect(store) {
             Ok(stream) => break stream,
             Err(_) => thread::sleep(RETRY),
@@ -84,6 +86,7 @@ fn pass_on(rank: TcpStream, store: SocketAddr, shared: &Arc<Mutex<RelayShared>>)
         return true;
     };
     let mut all = lock(shared);
+    // Under the same lock as the addition: a connection made during the cut would otherwise stay open.
     if all.cut {
         return false;
     }
@@ -92,6 +95,7 @@ fn pass_on(rank: TcpStream, store: SocketAddr, shared: &Arc<Mutex<RelayShared>>)
     for (mut from, mut to) in [(from_rank, store), (from_store, rank)] {
         let copy = move || {
             let _ = io::copy(&mut from, &mut to);
+            // Passes the end of one direction on, so that the other copy ends as well.
             let _ = to.shutdown(Shutdown::Both);
         };
         let _ = thread::Builder::new().name("relay-copy".into()).spawn(copy);

@@ -41,8 +41,10 @@ impl<'a> Runner<'a> {
     /// Runs and judges one cell; repeats it if the service had failed.
     pub(super) fn run(&self, cell: Cell) -> Judged {
         let running = self.restarts.read().unwrap_or_else(PoisonError::into_inner);
+        // Tells whether another cell has had the servers restarted while this one ran: it was then disturbed as well.
         let before = *running;
         let judged = self.run_once(cell);
+        // A read lock held here would block the write lock below.
         drop(running);
         let Some(service) = &self.service else {
             return judged;
@@ -55,6 +57,7 @@ impl<'a> Runner<'a> {
             .restarts
             .write()
             .unwrap_or_else(PoisonError::into_inner);
+        // Otherwise the servers were restarted since, and the cell only has to be repeated.
         if *restarts == before {
             match self.mend(service, cell) {
                 Ok(false) => return judged,

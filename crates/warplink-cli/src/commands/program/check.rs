@@ -58,6 +58,7 @@ impl Check {
             .map_err(|_| "the program does not pass the verifier".to_owned())?
             .without_reaching(unreachable)
             .map_err(|error| error.to_string())?;
+        // By the same numbers on every rank, so that all check or none.
         computable(&evaluator, 1)?;
         Ok(Self {
             rank: comm.rank(),
@@ -82,7 +83,7 @@ impl Check {
             for (id, tensor, slice) in self.tensors(plan)? {
                 let bytes = match tensor.role {
                     Role::Input => inputs.of(self.rank, id, tensor),
-                    // A pattern that no run produces.
+                    // NaN in every float type, so that elements that a run does not write are found.
                     _ => vec![0xff; tensor.bytes],
                 };
                 comm.device().upload(slice, &bytes)?;
@@ -91,6 +92,7 @@ impl Check {
             let values = self
                 .evaluator
                 .run(|rank, id, tensor| inputs.of(rank, id, tensor))?;
+            // The order of additions depends on the program and not on the inputs.
             if run == first {
                 let reordered = self.evaluator.reordered(&values).into_iter();
                 let warnings = reordered.map(|(name, rank)| {
@@ -157,6 +159,7 @@ impl Compared {
         Self {
             tensor: tensor.name.to_string(),
             rank,
+            // JSON has no NaN and no infinity.
             largest_error: Some(comparison.largest).filter(|error| error.is_finite()),
             allowed_error: comparison.allowed,
             wrong: comparison.wrong,

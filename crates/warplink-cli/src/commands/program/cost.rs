@@ -54,6 +54,7 @@ impl Cost {
         } = &read;
         let world = options.ranks.unwrap_or(2);
         let streams = self.source.streams.into();
+        // The simulation assumes that ranks match and nothing deadlocks.
         let report = read.verify(world, streams)?;
         if let (true, Some(diagnostic)) = (self.captured, &report.eager_only) {
             anyhow::bail!("{diagnostic}; leave out --captured");
@@ -132,6 +133,7 @@ fn timeline(cost: &Estimate, ranks: &[RankProgram]) -> Table {
         ("operation", Align::Left),
         ("bound by", Align::Left),
     ]);
+    // One rank: the timelines of all would be too long, and most programs are symmetric.
     let busiest = cost.busiest().map_or(0, |busy| busy.rank);
     for span in cost.timeline.iter().filter(|span| span.rank == busiest) {
         let Some(program) = ranks.get(span.rank) else {

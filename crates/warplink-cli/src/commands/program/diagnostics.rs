@@ -37,9 +37,11 @@ pub(super) fn excerpts(diagnostic: &Diagnostic, file: &Path, text: &str) -> Stri
         let Some(source) = source else {
             continue;
         };
+        // Columns are counted behind a byte order mark.
         let source = source.trim_start_matches('\u{feff}');
         let (indent, width) = extent(source, column as usize);
         let (source, indent) = window(source, indent);
+        // The window may have cut the statement off.
         let width = width.min(source.chars().count().saturating_sub(indent).max(1));
         let number = line.to_string();
         let margin = " ".repeat(number.len());

@@ -46,11 +46,12 @@ fn random(tensor: &TensorInstance, seed: u64, which: u64) -> Vec<u8> {
     if let Some(most) = tensor.value_bound {
         let random = values(DType::F32);
         let values = DType::F32.decode(&random);
-        // All integers from 0 to the bound are equally likely.
+        // Up to a bound of 4095 about equally likely; larger integers do not occur.
         let in_range = values.map(|value| (value.abs() * 4096.0).floor() % (most as f64 + 1.0));
         return tensor.dtype.encode(in_range);
     }
     match tensor.dtype {
+        // Exact in the type, so that a copy can be compared exactly.
         dtype if DType::MATMUL.contains(&dtype) => values(dtype),
         DType::F64 => scaled(1.0),
         dtype if dtype.is_float() => scaled(2.0),

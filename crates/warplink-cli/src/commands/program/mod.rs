@@ -199,6 +199,7 @@ fn parameter(text: &str) -> Result<(String, Value), String> {
         if !program::text::is_name(name) {
             return None;
         }
+        // Numbers, types and operators have different forms, so that the order of attempts does not matter.
         let value = match (value.parse::<DType>(), value.parse::<ReduceOp>()) {
             (Ok(dtype), _) => Value::ElementType(dtype),
             (_, Ok(operator)) => Value::Operator(operator),

@@ -126,9 +126,12 @@ impl RunCommand {
                 graph.launch(stream)?;
                 Ok(comm.synchronize(stream)?)
             };
+            // Other runs than the eager ones, so that their results in the outputs do not pass for those of the
+            // graph.
             compared.extend(check.runs(comm, &plan, (100, "in a graph"), run)?);
         }
         let values = check::gather(comm, &compared)?;
+        // After all else: tracing replaces kernels, and its failure must not lose the results.
         let trace = match self.trace {
             Some(_) => plan.trace(&clock.stream),
             None => Ok(None),
@@ -192,6 +195,7 @@ impl RunCommand {
         let all = tensors.iter().map(|tensor| tensor.bytes as u128).sum();
         let largest = tensors.iter().map(|tensor| tensor.bytes as u128).max();
         let kind = comm.device().kind();
+        // The host holds one tensor at a time while inputs are made.
         memory::check(kind, comm.world(), largest.unwrap_or(0), all)?;
         for (index, tensor) in tensors.iter().enumerate() {
             if tensor.role == Role::Input {

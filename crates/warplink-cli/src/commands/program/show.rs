@@ -103,7 +103,9 @@ fn show_kernels(name: &str, rank_program: &RankProgram, options: &Options) -> Re
     let mut kernels: Vec<(u32, String)> = Vec::new();
     for operation in &rank_program.operations {
         if let OperationKind::Kernel(section) = &operation.kind {
+            // For aligned operands, the usual case and the shorter text.
             let source = section.kernel(true)?;
+            // A loop of launches has one text.
             if kernels.iter().all(|(_, known)| *known != source) {
                 kernels.push((operation.site.line, source));
             }

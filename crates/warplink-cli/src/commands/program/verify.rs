@@ -126,6 +126,7 @@ impl Expectations {
             self.not_evaluated = Some(why);
             return Ok(Vec::new());
         }
+        // One evaluation for each set of unreachable tensors: they take other branches of the kernels.
         for (run, names) in withheld.iter().enumerate() {
             evaluator = evaluator.without_reaching(names)?;
             let inputs = Inputs::new(0).of_run(run as u64);
@@ -182,6 +183,7 @@ fn withheld(evaluator: &Evaluator) -> Vec<Vec<String>> {
         .flat_map(|program| program.announced())
         .map(str::to_owned)
         .collect();
+    // None, each alone, and all: every subset would be exponentially many.
     let mut sets = vec![Vec::new()];
     sets.extend(names.iter().map(|name| vec![name.clone()]));
     if names.len() > 1 {

@@ -118,6 +118,7 @@ impl Drawing<'_> {
             let points = [moved(line.from), moved(line.to)];
             self.line(points, line.colour.stroke_width(line.width(most(&lines))))?;
         }
+        // Counts after all lines, which would cross them out.
         for line in &lines {
             if let Some(links) = line.links {
                 let middle = ((line.from.0 + line.to.0) / 2, (line.from.1 + line.to.1) / 2);
@@ -163,6 +164,7 @@ impl Drawing<'_> {
                     }
                     Connection::Links(links) => (Some(links), LINK),
                     Connection::Bus => (None, BUS),
+                    // Ranks behind switches have one line each to the switches instead of one for each pair.
                     Connection::Itself | Connection::Switches(_) | Connection::Nothing => continue,
                 };
                 lines.push(DrawnLine {
@@ -250,6 +252,7 @@ impl Drawing<'_> {
     fn node_colour(&self, node: Option<u32>) -> RGBColor {
         let nodes = nodes(self.topology);
         let index = node.and_then(|node| nodes.iter().position(|known| *known == node));
+        // Colours repeat on machines with more NUMA nodes than colours.
         index.map_or(NO_NODE, |index| NODES[index % NODES.len()])
     }
 
@@ -368,6 +371,7 @@ fn most(lines: &[DrawnLine]) -> u32 {
 /// the two cover.
 fn clipped(from: (i32, i32), to: (i32, i32), half: i32) -> ((i32, i32), (i32, i32)) {
     let (rise, run) = (to.1 - from.1, to.0 - from.0);
+    // Nearly horizontal: a division by a small rise would move the ends far off.
     if rise.abs() <= BOX.1 / 2 + half {
         return (from, to);
     }

@@ -35,6 +35,7 @@ pub(crate) struct Topo {
 impl Topo {
     pub(crate) fn run(self, options: &Options) -> Result<ExitCode> {
         if let Some(path) = &self.svg {
+            // Before ranks start, since measuring takes longer than finding a wrong path.
             report::check_output(path)?;
         }
         if let Some(path) = &self.mesh {
