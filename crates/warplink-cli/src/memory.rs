@@ -16,7 +16,7 @@ pub(crate) fn check(kind: DeviceKind, ranks: usize, host: u128, device: u128) ->
     };
     let needed = each.saturating_mul(ranks as u128);
     let info = rustix::system::sysinfo();
-    // The total and not the free memory, of which caches take most: this is for sizes that can never fit.
+    // The total and not the free memory, most of it in caches: this rejects sizes that can never fit.
     let there = u128::from(info.totalram) * u128::from(info.mem_unit);
     ensure!(
         needed <= there,

@@ -110,7 +110,7 @@ impl XlaGroup {
 impl Drop for XlaGroup {
     fn drop(&mut self) {
         let members = groups().members.remove(&self.number);
-        // Not under the lock: what it drops may take others.
+        // Outside the lock: dropping members may take other locks, and the interpreter's.
         drop(members);
     }
 }

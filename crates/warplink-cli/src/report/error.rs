@@ -121,7 +121,7 @@ impl From<&anyhow::Error> for JsonError {
         let refused = error.downcast_ref::<RefusedProgram>();
         let library = refused
             .map(|refused| &refused.error)
-            // Found behind contexts as well, by which commands say what they were doing.
+            // Found below contexts as well, which commands add to describe the step that failed.
             .or_else(|| error.downcast_ref::<warplink::Error>());
         let system = error.downcast_ref::<io::Error>();
         let kind = match (library, system) {

@@ -119,6 +119,7 @@ impl Tensor {
 
     /// Whether the call writes it.
     pub(super) const fn is_output(self) -> bool {
+        // By the order of declaration: outputs are contiguous in the enum.
         self as u32 >= Self::Sum as u32 && self as u32 <= Self::Scale as u32
     }
 
@@ -168,6 +169,7 @@ impl Tensor {
         let block = quantization.and_then(Quantization::block);
         match self {
             Self::GivenScale | Self::GlobalScale => 1,
+            // Two values of 4 bits share a byte.
             Self::Quantized if quantization == Some(Quantization::Nvfp4) => call.width.div_ceil(2),
             Self::Scale => block.map_or(1, |block| call.width.div_ceil(block)),
             _ => call.width,
@@ -223,6 +225,7 @@ impl FusedMemory<'_> {
             Tensor::Residual => self.residual,
             Tensor::Weight => self.weight,
             Tensor::Bias => self.bias,
+            // One field of the caller is an input or an output, which are different tensors of the program.
             Tensor::GivenScale => self.scale.filter(|_| given),
             Tensor::Sum => self.sum,
             Tensor::ResidualOut => self.residual_out,
@@ -264,6 +267,7 @@ impl FusedMemory<'_> {
             call.kind,
             FusedKind::AllGather | FusedKind::AllReduceSharded
         );
+        // A gather exists for its results on all ranks; the sum alone is each rank's own part.
         if (gathers && !follows) || !(follows || self.sum.is_some() || self.residual_out.is_some())
         {
             let text = format!("{} has nothing to store", call.kind.name());
@@ -277,6 +281,7 @@ impl FusedMemory<'_> {
             };
             let size = tensor.dtype(call).size();
             let bytes = call.bytes_of(*tensor, world);
+            // Kernels choose vector accesses by address, and assume at least the element's own alignment.
             if slice.bytes() != bytes || !slice.address().is_multiple_of(size as u64) {
                 let text = format!(
                     "{} has {} bytes from {:#x} on; expected {bytes} at a multiple of {size}",
@@ -294,6 +299,7 @@ impl FusedMemory<'_> {
 
     fn check_overlaps(&self, call: &Fused, form: &mut Form) -> Result<()> {
         let all = form.tensors();
+        // Inputs may overlap one another, since nothing writes them.
         for target in all.clone().filter(|tensor| tensor.is_output()) {
             for other in all.clone().filter(|other| *other != target) {
                 let (Some(a), Some(b)) = (self.get(target, call), self.get(other, call)) else {
@@ -310,6 +316,8 @@ impl FusedMemory<'_> {
                 let same = (a.address(), a.bytes()) == (b.address(), b.bytes());
                 let replaces = matches!(target, Tensor::Sum | Tensor::ResidualOut | Tensor::Output);
                 match in_place {
+                    // Element by element: exactly the same rows are read before they are written. A shifted overlap
+                    // would read new values.
                     Some(place) if same && replaces && place.is_none() => *place = Some(target),
                     _ => {
                         let text = format!(
@@ -427,10 +435,12 @@ impl Fused {
             );
             return refused(text, "add rows that are not used");
         }
+        // NaN is in no range. The number is written into the text, which has no infinity.
         if !(0.0..f32::INFINITY).contains(&self.epilogue.eps) {
             let text = format!("eps is {}; expected a number from 0 on", self.epilogue.eps);
             return refused(text, "pass the model's epsilon");
         }
+        // By at least 4 bytes, since sums and scales are f32.
         let bytes = self.width.checked_mul(self.dtype.size().max(4));
         let bytes = bytes.and_then(|row| row.checked_mul(self.tokens));
         if bytes.is_none_or(|bytes| bytes > MAX_TENSOR_BYTES) {

@@ -156,6 +156,7 @@ impl Described {
             functions.push(of("finished", From::Added, &follows, Sends::Nothing));
         }
         if way == Way::OneShot && self.call.kind == FusedKind::AllReduce {
+            // The text applies a function before it sends, which for exact rows is the identity.
             functions.push("function sent(x) {\n    return x\n}".to_owned());
         }
         if self.gathers() {
@@ -172,6 +173,7 @@ impl Described {
 
     pub(super) fn program(&self, way: Way, world: usize, lanes: usize) -> Result<Program> {
         Program::parse(&self.text(way, world, lanes)).map_err(|error| {
+            // The text is generated: a parse error is a bug here and not in the caller's arguments.
             Error::internal(error.message().to_owned())
                 .with_operation("write the program of a fused call")
         })
@@ -181,6 +183,7 @@ impl Described {
     pub(super) fn ways(&self) -> &'static [Way] {
         let [_, follows] = self.carried_and_following();
         let gathers = self.form.has(Tensor::ResidualOut) && !follows.is_empty();
+        // More tensors do not fit into the two rows of scratch that a lane announces in.
         let announces = self.announced(Way::Direct).count() <= MAX_ANNOUNCED;
         match self.call.kind {
             _ if self.call.wire == Wire::Fp8 => &[Way::Quantized],
@@ -328,6 +331,8 @@ impl Described {
             } else {
                 "x"
             };
+            // Rounded to the type before the norm, as separate operations would: the result equals that of the
+            // unfused calls.
             lines.push(format!("let h = round({sum}, T)"));
         }
         let quantization = epilogue.quantization.filter(|_| follows);
@@ -336,6 +341,7 @@ impl Described {
             None => None,
             Some(Norm::Rms) => Some("h"),
             Some(Norm::Layer) => {
+                // In two passes: E[h^2] - E[h]^2 would cancel for rows whose mean is large.
                 lines.push("let centred = h - row_sum(h) / width".to_owned());
                 Some("centred")
             }
@@ -399,6 +405,7 @@ impl Described {
     fn taken(&self, from: From) -> impl Iterator<Item = Tensor> {
         let tensors = self.form.tensors();
         tensors.filter(move |tensor| match tensor {
+            // Already added otherwise.
             Tensor::Residual => from == From::Sum,
             Tensor::Weight | Tensor::Bias | Tensor::GivenScale | Tensor::GlobalScale => {
                 from != From::SumAlone
@@ -425,6 +432,7 @@ impl Described {
         let eps = self.call.epilogue.eps;
         let one = |tensor: Tensor| match tensor {
             Tensor::Residual => format!(", R[{row}]{on}"),
+            // In the text as a literal: a program has no float parameters.
             Tensor::Weight => format!(", W, {eps:e}"),
             Tensor::Bias => ", V".to_owned(),
             scale => format!(", {}[0]", scale.name()),
@@ -436,6 +444,7 @@ impl Described {
     fn source(&self, on: &'static str) -> &'static str {
         match (self.call.kind, on) {
             (FusedKind::AllGather, "") => "X[g]",
+            // `on` only in expectations: the steps of a lane read their own part.
             (FusedKind::AllGather, _) => "X[g] on k",
             _ => "reduce(X[t] on r for r in 0..world, sum)",
         }
@@ -451,6 +460,7 @@ impl Described {
                 At::Owned if owned => format!("{name}[g]"),
                 At::OwnedBy => format!("{name}[k * own + g]"),
                 At::Everywhere | At::Owned => {
+                    // From the own rank on, so that ranks do not all store to rank 0 first.
                     format!("{name}[t] on (rank + r) % world for r in 0..world")
                 }
             }
@@ -504,6 +514,7 @@ impl Described {
                 "for r in 1..world {{ put X[(rank + r) % world * own + g] to {} on (rank + r) % world }}",
                 place("inputs + rank")
             ));
+            // Puts of all ranks must have arrived before anyone reads its rows of scratch.
             lines.push("barrier".to_owned());
             format!(
                 "reduce(X[t] if r == rank else {} for r in 0..world, sum)",

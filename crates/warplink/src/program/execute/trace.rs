@@ -48,6 +48,8 @@ impl Trace {
             .iter()
             .map(|span| (span.rank, &*span.stream))
             .collect();
+        // Sorted for the binary search below; the index in the list is the track's thread id, which must be unique in
+        // the trace.
         tracks.sort_unstable();
         tracks.dedup();
         let meta = |name, pid, tid, title| PerfettoEvent {
@@ -111,6 +113,7 @@ impl Tracer {
     pub(super) fn start(context: &RankContext, stream: &Stream) -> Result<Self> {
         // Earlier work in the stream would delay the event at time 0 on this rank alone.
         stream.synchronize(context.deadline())?;
+        // Before the barrier: creating an event may take longer on one rank than on another.
         let zero = context.device.create_event(true)?;
         context.barrier()?;
         stream.record(&zero)?;
@@ -173,6 +176,7 @@ impl Tracer {
                 .with_operation("gather a trace")
                 .with_rank(rank)
         })?;
+        // Collective on every rank, also on those that get nothing.
         let all = context.all_gather(&bytes)?;
         if rank != 0 {
             return Ok(None);

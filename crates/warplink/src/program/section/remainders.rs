@@ -17,7 +17,7 @@ pub(super) fn period(it: &Loop<StepKind>, value: &dyn Fn(&Expr) -> Option<i64>, 
         found: Vec::new(),
     };
     walk.body(&it.body);
-    // Short periods first, of which more fit below the limit.
+    // Short periods first: more of them fit below the limit.
     walk.found.sort_unstable();
     let multiple = |period: u64, other: &u64| {
         let multiple = common_multiple(period, *other);

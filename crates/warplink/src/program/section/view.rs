@@ -95,7 +95,7 @@ impl View {
         let (Ok(from), Ok(to)) = (usize::try_from(from), usize::try_from(to)) else {
             return Err(Wrong::Range(extent));
         };
-        // By the extent: the text states the part's size, of which only the last part may have less.
+        // By the extent, which is the size in the text; only the last part may be shorter.
         if from > to || to > extent {
             return Err(Wrong::Range(extent));
         }

@@ -15,7 +15,8 @@ use std::sync::Arc;
 
 impl<'p> Unroller<'p> {
     pub(super) fn expectation(&mut self, expectation: &'p Expectation) -> Result<(), Diagnostic> {
-        // What a called program is for is said of its caller's tensors by the caller.
+        // Expectations of a called program are about its own interface; those of the caller's tensors are the
+        // caller's.
         if self.called.lent.is_some() {
             return Ok(());
         }

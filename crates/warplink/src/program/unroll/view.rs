@@ -88,7 +88,7 @@ impl View {
             .map(|axis| (axis.extent - 1) * axis.stride)
             .sum();
         let mut span = self.cover();
-        // To the end of the last element, gaps included: the span is what the operation may touch at most.
+        // To the end of the last element, gaps included: an upper bound of the accessed bytes.
         span.bytes = (last + 1) * self.dtype.size();
         Area { span, axes }
     }

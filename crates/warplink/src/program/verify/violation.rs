@@ -67,6 +67,7 @@ impl Violations {
     }
 
     pub(super) fn report(&self, ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
+        // Causes before consequences: unordered kernels and lost signals lead to races, which follow.
         for &pair in &self.kernels {
             report_unordered_kernel(ranks, pair, diagnostics);
         }

@@ -493,8 +493,7 @@ impl<'s> Emitter<'s> {
             announced.position(|tensor| *tensor == part.tensor)
         });
         let base = match heard {
-            // A peer's announced tensor is where that rank said in this launch, not where it was when the program was
-            // bound.
+            // At the address that the peer announced in this launch, which may differ from the one at binding.
             Some(number) => format!("located[{number}].at[{}]", bare(&rank)),
             None => format!("at.{}[{}]", Scope::spell(&tensor.name), bare(&rank)),
         };

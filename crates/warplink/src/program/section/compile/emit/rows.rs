@@ -529,6 +529,8 @@ impl Emitter<'_> {
         if pass < passes.last() {
             for (node, reduction, of) in passes.reductions(pass) {
                 code.line(format!(
+                    // Beyond the row's end there are values of the function too, which do not belong to the
+                    // reduction.
                     "if (e < count) n{node} = {}::combine(n{node}, {});",
                     row_operator(reduction),
                     passes.value(of, pass)
@@ -561,6 +563,7 @@ impl Emitter<'_> {
         }
         for (number, group) in stored() {
             if passes.divided(group.result).is_some() {
+                // By one value for the whole unit: one reciprocal, exactly corrected, instead of eight divisions.
                 code.line(format!("row_divide(stored{number}, by{number});"));
             }
             let (element, result) = (stored_name(group.dtype), group.result);
