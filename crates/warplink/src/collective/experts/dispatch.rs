@@ -130,6 +130,7 @@ impl Dispatch {
         ];
         let tensors: Vec<&DeviceSlice> = tensors.into_iter().flatten().collect();
         let mut starts = tensors.iter().map(|slice| slice.address());
+        // Two kernels and not one for each combination of addresses: the key is the same for all tensors.
         let aligned = starts.all(|start| start.is_multiple_of(16));
         // As many launches on every rank, however many tokens each has.
         for from in (0..self.options.max_tokens).step_by(self.shape.tokens) {
@@ -168,9 +169,11 @@ impl Dispatch {
     pub(super) fn parameters(&self, machine: &Machine, from: usize) -> Parameters {
         let (options, shape) = (&self.options, &self.shape);
         let (words, floats) = scratch(options, machine.world, (shape.lanes, shape.depth));
+        // The rest of the workspace is for rows; `Shape` has checked that at least one fits.
         let room = machine.plain_bytes - WORD * (words + floats);
         let room = room / options.dispatched_dtype().size();
         let mut parameters = Parameters::new().with("T", options.token_dtype());
+        // As signed words, which is how the scratch of announcements holds them.
         let announced = self.words().map(|word| i64::from(word as i32));
         let [what, length, upper, factor] = announced;
         for (name, value) in [
@@ -223,6 +226,7 @@ impl Shape {
             let bytes = WORD * (words + floats) + 2 * lanes * depth * row;
             bytes <= machine.plain_bytes && text::cells(options, world, lanes) <= cells(machine)
         };
+        // Checked when the layer is created, rather than at a dispatch in the middle of a model.
         if !fits(1, 1) {
             return Err(Error::new(
                 ErrorKind::Unsupported,
@@ -246,11 +250,15 @@ impl Shape {
             };
             lanes = open.lanes(most, most);
         }
+        // Lanes first: they move data concurrently, where depth only saves barriers between rows that go through
+        // scratch.
         let depth = (1..=MAX_DEPTH).take_while(|depth| fits(lanes, *depth));
         let depth = depth.last().unwrap_or(1);
         let of_token = options.rows_per_token(world) * (SLOT_STEPS + 4 * text::words(options));
         let of_token = of_token.max(SLOT_STEPS * slots) * (1 + world.div_ceil(depth));
         let others = SLOT_STEPS * world + EXPERT_STEPS * options.experts;
+        // Where kernels run on the host, lanes are resolved to steps, whose number is limited; GPUs have no such
+        // limit.
         let of_lane = if shared {
             (MAX_LANE_STEPS.saturating_sub(others) / of_token).max(1)
         } else {
@@ -268,6 +276,7 @@ impl Shape {
         };
         Ok(Self {
             lanes,
+            // No more threads than a row has units: the others would be idle.
             threads: machine.threads(threads.min(options.elements.div_ceil(UNIT))),
             tokens: options.max_tokens.min(lanes.saturating_mul(of_lane)),
             depth,

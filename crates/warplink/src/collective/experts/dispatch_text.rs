@@ -339,9 +339,11 @@ fn totals(it: Variant, world: usize) -> String {
         };
         all.push(format!("let worst{number} = {worst}"));
     }
+    // 1 if a rank gets too many rows, else 0: the announcement then states the excess, and all ranks fail alike.
     all.push("let above = min(max(worst / world - rows, 0), 1)".to_owned());
     all.push("let kind = what - above".to_owned());
     all.push("let size = length + above * (worst / world - length)".to_owned());
+    // Sender and receiver in one word, 16 bits each, as `describe_dispatch` reads them.
     all.push("let limit = upper + above * (rank * 65536 + worst % world - upper)".to_owned());
     all.join("\n")
 }
@@ -387,6 +389,7 @@ fn bases(world: usize) -> String {
     // Up to x of earlier ranks, and before x of others; then the other of the two.
     let earlier = |from: usize| {
         let up = read("up", from, &format!("below{from}"));
+        // 1 for earlier ranks and 0 for others, as arithmetic: names bound in an `if` would end with it.
         format!("let below{from} = min(max(rank - {from}, 0), 1)\n{up}")
     };
     let ends = |from: usize| read("end", from, &format!("1 - below{from}"));

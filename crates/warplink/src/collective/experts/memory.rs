@@ -191,6 +191,7 @@ pub(super) fn check_bytes(
         ))
         .with_help("see ExpertOptions and Dispatched for the shapes"));
     }
+    // Empty memory is never accessed, and may be anywhere.
     if memory.bytes() > 0 && !memory.address().is_multiple_of(unit as u64) {
         return Err(Error::invalid(format!(
             "{what} begin at {:#x}; expected a multiple of {unit}",

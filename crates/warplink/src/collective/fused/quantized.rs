@@ -67,6 +67,7 @@ impl Start {
     /// A function of a row with its scales, whose result `line` computes.
     fn arrived(from: From, line: &str) -> Self {
         Self {
+            // Values travel without their scale, which is one per block and multiplied on arrival.
             parameters: vec!["q".to_owned(), format!("e by {QUANTIZED_BLOCK}")],
             lines: vec![line.to_owned()],
             ..Self::of(from)

@@ -72,6 +72,7 @@ impl Collectives {
             ))
             .with_help("pass a count of 64 bits for each rank"));
         }
+        // Kernels load a count as one word of 64 bits, which traps if it is misaligned.
         if !counts.address().is_multiple_of(COUNT_BYTES as u64) {
             return Err(Error::invalid(format!(
                 "the counts of the {what} begin at {:#x}; expected a multiple of {COUNT_BYTES}",
@@ -97,6 +98,7 @@ impl Collectives {
         stream: &Stream,
     ) -> Result<()> {
         let inner = &*self.0;
+        // Before the unsupported case: after a loss, this error explains more.
         inner.context.fault.check()?;
         let Some(kernel) = &inner.messages else {
             return Err(Error::new(

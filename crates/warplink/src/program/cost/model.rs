@@ -247,9 +247,11 @@ impl HardwareModel {
         let (link, latency) = (&self.link, &self.latency);
         let smallest = [&link.kernels_put, &link.kernel_put];
         let smallest = smallest.iter().find_map(|curve| curve.0.first());
+        // The smallest transfer is two ways: a signal that the buffer is free, and the data with its own signal.
         let both = smallest.map_or(2.0 * latency.word, |(_, seconds)| *seconds);
         let way = both / 2.0;
         let slope = |points: &[(u64, f64)]| match points {
+            // The slope at the end of the curve is free of latency. Measured times may fall with size, by noise.
             [.., (less, sooner), (more, later)] if later > sooner => {
                 Some((more - less) as f64 / (later - sooner))
             }
@@ -285,6 +287,7 @@ impl HardwareModel {
     ) -> Option<&str> {
         let of_call = |one: &&Algorithms| {
             let measured = one.element_bytes.unwrap_or(unsaid);
+            // Exact matches only: thresholds of another world size or element do not carry over.
             (one.collective.as_str(), one.world, measured) == (collective, world, element)
         };
         let limits = &self.algorithms.iter().find(of_call)?.limits;

@@ -46,6 +46,7 @@ impl<'s> Outline<'s> {
     }
 
     fn matters(&self, expression: &Expr) -> bool {
+        // Expressions without a varying name are equal for all lanes that are compared.
         self.varying.is_none_or(|names| mentions(expression, names))
     }
 
@@ -78,6 +79,7 @@ impl<'s> Outline<'s> {
     }
 
     fn value(&self, expression: &Expr) -> i64 {
+        // Unknown values are equal to one another: lanes that differ by memory only are alike.
         let value = expression.evaluate(&|name| self.named(name));
         value.unwrap_or(UNKNOWN)
     }
@@ -140,6 +142,7 @@ impl<'s> Visitor<'s> for Outline<'s> {
         let mut done = None;
         for value in [from, from.saturating_add(1), to.saturating_sub(1)] {
             // Loops of one or two iterations visit none twice.
+            // The second iteration stands for all in the middle; parts of the last one may be shorter.
             if value < to && value >= from && done.is_none_or(|done| done < value) {
                 done = Some(value);
                 self.with(index, value, |outline| outline.body(&it.body));
@@ -194,6 +197,8 @@ impl<'s> Visitor<'s> for Outline<'s> {
         match is {
             ExprUse::Rank => {
                 let world = self.section.world.max(1) as i64;
+                // Relative to the own rank: `rank + 1` is the same behaviour on every rank, though it names different
+                // ones.
                 let distance = self
                     .value(expression)
                     .saturating_sub(self.section.rank as i64);
@@ -217,6 +222,7 @@ impl<'s> Visitor<'s> for Outline<'s> {
         if matters {
             let length = match selection {
                 Selection::Range(from, to) => match length(from, to) {
+                    // The length alone: the position of a lane's part does not matter, and its start may be unknown.
                     Some(length) => self.value(length),
                     None => self.value(to).saturating_sub(self.value(from)),
                 },

@@ -104,10 +104,12 @@ impl LaneTimes {
         let last = lanes.iter().map(|lane| lane.end).max().unwrap_or(0);
         // Clamped, since the two clocks need not run at the same rate.
         let at = |time: u64| (span.end - last.saturating_sub(time) as f64 / 1e3).max(span.start);
+        // Zero-padded, since viewers sort tracks by name.
         let width = (self.section.lanes - 1).to_string().len();
         let mut spans = Vec::new();
         for (number, lane) in lanes.iter().enumerate() {
             let sites = self.sites(number, lane)?;
+            // A step ends where the next one starts: kernels record one time per step, to disturb them less.
             let ends = lane.entries.iter().skip(1).map(|entry| entry.start);
             let ends = ends.chain([lane.end]);
             for ((entry, end), site) in lane.entries.iter().zip(ends).zip(sites) {
@@ -134,6 +136,8 @@ impl LaneTimes {
                 known.push(step.site);
             }
         }
+        // Both lists are in order of execution: the search goes on behind the last match, so that iterations do not
+        // mix.
         let mut next = 0;
         let sites = lane.entries.iter().map(|entry| {
             let is = |site: &Site| (site.line, site.column) == (entry.line, entry.column);
@@ -170,6 +174,7 @@ impl LaneClock {
 impl Started<'_> {
     /// Records the start of a step; a continuation of the same step is not recorded again.
     pub(super) fn step(&mut self, site: &Site) {
+        // One entry for each statement: it may resolve to many steps, such as a signal to every rank.
         if self.last.as_ref() != Some(site) && self.steps.len() < self.clock.room {
             let place = u64::from(site.line) << 32 | u64::from(site.column);
             self.steps.push([self.clock.now(), place]);
@@ -199,6 +204,7 @@ fn stored(bytes: &[u8], room: usize) -> Stored {
         let bytes = bytes.and_then(|bytes| bytes.try_into().ok());
         bytes.map_or(0, u64::from_le_bytes)
     };
+    // A larger count would read the next lane's record.
     let count = usize::try_from(word(0)).unwrap_or(room).min(room);
     let entries = (0..count).map(|number| {
         let place = word(TIMES_HEADER + 2 * number + 1);

@@ -212,6 +212,7 @@ impl<'a> SimulatedRun<'a> {
 
     /// Schedules a stream to check its dependency again.
     pub(super) fn wake(&mut self, stream: usize) {
+        // At most once in the work list: an item that cannot go on is woken by what it waits for.
         if !self.streams[stream].scheduled && !self.streams[stream].queue.is_empty() {
             self.streams[stream].scheduled = true;
             self.stream_work.push(stream);
@@ -257,6 +258,7 @@ impl<'a> SimulatedRun<'a> {
         access: RecordedAccess,
         violations: &mut Violations,
     ) {
+        // A captured run has no clocks to compare; the eager run checks the same accesses.
         if self.mode == Mode::Captured || violations.is_full() {
             return;
         }
@@ -322,6 +324,7 @@ fn expect_readers(
                         ends[id].completed.expect_reader(number);
                     }
                 }
+                // The mover's post waits for the peer's signal.
                 (false, true) => ends[id].incoming.expect_reader(number),
                 (false, false) => {}
             }

@@ -529,8 +529,7 @@ impl Emitter<'_> {
         if pass < passes.last() {
             for (node, reduction, of) in passes.reductions(pass) {
                 code.line(format!(
-                    // Beyond the row's end there are values of the function too, which do not belong to the
-                    // reduction.
+                    // Values beyond the row's end are not part of it.
                     "if (e < count) n{node} = {}::combine(n{node}, {});",
                     row_operator(reduction),
                     passes.value(of, pass)
