@@ -32,6 +32,7 @@ impl Collectives {
         stream: &Stream,
     ) -> Result<()> {
         let bytes = match kind {
+            // The smaller slice is one part, by which a call is counted.
             CollectiveKind::ReduceScatter => output.bytes(),
             _ => input.bytes(),
         };
@@ -132,6 +133,7 @@ impl Collectives {
         let rank = self.0.context.rank();
         let (input_rows, output_rows) = call.kind.rows(world);
         // Slices that a rank does not use may be anything.
+        // Without a root, every rank counts as one.
         let at_root = call.root.is_none_or(|root| root == rank);
         let reads = at_root
             || !matches!(
@@ -214,6 +216,7 @@ impl Collectives {
     /// As [`choice`](Self::choice), and compile errors.
     pub fn prepare(&self, call: &Call) -> Result<()> {
         let call = call.checked(self.0.machine.world)?;
+        // The four keys under which `enqueue` looks the kernel up.
         for aligned in [true, false] {
             for overlap in [Overlap::Apart, Overlap::Shared] {
                 self.prepare_shape(call, aligned, overlap)?;
@@ -242,6 +245,7 @@ impl Collectives {
 
     fn prepare_shape(&self, call: Call, aligned: bool, overlap: Overlap) -> Result<()> {
         let inner = &*self.0;
+        // The vendor's library compiles nothing.
         let CallPath::Direct(direct) = inner.path_for(&call)? else {
             return Ok(());
         };
@@ -250,6 +254,7 @@ impl Collectives {
         }
         if let Some(bytes) = self.too_long(&call) {
             return match self.piece(&call, bytes) {
+                // Long calls run as pieces of one length, with a kernel for it; the rest at the end may need another.
                 Some(piece) => self.prepare_shape(piece, aligned, overlap),
                 None => Ok(()),
             };

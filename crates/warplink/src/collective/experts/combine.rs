@@ -116,6 +116,7 @@ impl Combine {
     pub(super) fn calls(&self) -> Vec<usize> {
         let most = self.options.max_tokens;
         let differs = |tokens: &usize| self.shape.most_tokens(*tokens, most) != most;
+        // One token stands for all small calls, whose tokens are divided among lanes.
         [1].into_iter().filter(differs).chain([most]).collect()
     }
 
@@ -137,6 +138,7 @@ impl Combine {
         let tokens = rows.output.bytes() / row;
         // As many launches on every rank, however many tokens each has.
         for from in (0..self.options.max_tokens).step_by(self.shape.tokens) {
+            // Empty where this rank has fewer tokens than the launch begins with; it still serves the others' rows.
             let own = from.min(tokens)..tokens.min(from + self.shape.tokens);
             let cut =
                 |memory: &DeviceSlice, each: usize| memory.slice(own.start * each..own.end * each);
@@ -167,6 +169,7 @@ impl Combine {
         // Code for the largest values serves all smaller ones, so one compilation covers all calls with the same
         // division.
         let most = self.shape.most_tokens(tokens, self.options.max_tokens);
+        // Everything that changes the code; the number of tokens itself is a parameter.
         let most = (from, most, aligned, weighted);
         let model = lock(&self.models).get(&most).cloned();
         let model = match model {
@@ -220,6 +223,7 @@ impl Combine {
         let words = |count: usize| count.next_multiple_of(SCRATCH_WORDS);
         let requests = words(shape.lanes * machine.world * self.columns);
         let sums = words(shape.lanes * sum_words(options, self.columns)).max(SCRATCH_WORDS);
+        // `Shape` has checked that the requests and sums fit.
         let room = (machine.plain_bytes - 4 * (requests + sums)) / options.dtype.size();
         let mut parameters = Parameters::new().with("T", options.dtype);
         let announced = self.words(weighted).map(|word| i64::from(word as i32));
@@ -332,6 +336,7 @@ fn parts(options: &ExpertOptions, lanes: usize) -> usize {
             && options.elements.is_multiple_of(*parts)
             && (options.row_bytes() / parts).is_multiple_of(PART_BYTES)
     };
+    // The most that divide evenly into aligned parts; 1 always does.
     (1..=MAX_PARTS).rev().find(divides).unwrap_or(1)
 }
 
@@ -467,6 +472,8 @@ impl Added {
         };
         let mut all = Vec::new();
         for (number, from) in (0..self.rows).step_by(ADDED_AT_ONCE).enumerate() {
+            // Sums continue in slot order through the steps, so that the result does not depend on how many rows a
+            // step has.
             let first = if number == 0 { "0" } else { "before" };
             let these = from..self.rows.min(from + ADDED_AT_ONCE);
             all.push(function(&format!("added{number}"), first, these));
@@ -500,6 +507,7 @@ impl Added {
     /// Rows and weights, zeros where there is no row.
     fn arguments(&self, rows: std::ops::Range<usize>, row: &dyn Fn(usize) -> String) -> String {
         let each = rows.map(|k| {
+            // `none` is behind all places: a slot without a row contributes 0 and loads nothing.
             let row = format!("{} if p{k} < none else 0", row(k));
             if self.weighted {
                 format!("{row}, W[t][{k}] if p{k} < none else 0")

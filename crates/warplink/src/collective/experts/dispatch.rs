@@ -257,8 +257,7 @@ impl Shape {
         let of_token = options.rows_per_token(world) * (SLOT_STEPS + 4 * text::words(options));
         let of_token = of_token.max(SLOT_STEPS * slots) * (1 + world.div_ceil(depth));
         let others = SLOT_STEPS * world + EXPERT_STEPS * options.experts;
-        // Where kernels run on the host, lanes are resolved to steps, whose number is limited; GPUs have no such
-        // limit.
+        // Where kernels run on the host, lanes are resolved to steps, whose number is limited.
         let of_lane = if shared {
             (MAX_LANE_STEPS.saturating_sub(others) / of_token).max(1)
         } else {

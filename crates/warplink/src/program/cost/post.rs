@@ -48,9 +48,11 @@ pub(super) fn host_seconds(program: &RankProgram, group: &[TransferId], host: &m
         initiated += usize::from(initiates(transfer).is_some());
         engine += usize::from(transfer.backend == Backend::Nccl);
     }
+    // One group call of the library, however many transfers it has.
     let of_engine = if engine > 0 { host.collective } else { 0.0 };
     let direct = match (group.len() - engine, initiated) {
         (0, _) => 0.0,
+        // Signals alone are one batch of memory operations; each copy is a call of its own.
         (_, 0) => host.word,
         (_, initiated) => initiated as f64 * host.transfer,
     };
@@ -62,6 +64,7 @@ impl Schedule<'_> {
     pub(super) fn add_post(&mut self, state: &mut RankState<'_>, group: &[TransferId]) {
         let (mut targets, mut initiated, mut engine) = (Vec::new(), Vec::new(), Vec::new());
         for &id in group {
+            // Counted before the steps: waits compare the word with the number of posts so far, this one included.
             let (posts, posted_on) = &mut state.posts[id];
             *posts += 1;
             *posted_on = state.stream;
@@ -124,6 +127,7 @@ impl Schedule<'_> {
         for &id in targets {
             self.signal(state, id, 0.0);
         }
+        // A kernel that only signals takes its launch; with copies, their measured time includes it.
         if announced > 0 && initiated.is_empty() {
             self.step(state, Step::Delay(self.model.memory.kernel));
         }
@@ -157,6 +161,7 @@ impl Schedule<'_> {
             self.copy(state, id, protocol, Mover::OneBlock);
             self.signal(state, id, word);
             let done = self.completed(state.program.rank, id);
+            // For waits on other streams of this rank, which watch a word of their own.
             self.step(state, Step::Add(done, 1.0, word));
         }
         self.step(state, Step::Delay(word));
@@ -177,6 +182,7 @@ impl Schedule<'_> {
         if initiated.is_empty() {
             return;
         }
+        // All peers first: the copies are enqueued behind one batch of waits, and a late peer delays all of them.
         for &(id, _) in initiated {
             self.await_target(state, id);
         }
@@ -195,12 +201,14 @@ impl Schedule<'_> {
     ) {
         let latency = &self.model.latency;
         // In a graph, this rank's streams follow through graph edges instead of words.
+        // Eagerly, a post completes two words: the peer's, and the one of this rank's streams.
         let each = match self.submission {
             Submission::Eager => 2.0,
             Submission::Captured => 1.0,
         };
         let (first, more) = (latency.word, latency.more_words);
         for (position, id) in group.enumerate() {
+            // Words of one batch are written in order, each after the cost of those before it.
             self.delay(state, if position == 0 { first } else { each * more });
             self.signal(state, id, 0.0);
             let done = self.completed(state.program.rank, id);
@@ -245,6 +253,7 @@ impl Schedule<'_> {
     ) {
         let transfer = &state.program.transfers[id];
         if transfer.peer == state.program.rank {
+            // No link is involved, and both ends' traffic is in one memory.
             return self.copy_work(state, transfer.range.bytes as f64);
         }
         let (link, memory) = (&self.model.link, &self.model.memory);
@@ -267,6 +276,7 @@ impl Schedule<'_> {
         // it.
         let port = rate / 2.0 / if state.rotates { rotated } else { ring };
         let multiprocessors = self.model.device.multiprocessors as f64;
+        // Multiprocessors that matmuls lose meanwhile.
         let occupancy = match mover {
             Mover::Engine => memory.copy_occupancy,
             Mover::OneBlock => 1.0 / multiprocessors,
@@ -355,11 +365,13 @@ impl Schedule<'_> {
             self.await_target(state, id);
         }
         self.words(state, group.len());
+        // Products for several peers run as one batched matmul.
         let rows = m * group.len();
         let matmul = self.gemm(dtype, (rows, k, n));
         let link = &self.model.link;
         let each = (m * n * dtype.size()) as f64;
         let bytes = each * group.len() as f64;
+        // Stores overlap with the multiplication, except for a share that is measured.
         let stored = bytes / link.stored + link.stored_exposed * matmul;
         let seconds = stored.max(matmul);
         let (peak, ring) = (link.put.peak(), link.put_ring);
@@ -400,6 +412,7 @@ impl Schedule<'_> {
             let transfer = &program.transfers[id];
             if let Backend::Nccl = transfer.backend {
                 if let Some(&(stream, done)) = state.carried.get(&id)
+                    // On the engine's own stream, the order of the stream suffices.
                     && stream != state.stream
                 {
                     self.step(state, Step::Await(done, 1.0));

@@ -89,6 +89,7 @@ impl PartialOrd for Timer {
 
 impl Ord for Timer {
     fn cmp(&self, other: &Self) -> Ordering {
+        // Total, although times are never NaN: a heap needs a total order.
         let time = self.time.total_cmp(&other.time);
         time.then(self.number.cmp(&other.number))
     }
@@ -146,12 +147,15 @@ impl Simulation<'_> {
     fn go(&mut self) {
         let mut done = Vec::new();
         loop {
+            // All streams that can go on, before time advances: work that starts together shares resources from its
+            // start.
             while let Some(stream) = self.ready.pop() {
                 self.step(stream);
             }
             let work = self.resources.next();
             let timer = self.timers.peek();
             let timer = timer.map(|Reverse(timer)| (timer.time - self.now).max(0.0));
+            // Rates change only when work starts or ends, so that nothing happens before the earlier of the two.
             let Some(seconds) = [work, timer].into_iter().flatten().reduce(f64::min) else {
                 return;
             };
@@ -185,6 +189,7 @@ impl Simulation<'_> {
         loop {
             let stream = &mut self.streams[number as usize];
             let Some(&step) = steps.get(stream.next) else {
+                // Not the time of the last event: a signal may still be in flight that nobody waits for.
                 self.done = self.done.max(self.now);
                 return;
             };
@@ -195,6 +200,7 @@ impl Simulation<'_> {
                     stream.path = Path::of(Bound::Host, time);
                     return self.set(time, TimedEvent::Resume(number));
                 }
+                // The host was ahead; the stream's own path stays critical.
                 Step::NotBefore(_) => {}
                 Step::Begin(operation) => {
                     if let Some(span) = self.spans.get_mut(operation as usize) {
@@ -249,6 +255,7 @@ impl Simulation<'_> {
         counter.waiting.retain(|&(stream, wanted)| {
             let goes_on = reached(value, wanted);
             if goes_on {
+                // The stream has waited: the path that ends the wait is the longer one, by definition.
                 streams[stream as usize].path = *path;
                 ready.push(stream);
             }

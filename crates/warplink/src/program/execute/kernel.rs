@@ -98,6 +98,7 @@ impl KernelMemory {
         program: &RankProgram,
         memory: &PlanMemory,
     ) -> Result<Option<Self>> {
+        // Signals are shared by all kernels, which run one after another: the largest needs the most.
         let Some(lanes) = program.sections().map(|section| section.lanes).max() else {
             return Ok(None);
         };
@@ -107,6 +108,7 @@ impl KernelMemory {
                 TensorMemory::Pooled(region) | TensorMemory::Staged { region, .. } => {
                     region.clone()
                 }
+                // The pool's regions are registered already; the caller's memory is not.
                 TensorMemory::Bound(slice) => context.memory.register(slice)?,
                 TensorMemory::Nothing => return Err(internal("a tensor without memory is shared")),
             };
@@ -136,9 +138,11 @@ impl KernelMemory {
         // A private stream suffices: nothing uses this memory yet, and all ranks synchronize before a plan runs.
         let stream = context.device.create_stream(Priority::Normal)?;
         if let Some(workspace) = &workspace {
+            // No flag of an earlier user of this memory may look like one of the first launches.
             stream.fill(workspace.memory(), 0)?;
         }
         stream.fill(&state, 0)?;
+        // Before handles are exchanged: a peer's first packet must not be zeroed.
         stream.synchronize(context.deadline())?;
         Ok(Self {
             layout,
@@ -197,7 +201,8 @@ impl KernelMemory {
                 reach.tensors.push(own.clone());
                 continue;
             }
-            // In the order of `regions`: the workspace, if there is any, the signals, and the shared tensors.
+            // In the order of `regions`: the workspace, if there is any, the signals, and the shared tensors. Peers
+            // that this rank does not reach have none.
             let mut mapped = regions.iter().map(|region| region.memory().clone());
             let workspace = self.workspace.as_ref().and_then(|_| mapped.next());
             reach.workspaces.push(workspace);

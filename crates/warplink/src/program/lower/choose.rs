@@ -82,6 +82,7 @@ impl Choice {
             Some((estimate, seconds))
         });
         let fastest = times.min_by(|a, b| a.1.total_cmp(&b.1));
+        // By name, since estimates are one per lowering.
         fastest.is_none_or(|(estimate, _)| estimate.name() == self.name())
     }
 
@@ -101,6 +102,7 @@ impl Choice {
             .map_or(0.0, |first| first.expected.seconds());
         self.estimates
             .iter()
+            // The list is sorted: its first is the shortest.
             .filter(move |estimate| estimate.expected.seconds() <= shortest * uncertainty)
     }
 
@@ -206,6 +208,7 @@ pub fn choose(
                 Ok(ranks) => ranks,
                 // It does not fit these sizes.
                 Err(diagnostic) if diagnostic.kind == DiagnosticKind::Requirement => {
+                    // Kept as help, for the case that no combination fits.
                     refusal = Some(diagnostic);
                     continue;
                 }
@@ -233,6 +236,7 @@ pub fn choose(
                 },
                 measured: None,
                 bound: eager.bound,
+                // On any rank: joining the engine is collective.
                 needs_engine: ranks.iter().any(RankProgram::uses_engine),
             };
             if best
@@ -245,6 +249,7 @@ pub fn choose(
         }
         estimates.extend(best);
     }
+    // Stable: equal times stay in the order of the lowerings, the same on every rank.
     estimates.sort_by(|a, b| a.expected.seconds().total_cmp(&b.expected.seconds()));
     let expected = estimates
         .iter()

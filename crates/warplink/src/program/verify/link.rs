@@ -48,6 +48,7 @@ pub(super) fn link(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> 
         let mut shares = vec![0; rank_program.exchanges.len()];
         for (index, operation) in rank_program.operations.iter().enumerate() {
             match &operation.kind {
+                // An exchange has exactly one share; its number was assigned by it.
                 OperationKind::Share(exchange) => shares[*exchange] = index,
                 kind => kind.posted().iter().for_each(|&id| posts[id].push(index)),
             }
@@ -72,6 +73,7 @@ fn partners(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) -> Vec<Vec
     let nearest: Vec<OnceCell<Nearest>> = vec![OnceCell::new(); ranks.len()];
     let nearest_of = |rank: Rank| {
         nearest[rank].get_or_init(|| {
+            // Reversed, so that the first transfer of a key is the one that stays in the map.
             let keyed = ranks[rank].transfers.iter().enumerate().rev();
             keyed.map(|(id, t)| ((t.direction, t.peer), id)).collect()
         })
@@ -235,6 +237,7 @@ fn engine_pairs(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnost
                 continue;
             }
             let receives = sequences[*peer].get(&(Direction::Receive, rank));
+            // Further posts on one side deadlock in the simulation, which reports them.
             let pairs = sends.iter().zip(receives.into_iter().flatten());
             for (&(operation, id), &(other, theirs)) in pairs {
                 if links.partners[rank][id] == theirs {

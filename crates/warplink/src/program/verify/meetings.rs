@@ -81,6 +81,7 @@ pub(super) fn meetings(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>)
                 OperationKind::Kernel(_) => &None,
                 _ => continue,
             };
+            // By the list as it is: a list in another order is another communicator of the library.
             let number = match numbers.get(members) {
                 Some(number) => *number,
                 None => {
@@ -96,6 +97,7 @@ pub(super) fn meetings(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>)
                 }
             };
             if let Some(place) = place_among(members.as_deref(), rank) {
+                // Unrolling has rejected calls by ranks that are not in the list.
                 lists[number].of[place].push(index);
             }
         }
@@ -107,6 +109,7 @@ pub(super) fn meetings(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>)
     for list in &lists {
         list.compare(ranks, diagnostics);
         // Further calls of some members are reported by `compare`.
+        // Meetings need a call of every member: an incomplete one would index past a list.
         let fewest = list.of.iter().map(Vec::len).min().unwrap_or(0);
         for index in 0..fewest {
             let meeting = Meeting {
@@ -142,6 +145,7 @@ impl Calls {
             for position in 0..own.len().max(first.len()) {
                 match (first.get(position), own.get(position)) {
                     (Some(&a), Some(&b)) => {
+                        // Only the first difference of a rank: later ones usually follow from a missing call.
                         if self.differ(ranks, (0, a), (place, b), diagnostics) {
                             break;
                         }
@@ -286,6 +290,7 @@ fn kernels_differ(
     (rank, b): (Rank, usize),
     diagnostics: &mut Diagnostics<'_>,
 ) -> bool {
+    // Kernels and collectives of all ranks share one sequence, since both block until all ranks arrive.
     let (one, other) = (&ranks[first].operations[a], &ranks[rank].operations[b]);
     let Some(difference) = kernel_difference(&one.kind, &other.kind) else {
         return false;
@@ -326,6 +331,7 @@ fn kernel_difference(one: &OperationKind, other: &OperationKind) -> Option<&'sta
         })
         .collect::<Vec<_>>()
     };
+    // Positions do not count in this comparison, so that the same text in two places matches.
     if a.section != b.section {
         return Some("they are different kernels");
     }

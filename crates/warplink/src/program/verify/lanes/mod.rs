@@ -134,6 +134,7 @@ pub(super) fn check(
     diagnostics: &mut Diagnostics<'_>,
 ) -> Vec<Does> {
     let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
+    // By rank 0's section: conditions on reachability are in the text, which all ranks share.
     let reaches = kernels.iter().map(|kernel| Reaches::of(kernel.sections[0]));
     let prepared = period(sections.copied())
         .and_then(|period| Ok((period, reaches.collect::<Result<Vec<_>, _>>()?)));
@@ -193,6 +194,7 @@ pub(super) fn persistent<'a>(
 fn merge(mut all: Does, other: Does) -> Does {
     for (all, other) in all.iter_mut().zip(other) {
         if all.accesses != other.accesses {
+            // Bytes that only one variant accesses may race, but nothing may rely on their being written.
             all.accesses = either(&all.accesses, &other.accesses);
         }
         all.waits |= other.waits;
@@ -266,6 +268,8 @@ pub(super) fn follow(
         };
         // Also from a valuation whose launch fails: an `agree` that holds there is one that can hold.
         agreed.extend(run.agreed());
+        // Announced words differ by the invented values, and the launch fails as intended: no violation of the
+        // program.
         if run.words.are_read() && run.announcements.differ() {
             differing.push((valuation, run.differing()));
             continue;

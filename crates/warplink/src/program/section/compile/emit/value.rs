@@ -49,6 +49,8 @@ impl Emitter<'_> {
                 };
                 let (number, bound) = (bare(&number).to_owned(), self.bound(&most));
                 let search = format!("search{}", self.searches);
+                // Each search continues where its last call stopped, so that a loop over rising positions is not
+                // quadratic.
                 self.searches += 1;
                 format!("position(self, {search}, {words}, {number}, {bound})")
             }
@@ -63,6 +65,7 @@ impl Emitter<'_> {
     pub(super) fn bind_value(&mut self, it: &DeviceValue) {
         let range = match &it.gives {
             WordValue::Word(most) => self.scope.range(most).down_to_zero(),
+            // By the whole tensor: a part's length may be unknown here, and a bound that is too large is only slower.
             WordValue::Count(_) | WordValue::Position(..) => {
                 let whole = self.whole(&it.place.tensor.name);
                 let shape = whole.map(|part| &self.instance.tensors[part.tensor].shape);
@@ -84,10 +87,12 @@ impl Emitter<'_> {
         let ends = [&range.from, &range.to].map(|end| self.wide_integer(end));
         let [from, to] = ends;
         let part = &words.part.text;
+        // In words or in rows of words, by which the device function steps.
         let (count, row) = match (range.rows, words.part.axes) {
             (false, _) => (format!("{part}.elements()"), "1".to_owned()),
             (true, 2..) => (
                 format!("(u64){part}.length"),
+                // The divisor is at least 1: an empty part has no rows, and the quotient is not used.
                 format!("{part}.elements() / greatest({part}.length, 1)"),
             ),
             (true, _) => {
@@ -260,6 +265,7 @@ impl Emitter<'_> {
     /// Template arguments of a load of a word: its type, and whether no rank stores it during the launch. A message may
     /// store words that a later one of the same launch reads.
     pub(super) fn loaded_word(&self, word: &EmittedOperand) -> String {
+        // Constant words use the read-only cache, which is not coherent with stores of the same launch.
         let constant = self.instance.tensors[word.part.tensor].constant && !self.paired;
         format!("{}, {constant}", self.integer_name(word))
     }
