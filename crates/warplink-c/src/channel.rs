@@ -143,7 +143,8 @@ pub unsafe extern "C" fn warplink_connect(
 pub extern "C" fn warplink_setup(comm: Comm) -> Status {
     entry("set up connections", || {
         let job = comm.get()?;
-        // Not under the lock: the setup waits for peers.
+        let _connecting = job.connecting();
+        // Not under the lock of declarations: the setup waits for peers.
         let requests: Vec<ConnectionRequest> = {
             let setup = job.setup();
             setup

@@ -44,12 +44,21 @@ pub struct Options {
 pub(crate) struct JobObject {
     pub(crate) communicator: Communicator,
     setup: Mutex<Setup>,
+    /// Held while declared channels are connected.
+    connecting: Mutex<()>,
 }
 
 impl JobObject {
     /// Declared and connected channels. Ignores poisoning: a panic under the lock leaves both consistent.
     pub(crate) fn setup(&self) -> MutexGuard<'_, Setup> {
         self.setup.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Excludes other threads from connecting what they find declared. Blocks while one waits for peers.
+    pub(crate) fn connecting(&self) -> MutexGuard<'_, ()> {
+        self.connecting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -313,6 +322,7 @@ unsafe fn init(
     let comm_made = Comm::new(JobObject {
         communicator,
         setup: Mutex::default(),
+        connecting: Mutex::default(),
     });
     // SAFETY: guaranteed by the caller.
     unsafe { pointer::store(comm, "comm", comm_made) }

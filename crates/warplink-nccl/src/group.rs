@@ -118,13 +118,19 @@ pub(crate) unsafe fn end() -> Outcome {
         group.tasks.into_iter().for_each(|task| (task.undo)());
         return Err(failure);
     }
-    run_all(group.tasks)?;
+    let joined = run_all(group.tasks);
+    if let Err(failure) = &joined
+        && failure.error.is_some()
+    {
+        return joined;
+    }
+    // Communicators that are still being created do not hold up calls of others.
     let mut calls = group.calls;
     let made = calls::make(&calls);
     calls.clear();
     // The thread's next group uses its space.
     GROUP.with_borrow_mut(|group| group.calls = calls);
-    made
+    made.and(joined)
 }
 
 /// # Safety `simulation` must be null or point to an initialized structure.
@@ -168,11 +174,14 @@ fn run_all(tasks: Vec<Task>) -> Outcome {
     let panicked = || -> Failure { Error::internal("the thread of a rank panicked").into() };
     let (blocking, others): (Vec<_>, Vec<_>) = tasks.into_iter().partition(|task| task.blocking);
     let in_progress = !others.is_empty();
-    for task in others {
+    let mut others = others.into_iter();
+    while let Some(task) = others.next() {
         let thread = std::thread::Builder::new().name("warplink-join".to_owned());
-        thread
-            .spawn(task.work)
-            .map_err(|error| Error::io("start the thread that joins", &error))?;
+        if let Err(error) = thread.spawn(task.work) {
+            (task.undo)();
+            others.chain(blocking).for_each(|task| (task.undo)());
+            return Err(Error::io("start the thread that joins", &error).into());
+        }
     }
     let mut results = Vec::with_capacity(blocking.len());
     let mut undoing = Vec::with_capacity(blocking.len());

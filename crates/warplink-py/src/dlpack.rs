@@ -195,11 +195,18 @@ pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
         (None, 0) => Vec::new(),
         (None, _) => return Err(invalid("the DLPack tensor has no shape")),
     };
+    // Elements that share a byte are packed in some exporters and padded in others, so their size is not known.
+    let bits = usize::from(tensor.bits) * usize::from(tensor.lanes);
+    if !bits.is_multiple_of(8) {
+        return Err(invalid(format!(
+            "elements of {bits} bits; expected whole bytes; help: pass the array as bytes"
+        )));
+    }
     Ok(Described {
         address: (tensor.data as u64).wrapping_add(tensor.byte_offset),
         device: (tensor.device_type, tensor.device_id),
         element: Element::of_dlpack(tensor.code, tensor.bits, tensor.lanes),
-        item_bytes: (usize::from(tensor.bits) * usize::from(tensor.lanes)).div_ceil(8),
+        item_bytes: bits / 8,
         shape,
         strides,
         read_only,

@@ -414,7 +414,7 @@ def several_threads():
 def derived():
     """Split, shrunk, grown, made by several ids, by a configuration, and all at once."""
     first, grown, scalable = new_id(), UniqueId(), (UniqueId * 2)(new_id(), new_id())
-    with_config = new_id()
+    with_config, not_blocking = new_id(), new_id()
     has_grown = threading.Event()
 
     def old(rank):
@@ -448,6 +448,20 @@ def derived():
         refused(INVALID_USAGE, "AllReduce", place, place, c_size_t(1), INT32, SUM, comm, c_void_p(30))
         ok("CommResume", comm)
         sum_of_ranks(comm, rank, 2, 33)
+        # A communicator that is still being created does not hold up the group's other calls.
+        config = (c_int * 12)(48, 0, -0x35014111, 21800, 0, *[-(2**31)] * 2, 8, 0, 0, -(2**31), 0)
+        later, (summed, values), code = c_void_p(), memory([rank + 1]), c_int(IN_PROGRESS)
+        ok("GroupStart")
+        ok("CommInitRankConfig", byref(later), 2, not_blocking, rank, config)
+        ok("AllReduce", summed, summed, c_size_t(1), INT32, SUM, comm, c_void_p(36 + rank))
+        assert call("GroupEnd") in (SUCCESS, IN_PROGRESS)
+        synchronize(c_void_p(36 + rank))
+        assert values[0] == 3
+        while code.value == IN_PROGRESS:
+            ok("CommGetAsyncError", later, byref(code))
+        sum_of_ranks(later, rank, 2, 38)
+        ok("CommDestroy", later)
+        ok("MemFree", summed)
         ok("CommFinalize", comm)
         refused(INVALID_USAGE, "AllReduce", place, place, c_size_t(1), INT32, SUM, comm, c_void_p(30))
         refused(INVALID_ARGUMENT, "CommFinalize", comm)

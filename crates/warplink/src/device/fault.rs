@@ -73,10 +73,14 @@ impl Fault {
 
     /// Second step, after the first: waits are aborted.
     pub(crate) fn release(&self) {
-        let mut hooks = guard(&self.hooks);
-        // Pairs with the acquire load in `is_released`: a thread that sees the flag also sees the error.
-        self.released.store(true, Ordering::Release);
-        let hooks = std::mem::take(&mut *hooks);
+        let hooks = {
+            let mut hooks = guard(&self.hooks);
+            // Under the lock, so that a hook is either found here or run by whoever adds it. Release pairs with the
+            // acquire load in `is_released`: a thread that sees the flag also sees the error.
+            self.released.store(true, Ordering::Release);
+            std::mem::take(&mut *hooks)
+        };
+        // Outside the lock: a hook may add others.
         hooks.into_iter().for_each(|hook| (hook.run)());
     }
 
@@ -203,6 +207,20 @@ mod tests {
             fault.when_raised(&Arc::new(()), |gone| assert!(gone.upgrade().is_none()));
         }
         assert!(guard(&fault.hooks).len() <= 2, "grows without bound");
+        fault.raise(Error::new(ErrorKind::PeerLost, "lost"));
+        assert!(runs.load(Ordering::Acquire));
+    }
+
+    #[test]
+    fn hooks_may_add_hooks() {
+        let (fault, runs) = (Arc::new(Fault::default()), Arc::new(AtomicBool::new(false)));
+        let same = fault.clone();
+        fault.when_raised(&runs, move |runs| {
+            let runs = runs.upgrade().unwrap();
+            same.when_raised(&runs, |runs| {
+                runs.upgrade().unwrap().store(true, Ordering::Release);
+            });
+        });
         fault.raise(Error::new(ErrorKind::PeerLost, "lost"));
         assert!(runs.load(Ordering::Acquire));
     }

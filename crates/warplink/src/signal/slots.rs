@@ -89,7 +89,10 @@ impl SlotPool {
                 let slice = state.slice(number)?;
                 // Cleared now rather than when recycled, which could precede the peer's last signal. Now
                 // nobody writes.
-                self.device.upload(&slice, &[0; SLOT_BYTES])?;
+                if let Err(error) = self.device.upload(&slice, &[0; SLOT_BYTES]) {
+                    state.free.push(number);
+                    return Err(error);
+                }
                 number
             }
             None => {

@@ -14,6 +14,7 @@
 mod difference;
 mod group;
 mod on_device;
+mod pieces;
 mod programs;
 
 pub use group::{Message, Parts};

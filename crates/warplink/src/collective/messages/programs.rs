@@ -2,6 +2,7 @@
 //! sender's device memory has.
 
 use super::difference::difference;
+use super::pieces::launches;
 use super::{MessageShape, THREADS};
 use crate::collective::diagnosis::unknown_memory;
 use crate::collective::launches::section;
@@ -9,8 +10,8 @@ use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 use crate::program::execute::{
-    Announced, CARRIED_WORDS, MAX_MESSAGES, PairMessage, PairProgram, Pairs, RankContext,
-    SharedWorkspace, TellDifference,
+    Announced, CARRIED_WORDS, PairMessage, PairProgram, Pairs, RankContext, SharedWorkspace,
+    TellDifference,
 };
 use crate::program::section::{
     MAX_TENSOR_BYTES, PairLayout, SectionInstance, WorkspaceLayout, pair_text,
@@ -92,22 +93,17 @@ impl Messages {
             .lanes
             .saturating_mul(self.shape.chunk * MAX_CHUNKS);
         let most = most.min(MAX_TENSOR_BYTES);
-        let mut pieces = Vec::with_capacity(ends.len());
-        for end in ends {
-            let bytes = end.data.bytes();
-            // Empty messages go, too, since their other end may not be empty.
-            let starts = (0..bytes.max(1)).step_by(most);
-            for start in starts {
-                let piece = start..bytes.min(start + most);
-                pieces.push((end, end.data.slice(piece)?));
-            }
-        }
-        for pieces in pieces.chunks(MAX_MESSAGES) {
-            let pieces = pieces.iter().map(|(end, data)| {
-                let end = End { data, ..**end };
-                self.message(end, (data.bytes(), 1), None, stream)
+        let bytes: Vec<usize> = ends.iter().map(|end| end.data.bytes()).collect();
+        for pieces in launches(&bytes, most) {
+            let pieces = pieces.into_iter().map(|(end, range)| {
+                let data = ends[end].data.slice(range)?;
+                Ok((ends[end], data))
             });
-            let messages: Vec<PairMessage<'_>> = pieces.collect();
+            let pieces: Vec<(End<'_>, DeviceSlice)> = pieces.collect::<Result<_>>()?;
+            let messages = pieces.iter().map(|(end, data)| {
+                self.message(End { data, ..*end }, (data.bytes(), 1), None, stream)
+            });
+            let messages: Vec<PairMessage<'_>> = messages.collect();
             self.pairs.enqueue(PLAIN, &messages, stream)?;
         }
         Ok(())

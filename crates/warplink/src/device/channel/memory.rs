@@ -111,8 +111,9 @@ impl Windows {
 
     /// Adds a region on each side and returns its number. Blocks until kernels can see it.
     pub(crate) fn add(&self, own: DeviceSlice, peers: RegionPlace) -> Result<u32> {
-        let number = self.next()?;
         let mut sides = lock(&self.sides);
+        // Under the lock, so that two threads get two numbers.
+        let number = number_after(sides[0].len())?;
         sides[0].push(RegionPlace::Mapped(own));
         sides[1].push(peers);
         drop(sides);
@@ -126,14 +127,7 @@ impl Windows {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if the maximum is reached.
     pub(crate) fn next(&self) -> Result<u32> {
-        let number = self.count();
-        if number < MAX_REGIONS {
-            return Ok(number as u32);
-        }
-        Err(Error::invalid(format!(
-            "the connection has {number} regions already; expected at most {MAX_REGIONS}"
-        ))
-        .with_help("create another connection with a different tag"))
+        number_after(self.count())
     }
 
     /// Length in bytes of region `number` on one side, if it exists.
@@ -294,3 +288,14 @@ impl fmt::Debug for ChannelMemory {
 }
 
 debug_text!(Windows, |it| "Windows({:?})", it.sides);
+
+/// Number of the region after `count` others.
+fn number_after(count: usize) -> Result<u32> {
+    if count < MAX_REGIONS {
+        return Ok(count as u32);
+    }
+    Err(Error::invalid(format!(
+        "the connection has {count} regions already; expected at most {MAX_REGIONS}"
+    ))
+    .with_help("create another connection with a different tag"))
+}

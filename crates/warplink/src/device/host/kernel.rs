@@ -12,7 +12,7 @@ use crate::error::ErrorKind;
 use crate::error::{Error, Result};
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// Maximum number of blocks of a launch: each has a thread.
 const MAX_BLOCKS: u32 = 256;
@@ -313,16 +313,28 @@ pub(super) fn together<W: FnOnce() -> Result<()> + Send>(
     if threads <= 1 {
         return run(first);
     }
+    // Blocks wait for one another, so none begins before all have a thread.
+    let all_started = OnceLock::new();
+    let started = &all_started;
     std::thread::scope(|scope| {
         let mut others = Vec::new();
         for index in 1..threads {
             let work = work(index);
             let thread = std::thread::Builder::new()
                 .name(format!("warplink-block-{index}"))
-                .spawn_scoped(scope, move || run(work))
-                .map_err(|error| Error::thread("start a block's thread", &error))?;
-            others.push(thread);
+                .spawn_scoped(scope, move || match started.wait() {
+                    true => run(work),
+                    false => Ok(()),
+                });
+            match thread {
+                Ok(thread) => others.push(thread),
+                Err(error) => {
+                    let _ = started.set(false);
+                    return Err(Error::thread("start a block's thread", &error));
+                }
+            }
         }
+        let _ = started.set(true);
         let first = run(first);
         let others = others.into_iter().map(|thread| thread.join());
         let results: Vec<Result<()>> = others
