@@ -1,5 +1,6 @@
 """Misuse raises an exception that names it: forks, second interpreters, arrays that do not fit."""
 
+import ctypes
 import gc
 import os
 
@@ -307,3 +308,40 @@ def test_joining_reads_the_variables_of_what_is_not_given(monkeypatch):
     monkeypatch.setenv("WARPLINK_SECRET", " ")
     with pytest.raises(InvalidArgumentError, match="WARPLINK_SECRET is blank"):
         warplink.Job.join(0, 1, "127.0.0.1:1", device="host")
+
+
+class Packed:
+    """Eight elements of 4 bits, which DLPack has packed in four bytes."""
+
+    class Tensor(ctypes.Structure):
+        _fields_ = [
+            ("data", ctypes.c_void_p),
+            ("device", ctypes.c_int32 * 2),
+            ("ndim", ctypes.c_int32),
+            ("code", ctypes.c_uint8),
+            ("bits", ctypes.c_uint8),
+            ("lanes", ctypes.c_uint16),
+            ("shape", ctypes.POINTER(ctypes.c_int64)),
+            ("strides", ctypes.c_void_p),
+            ("byte_offset", ctypes.c_uint64),
+            ("manager", ctypes.c_void_p * 2),
+        ]
+
+    def __init__(self):
+        self._memory, self._shape = ctypes.create_string_buffer(4), (ctypes.c_int64 * 1)(8)
+        device = (ctypes.c_int32 * 2)(1, 0)
+        self._tensor = self.Tensor(ctypes.addressof(self._memory), device, 1, 1, 4, 1, self._shape)
+
+    def __dlpack_device__(self):
+        return 1, 0
+
+    def __dlpack__(self, **_):
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        return new(ctypes.addressof(self._tensor), b"dltensor", None)
+
+
+@as_ranks(1)
+def test_elements_of_less_than_a_byte_are_refused(rank, world, meeting):
+    with join(rank, world, meeting, device="host") as job, pytest.raises(InvalidArgumentError, match="elements of 4 bits"):
+        job.world().borrow(Packed())
