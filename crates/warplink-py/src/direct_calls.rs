@@ -5,13 +5,13 @@ use crate::collectives::Collectives;
 use crate::errors::raise;
 use crate::order::Order;
 use crate::recent::address;
-use crate::stream::Stream;
+use crate::stream::{Event, Stream};
 use crate::watch::Watch;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
-use warplink::DType;
-use warplink::collective::{Call, CollectiveKind};
+use warplink::collective::{Call, CollectiveKind, MAX_MESSAGES};
+use warplink::{DType, Rank};
 
 /// Calls of `collectives`, on the caller's current stream, for tensors of the GPU `index` alone.
 ///
@@ -134,15 +134,58 @@ impl DirectCalls {
             collectives.all_to_all_at(py, stream, memory, [received, sent])
         })
     }
+
+    /// A batch of sends and receives, a peer, whether it sends and a tensor each, on the stream `side`, as PyTorch and as
+    /// Warplink know it, behind the work of the current one. Returns the event behind it, or None as the others return
+    /// False; also for more messages than fit into one call.
+    fn exchange(
+        &self,
+        py: Python<'_>,
+        messages: Vec<(Rank, bool, Bound<'_, PyAny>)>,
+        side: (Bound<'_, PyAny>, Bound<'_, Stream>),
+    ) -> PyResult<Option<Event>> {
+        let world = self.collectives.get().world;
+        let fit = MAX_MESSAGES / (2 * world);
+        if messages.is_empty() || messages.len() > fit || self.is_profiled(py)? {
+            return Ok(None);
+        }
+        let mut ends = [Vec::new(), Vec::new()];
+        for (peer, sends, tensor) in &messages {
+            if !self.is_plain(tensor)? {
+                return Ok(None);
+            }
+            let memory = (address(tensor)?, bytes(tensor)?);
+            ends[usize::from(*sends)].push((*peer, memory));
+        }
+        let Some(current) = self.streams.current(py)? else {
+            return Ok(None);
+        };
+        let (torch_side, side) = (side.0, side.1.get());
+        side.follow(py, current.get())?;
+        let [receives, sends] = ends;
+        self.behind_others(py, side, |collectives| {
+            collectives.messages_at(py, side, &sends, &receives)
+        })?;
+        let event = side.mark(py)?;
+        // PyTorch would reuse memory of the current stream before this stream is past it.
+        for (_, _, tensor) in &messages {
+            tensor.call_method1(intern!(py, "record_stream"), (&torch_side,))?;
+        }
+        Ok(Some(event))
+    }
 }
 
 impl DirectCalls {
+    fn is_profiled(&self, py: Python<'_>) -> PyResult<bool> {
+        let profiler = self.profiler.bind(py);
+        profiler
+            .getattr(intern!(py, "_is_profiler_enabled"))?
+            .is_truthy()
+    }
+
     /// Whether both tensors are contiguous on this GPU, and no profiler is to see the call.
     fn serves(&self, output: &Bound<'_, PyAny>, input: &Bound<'_, PyAny>) -> PyResult<bool> {
-        let py = output.py();
-        let profiler = self.profiler.bind(py);
-        let profiles = profiler.getattr(intern!(py, "_is_profiler_enabled"))?;
-        Ok(!profiles.is_truthy()?
+        Ok(!self.is_profiled(output.py())?
             && self.is_plain(output)?
             && (input.is(output) || self.is_plain(input)?))
     }
@@ -173,7 +216,7 @@ impl DirectCalls {
             return Ok(None);
         }
         let all: usize = shape.get_item(0)?.extract()?;
-        let bytes: usize = tensor.getattr(intern!(py, "nbytes"))?.extract()?;
+        let bytes = bytes(tensor)?;
         if !rows.is_truthy()? {
             let divides = all.is_multiple_of(world);
             return Ok(divides.then(|| vec![bytes / world; world]));
@@ -195,7 +238,7 @@ impl DirectCalls {
         Ok(Some(parts))
     }
 
-    /// Makes a call on the current stream behind other kernels of the device.
+    /// Makes a call on the current stream; returns whether that is known.
     fn enqueue(
         &self,
         py: Python<'_>,
@@ -205,14 +248,24 @@ impl DirectCalls {
             return Ok(false);
         };
         let stream = stream.get();
+        self.behind_others(py, stream, |collectives| call(collectives, stream))?;
+        Ok(true)
+    }
+
+    /// Makes a call on `stream` behind other kernels of the device.
+    fn behind_others(
+        &self,
+        py: Python<'_>,
+        stream: &Stream,
+        call: impl FnOnce(&Collectives) -> PyResult<()>,
+    ) -> PyResult<()> {
         let collectives = self.collectives.bind(py);
         self.order.get().follow(collectives.as_any(), stream)?;
-        call(collectives.get(), stream)?;
+        call(collectives.get())?;
         // Failures of earlier calls, as a wait would raise them.
-        if let Some(watch) = &self.watch {
-            watch.get().check()?;
-        }
-        Ok(true)
+        self.watch
+            .as_ref()
+            .map_or(Ok(()), |watch| watch.get().check())
     }
 }
 
@@ -220,6 +273,10 @@ fn has_type_of(one: &Bound<'_, PyAny>, other: &Bound<'_, PyAny>) -> PyResult<boo
     let dtype = intern!(one.py(), "dtype");
     // PyTorch has one object for each type.
     Ok(one.is(other) || one.getattr(dtype)?.is(other.getattr(dtype)?))
+}
+
+fn bytes(tensor: &Bound<'_, PyAny>) -> PyResult<usize> {
+    tensor.getattr(intern!(tensor.py(), "nbytes"))?.extract()
 }
 
 fn elements(tensor: &Bound<'_, PyAny>) -> PyResult<usize> {

@@ -189,7 +189,7 @@ impl Stream {
     }
 
     /// Makes the stream wait for all work enqueued on `other` so far.
-    fn follow(&self, py: Python<'_>, other: &Self) -> PyResult<()> {
+    pub(crate) fn follow(&self, py: Python<'_>, other: &Self) -> PyResult<()> {
         let (stream, other) = (self.live()?, other.live()?);
         let followed = py.detach(|| {
             let reached = self.place.device.create_event(false)?;
@@ -200,7 +200,7 @@ impl Stream {
     }
 
     /// A new event, recorded at this point of the stream.
-    fn mark(&self, py: Python<'_>) -> PyResult<Event> {
+    pub(crate) fn mark(&self, py: Python<'_>) -> PyResult<Event> {
         let stream = self.live()?;
         let marked = py.detach(|| {
             let event = self.place.device.create_event(false)?;

@@ -707,6 +707,9 @@ class DirectCalls:
     def all_to_all(
         self, output: Any, input: Any, output_rows: Sequence[int], input_rows: Sequence[int]
     ) -> bool: ...
+    def exchange(
+        self, messages: Sequence[tuple[int, bool, Any]], side: tuple[Any, Stream]
+    ) -> Event | None: ...
 
 @final
 class Order:
