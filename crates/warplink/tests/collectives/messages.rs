@@ -50,7 +50,15 @@ fn messages_of_a_rank_to_itself_are_right_beside_others() {
         let collectives = by(comm, None, 512 << 10);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let mut random = Random::new(5);
-        for (others, own) in [(1, 3), (58, 2), (60, 40), (64, 2), (0, 3)] {
+        for (others, own, least) in [
+            (1, 3, 100),
+            (58, 2, 100),
+            (60, 40, 100),
+            (64, 2, 100),
+            (0, 3, 0),
+            // Long enough for two of its own to go along.
+            (2, 4, (3 << 20) + 5),
+        ] {
             let mut message = |from, to, bytes| Planned {
                 from,
                 to,
@@ -60,7 +68,7 @@ fn messages_of_a_rank_to_itself_are_right_beside_others() {
             let mut plan = Vec::new();
             for number in 0..others {
                 let from = number % comm.world();
-                plan.push(message(from, (from + 1) % comm.world(), 100 + number));
+                plan.push(message(from, (from + 1) % comm.world(), least + number));
             }
             let lengths = [(1 << 20) + 1, 1 << 20, 0, 7000];
             for rank in 0..comm.world() {

@@ -8,9 +8,8 @@ use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 
-/// Maximum bytes of a message to self that joins the launch, through the workspace: a separate device copy
-/// costs another host call, but is faster for longer data.
-const MAX_ALONG: usize = 1 << 20;
+/// Bytes of messages to self that join the launch in any case: a separate device copy costs another host call.
+const ALWAYS_ALONG: usize = 1 << 20;
 
 /// A message to self: target and source.
 type SelfMessage<'a> = (&'a DeviceSlice, &'a DeviceSlice);
@@ -178,7 +177,7 @@ impl Collectives {
                 .map(|message| end(message.peer, message.direction, message.memory))
                 .collect();
             check_count(ends.len())?;
-            let (along, copies) = divide(copies, ends.len());
+            let (along, copies) = divide(copies, &ends);
             for (target, source) in along {
                 ends.push(end(rank, Direction::Send, source));
                 ends.push(end(rank, Direction::Receive, target));
@@ -217,21 +216,33 @@ fn copy(copies: &[SelfMessage<'_>], stream: &Stream) -> Result<()> {
     filled.try_for_each(|(target, source)| stream.copy(target, source))
 }
 
-/// Splits messages to self into those that join a launch of `others` messages, and those copied before it.
-fn divide(
-    copies: Vec<SelfMessage<'_>>,
-    others: usize,
-) -> (Vec<SelfMessage<'_>>, Vec<SelfMessage<'_>>) {
+/// Splits messages to self into those that join a launch of the messages `others`, and those copied before it.
+///
+/// In a launch they are copied while data crosses the link, which takes longer for as many bytes: with two H200s,
+/// parts of 1.5 to 32 MiB take 13 to 17 % less of an all-to-all's time than behind a copy of the rank's own.
+fn divide<'a>(
+    copies: Vec<SelfMessage<'a>>,
+    others: &[End<'_>],
+) -> (Vec<SelfMessage<'a>>, Vec<SelfMessage<'a>>) {
+    let crossing = |direction| {
+        let ends = others.iter().filter(|end| end.direction == direction);
+        ends.map(|end| end.data.bytes()).sum::<usize>()
+    };
+    let mut hidden = crossing(Direction::Send).max(crossing(Direction::Receive));
     // A launch for nothing else costs as much as a copy.
-    let mut room = if others == 0 {
+    let mut room = if others.is_empty() {
         0
     } else {
-        MAX_MESSAGES.saturating_sub(others) / 2
+        MAX_MESSAGES.saturating_sub(others.len()) / 2
     };
-    // Each takes two entries, a send and a receive. Longer ones are left to the copy engine.
     copies.into_iter().partition(|(_, source)| {
-        let goes = room > 0 && (1..=MAX_ALONG).contains(&source.bytes());
-        room -= usize::from(goes);
+        let bytes = source.bytes();
+        let goes = room > 0 && bytes > 0 && bytes <= hidden.max(ALWAYS_ALONG);
+        if goes {
+            // Each takes two entries, a send and a receive.
+            room -= 1;
+            hidden = hidden.saturating_sub(bytes);
+        }
         goes
     })
 }
