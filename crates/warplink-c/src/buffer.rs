@@ -59,6 +59,7 @@ pub unsafe extern "C" fn warplink_buffer_number(
     entry("get a buffer's number", || {
         let buffer = buffer.get()?;
         let mut numbers = buffer.numbers.iter();
+        // A negative number is no rank, and finds no connection.
         let is_it = |one: &Connection| {
             usize::try_from(peer).is_ok_and(|peer| (one.peer(), one.tag()) == (peer, tag))
         };

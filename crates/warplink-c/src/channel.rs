@@ -125,6 +125,7 @@ pub unsafe extern "C" fn warplink_connect(
         let request = ConnectionRequest::new(peer, tag, &region.region);
         let request = match (transport, devices) {
             (None, _) => request,
+            // This selects the network as well, the only transport that gets here with devices.
             (Some(_), Some(devices)) => request.with_network_devices(devices),
             (Some(transport), None) => request.with_transport(transport),
         };
@@ -158,6 +159,7 @@ pub extern "C" fn warplink_setup(comm: Comm) -> Status {
         }
         let connected = job.communicator.connect(&requests)?;
         let mut setup = job.setup();
+        // Fewer may be left if another thread has destroyed the communicator during the wait.
         let made = requests.len().min(setup.declared.len());
         // Only those that were connected: another thread may have declared more meanwhile, which come after these.
         setup.declared.drain(..made);

@@ -204,6 +204,7 @@ impl CollectiveCall {
             dtype: element_type(self.element_type)?,
             op,
             root: usize::try_from(self.root).ok(),
+            // Larger counts are rejected later, with the sizes in bytes.
             count: usize::try_from(self.count).unwrap_or(usize::MAX),
         })
     }
@@ -349,6 +350,7 @@ pub unsafe extern "C" fn warplink_collective(
         // SAFETY: the caller passes a call.
         let call = unsafe { pointer::load(call, "call") }?.call()?;
         let (collectives, stream) = (&object.collectives, &stream.stream);
+        // It has no operands, whose addresses the following checks.
         if call.kind == CollectiveKind::Barrier {
             return Ok(collectives.barrier(stream)?);
         }

@@ -284,6 +284,7 @@ pub unsafe extern "C" fn warplink_experts_dispatch(
                 object.of_tokens(tokens.numbers as u64, count, each, "numbers")?,
             )
         };
+        // At most `max_tokens`, as checked above, so that the products below do not overflow.
         let words = count as usize;
         // SAFETY: as above.
         let (scales, weights) = unsafe {

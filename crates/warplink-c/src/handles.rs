@@ -86,6 +86,7 @@ pub struct BoundCall {
 }
 
 /// Bit offset of a handle's generation; the index is in the bits below, the kind in those from `KIND` on.
+// This leaves 24 bits for generations, and 8 for kinds.
 const GENERATION: u32 = 32;
 const KIND: u32 = 56;
 

@@ -281,6 +281,7 @@ pub extern "C" fn warplink_barrier(comm: Comm) -> Status {
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_destroy(comm: Comm) -> Status {
     entry("destroy", || {
+        // First, so that no other thread gets hold of the communicator while it is closed.
         let job = comm.take()?;
         // Before closing: objects that hold peers' memory must be gone by the time that the peers wait for it.
         handles::take_all_of(&job);

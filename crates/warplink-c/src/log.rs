@@ -101,6 +101,7 @@ pub unsafe extern "C" fn warplink_default_log_handler(
 pub(crate) fn start() -> bool {
     *STARTED.get_or_init(|| {
         let filter =
+            // An invalid filter counts as none: a log that is misconfigured should not keep a program from joining.
             EnvFilter::try_from_env(FILTER_VARIABLE).unwrap_or_else(|_| EnvFilter::new("warn"));
         let subscriber = Registry::default().with(filter).with(ToHandler);
         tracing::subscriber::set_global_default(subscriber).is_ok()

@@ -54,6 +54,7 @@ impl Span {
 
 /// Fails if two handles belong to different communicators.
 pub(crate) fn same_job(job: &Arc<JobObject>, other: &Arc<JobObject>, what: &str) -> Outcome {
+    // Two communicators of a process may use different GPUs, on which the other's addresses and streams mean nothing.
     if Arc::ptr_eq(job, other) {
         return Ok(());
     }

@@ -185,6 +185,7 @@ fn entry_unless(
         None => body(),
     };
     // Unwinding out of an `extern "C"` function aborts the process, which is not for a library to decide.
+    // Asserted: tables and declarations, which outlive the call, ignore poisoning and are never left half-updated.
     let ended = catch_unwind(AssertUnwindSafe(body))
         .unwrap_or_else(|payload| Err(Failure::panicked(&*payload)));
     let Err(mut failure) = ended else {

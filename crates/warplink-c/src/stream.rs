@@ -58,6 +58,7 @@ pub unsafe extern "C" fn warplink_stream_borrow(
 #[unsafe(no_mangle)]
 pub extern "C" fn warplink_stream_destroy(stream: Stream) -> Status {
     entry("destroy a stream", || {
+        // First, so that the handle stays valid if the stream cannot be released yet.
         stream.get()?.stream.give_back()?;
         stream.take().map(drop)
     })
@@ -102,6 +103,7 @@ pub extern "C" fn warplink_stream_wait(
         let connection = job.setup().find(peer, tag)?;
         let wait = MemoryOp::wait(connection.inbound(), epoch);
         stream.stream.memory_ops(&[wait])?;
+        // After the wait, so that the memory of the word is kept until the stream is past it.
         connection.note(&stream.stream);
         Ok(())
     })

@@ -160,6 +160,7 @@ fn refuse(mut error: clap::Error) -> ExitCode {
         // Ignore errors of a closed stream.
         let _ = error.print();
     }
+    // 2 is clap's own code for invalid arguments.
     ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(2))
 }
 

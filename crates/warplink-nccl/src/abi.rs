@@ -153,6 +153,7 @@ impl CallWishes {
         }
         // Copied, since the call may be deferred to the end of its group; whole, since a newer caller's has more
         // members.
+        // In words, for the alignment of the structure's 64-bit members and pointers.
         let mut copied = vec![0_u64; header.size.div_ceil(8)];
         // SAFETY: it has as many bytes as it states, and the copy is at least as long.
         unsafe {
@@ -289,6 +290,7 @@ pub(crate) fn check<T>(pointer: *const T, name: &str) -> Outcome {
 /// # Safety `place` must be null or valid for a write of one `T`.
 pub(crate) unsafe fn store<T>(place: *mut T, name: &str, value: T) -> Outcome {
     check(place, name)?;
+    // Not all callers are C: bindings of other languages may pass a pointer into a packed buffer.
     // SAFETY: not null; the caller guarantees that it is valid for a write.
     unsafe { place.write_unaligned(value) };
     Ok(())

@@ -13,6 +13,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 const PREFIXES: [&[u8]; 2] = [b"nccl", b"pnccl"];
 
 /// Relocations that store a function's address: in data, in the table of addresses, and in that of calls.
+// R_AARCH64_ABS64, R_AARCH64_GLOB_DAT and R_AARCH64_JUMP_SLOT; R_X86_64_64, R_X86_64_GLOB_DAT and
+// R_X86_64_JUMP_SLOT. Both architectures have relocations with addends only.
 const STORED: [u32; 3] = if cfg!(target_arch = "aarch64") {
     [257, 1025, 1026]
 } else {
@@ -58,6 +60,7 @@ struct Symbol {
 }
 
 /// Tags of [`Dynamic`]: tables, and sizes of those of relocations.
+// DT_STRTAB and DT_SYMTAB; DT_RELA with DT_RELASZ, and DT_JMPREL with DT_PLTRELSZ.
 const STRINGS: usize = 5;
 const SYMBOLS: usize = 6;
 const RELOCATIONS: [(usize, usize); 2] = [(7, 8), (23, 2)];
@@ -133,6 +136,7 @@ pub(crate) unsafe fn to_itself(library: *mut c_void) -> Result<usize> {
             if symbol.section == 0 || symbol.info & TYPE != FUNCTION || !is_public {
                 continue;
             }
+            // Indirect functions have another type, and are skipped: their value is the address of a resolver.
             let own = (base + symbol.value).wrapping_add(relocation.addend);
             // SAFETY: the loader has stored an address there.
             filled += usize::from(unsafe { fill(base + relocation.offset, own) }?);
@@ -158,6 +162,8 @@ unsafe fn fill(slot: usize, address: usize) -> Result<bool> {
     if unsafe { mprotect(start as *mut c_void, page, READ_WRITE) } != 0 {
         return Err(Error::last_os_error());
     }
+    // Relaxed: both addresses are of functions that were loaded before, so a reader may see either. The page stays
+    // writable, since its former protection is not known here.
     place.store(address, Ordering::Relaxed);
     Ok(true)
 }

@@ -79,6 +79,7 @@ fn collective(
     let dtype = element_type(given.datatype)?;
     let root = given.root.map(|root| comm.rank_of(root, "root"));
     let root = root.transpose()?;
+    // Resolved now: a user-defined operator may be destroyed right after the call, before the group ends.
     let op = given.op.map(|op| Operator::find(&comm, op, dtype));
     let call = Collective {
         name,
@@ -95,6 +96,7 @@ fn collective(
         stream: given.stream as u64,
     };
     let bytes = given.count.checked_mul(dtype.size());
+    // The longer operand of a gather or scatter has as many elements for each rank.
     let bytes = bytes.and_then(|bytes| bytes.checked_mul(comm.ranks()));
     if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
         return Err(Failure::argument(

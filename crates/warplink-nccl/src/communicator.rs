@@ -334,6 +334,7 @@ impl Comm {
         let joined = match &*lock(&self.state) {
             CommunicatorState::Joining => return Ok(Code::InProgress),
             CommunicatorState::Failed(error) => return Err(error.clone().into()),
+            // Cloned out of the lock, which the check below would hold while it communicates with the device.
             CommunicatorState::Joined(joined) => joined.clone(),
             CommunicatorState::Ended => return Ok(Code::Success),
         };

@@ -28,6 +28,8 @@ pub(crate) fn current() -> Outcome<usize> {
     if kind()? == DeviceKind::Host {
         return Ok(0);
     }
+    // A thread without a context may still have selected a GPU: before CUDA 12, cudaSetDevice creates no context.
+    // The driver is asked first, since a runtime that is linked statically exports no symbols.
     let ordinal = by_driver()?.or_else(by_runtime).unwrap_or(0);
     Ok(usize::try_from(ordinal).unwrap_or(0))
 }
@@ -56,6 +58,7 @@ fn by_driver() -> Result<Option<c_int>> {
     let mut ordinal = 0;
     // SAFETY: `ordinal` is valid for a write of one integer.
     let code = unsafe { ask(&mut ordinal) };
+    // It fails if the thread has no context, which is not an error here.
     Ok((code == 0).then_some(ordinal))
 }
 

@@ -67,6 +67,7 @@ pub(crate) fn run(task: Task) -> Outcome {
         group.tasks.push(task);
         None
     });
+    // Outside of the borrow: the work may use the thread's group itself.
     task.map_or(Ok(()), |task| run_all(vec![task]))
 }
 
@@ -138,6 +139,7 @@ pub(crate) unsafe fn simulate(simulation: *mut Simulation) -> Outcome {
     let Some(group) = leave()? else {
         return Ok(());
     };
+    // A simulation creates nothing: handles that were already stored for its communicators are taken back.
     group.tasks.into_iter().for_each(|task| (task.undo)());
     if let Some(failure) = group.failure {
         return Err(failure);
@@ -158,6 +160,7 @@ fn leave() -> Outcome<Option<CallGroup>> {
             "there is no group to end",
             "call ncclGroupStart first",
         )),
+        // This also resets the depth, so that what the operations themselves submit runs immediately.
         1 => Ok(Some(std::mem::take(group))),
         _ => {
             group.depth -= 1;
@@ -175,6 +178,8 @@ fn run_all(tasks: Vec<Task>) -> Outcome {
     let (blocking, others): (Vec<_>, Vec<_>) = tasks.into_iter().partition(|task| task.blocking);
     let in_progress = !others.is_empty();
     let mut others = others.into_iter();
+    // Their failures are found in the state of the communicator, whose handle the caller keeps to ask for it: so the
+    // result is dropped, and nothing is undone.
     while let Some(task) = others.next() {
         let thread = std::thread::Builder::new().name("warplink-join".to_owned());
         if let Err(error) = thread.spawn(task.work) {

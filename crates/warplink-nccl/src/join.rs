@@ -48,6 +48,7 @@ fn own_address() -> Outcome<IpAddr> {
     }
     // Connecting a UDP socket sends nothing: the system only selects the local interface.
     let found = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|socket| {
+        // An address that is reserved for documentation, and is routed as any other outside of the local networks.
         socket.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
         socket.local_addr()
     });
@@ -223,6 +224,7 @@ unsafe fn begin_with(
 ) -> Outcome {
     log::start();
     report::start();
+    // Before the work: a caller that does not block polls the handle while ranks are joining.
     // SAFETY: as required of the caller.
     unsafe { store(made, "comm", comm.handle()) }?;
     let joining = comm.clone();
@@ -249,6 +251,7 @@ unsafe fn begin_with(
 
 /// Joins all other ranks, and selects the library that executes the calls. Blocks until all ranks have joined.
 fn join(comm: &Arc<Comm>, place: &MeetingPlace) -> Result<Joined> {
+    // Callers of NCCL select a GPU for the thread, and have no local rank that it could be derived from.
     let join = JoinConfig::new(Rendezvous::Id(place.id.clone()), place.rank, place.ranks)
         .with_local_rank(place.ordinal);
     let own = variables::read("WARPLINK_TIMEOUT")?.is_none_or(|text| text.is_empty());
@@ -262,6 +265,7 @@ fn join(comm: &Arc<Comm>, place: &MeetingPlace) -> Result<Joined> {
     }
     let communicator = Communicator::join_with(&config, &comm.joining)?;
     let route = route(comm, &communicator, place.multiprocessors);
+    // The others wait for this rank's part of the choice, or for its calls; the abort ends these waits.
     let route = route.inspect_err(|error| communicator.abort(&error.to_string()))?;
     let joined = Joined {
         communicator,
@@ -336,6 +340,7 @@ pub(crate) unsafe fn split(
     if color == NO_COLOR {
         // SAFETY: the caller passes null or a pointer valid for a write of a handle.
         unsafe { store(made, "newcomm", std::ptr::null_mut()) }?;
+        // It still takes part in the exchange, for which the other ranks wait.
         let work = move || gather(Vec::new()).map(drop);
         return group::run(group::Task::new(&parent, work, || ()));
     }
@@ -420,6 +425,7 @@ pub(crate) unsafe fn shrink(
     let ordinal = parent.ordinal;
     let communicator = joined.communicator.clone();
     let place = move || {
+        // A group of the remaining ranks only, since the excluded ones may be lost, and do not make this call.
         let group = communicator.subgroup(&left)?;
         let id = match position {
             0 => Some(new_id()?),
@@ -458,6 +464,7 @@ pub(crate) unsafe fn grow(
     config: *mut Config,
 ) -> Outcome {
     check(made, "newcomm")?;
+    // A rank that joins has no communicator to exchange ids over; it meets the others at the id that it was given.
     if comm.is_null() {
         check(id, "uniqueId")?;
         // SAFETY: the caller passes an id.
@@ -489,6 +496,7 @@ pub(crate) unsafe fn grow(
     let ordinal = parent.ordinal;
     let communicator = joined.communicator.clone();
     let place = move || {
+        // Only one of the existing ranks has to know the id.
         let all = gather(&communicator, "ncclCommGrow", &given)?;
         let id = all.iter().find(|bytes| !bytes.is_empty()).ok_or_else(|| {
             Failure::argument(

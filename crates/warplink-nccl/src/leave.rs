@@ -52,6 +52,7 @@ pub(crate) unsafe fn destroy(comm: Handle) -> Outcome {
     // On the caller's thread: right after this call, the caller may destroy the streams that are given back here.
     in_background(move || {
         joined.end_real(failed);
+        // Calls of a failed communicator may never end.
         let finished = if failed { Ok(()) } else { finish(&joined) };
         let communicator = joined.communicator.clone();
         drop(joined);
@@ -125,6 +126,7 @@ pub(crate) unsafe fn resume(comm: Handle) -> Outcome {
 /// Ends a joined communicator with a failure: waits on the device end, and the other ranks are notified.
 pub(crate) fn abandon(joined: Arc<Joined>) {
     joined.end_real(true);
+    // Before the release, which waits for the thread of the watch; that may be waiting without a limit for a call.
     joined.communicator.abort("ncclCommAbort was called");
     release(&joined);
     in_background(move || drop(joined));

@@ -27,6 +27,7 @@ pub(crate) fn start() {
             return;
         };
         let Ok(filter) = EnvFilter::try_new(&text) else {
+            // Not logged: there is no log without a filter.
             eprintln!("warplink: WARPLINK_LOG is '{text}', which is not a log filter");
             return;
         };

@@ -31,6 +31,7 @@ pub(crate) unsafe fn allocate(memory: *mut *mut c_void, bytes: usize) -> Outcome
         return unsafe { store(memory, "ptr", std::ptr::null_mut()) };
     }
     if has_real()? {
+        // By the real library where it is there: its windows may require memory that it allocated.
         // SAFETY: the caller's pointers are passed on.
         let code = unsafe { functions::MemAlloc(memory, bytes) }?;
         return Failure::check_real(code, "ncclMemAlloc");
@@ -56,6 +57,7 @@ pub(crate) unsafe fn free(memory: *mut c_void) -> Outcome {
     let own = allocated
         .as_mut()
         .and_then(|all| all.remove(&(memory as usize)));
+    // Unlocked before `own` is dropped, since freeing memory may wait for other threads.
     drop(allocated);
     if own.is_some() {
         return Ok(());

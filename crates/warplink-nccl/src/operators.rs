@@ -129,6 +129,7 @@ pub(crate) unsafe fn create(
     let dtype = crate::abi::element_type(datatype)?;
     let held = match residence {
         ON_DEVICE => Scalar::OnDevice(scalar as u64),
+        // Read now: the caller may change its variable as soon as this returns.
         IMMEDIATE => {
             let mut bits = [0; 8];
             // SAFETY: the caller passes as many bytes as an element has, at most eight.
@@ -220,6 +221,7 @@ impl Scalar {
         let module = served.module(joined)?;
         let kernel = module.kernel(&format!("multiply_{dtype}"))?;
         let count = input.bytes() / dtype.size();
+        // At least one, since CUDA rejects an empty grid; with the maximum, threads loop over further elements.
         let blocks = count.div_ceil(THREADS as usize).clamp(1, MAX_BLOCKS);
         let (at, bits) = match self {
             Self::Immediate(bits) => (0, bits),
@@ -249,6 +251,7 @@ impl Served {
         // SAFETY: the kernels access as many elements of source and target as the launch specifies, and one at the
         // factor.
         let module = unsafe { joined.device().load_module(&source()) }?;
+        // Two threads may load it at the same time; the module of the second one is dropped.
         Ok(self.multiplying.get_or_init(|| module))
     }
 }

@@ -29,6 +29,7 @@ pub(crate) unsafe fn version(version: *mut c_int) -> Outcome {
 pub(crate) unsafe fn async_error(comm: Handle, result: *mut c_int) -> Outcome {
     let comm = find(comm)?;
     check(result, "asyncError")?;
+    // A failure of the communicator is the result that was asked for, and no failure of this call.
     let code = comm.progress().unwrap_or_else(|failure| {
         if let Some(error) = &failure.error {
             crate::status::keep(&error.to_string());
@@ -80,6 +81,7 @@ pub(crate) unsafe fn query(comm: Handle, place: *mut Properties) -> Outcome {
     // SAFETY: the caller passes a structure.
     let header = unsafe { (&raw const (*place).header).read_unaligned() };
     header.check("the structure")?;
+    // Only if it exists: creating it here would be collective, and this function is not.
     if let Some(RealHandle(real)) = joined.made_real() {
         // SAFETY: the structure is the caller's, and the communicator the real library's.
         let code = unsafe { functions::CommQueryProperties(real, place) }?;
@@ -133,6 +135,7 @@ pub(crate) unsafe fn memory_statistics(comm: Handle, which: c_int, value: *mut u
 
 /// All ranks of a communicator, which are all on one machine if Warplink executes its calls.
 fn everyone(comm: Handle) -> Team {
+    // The function returns no status, so that an unknown handle gives an empty team.
     let found = find(comm);
     let (rank, ranks) = found.map_or((0, 0), |comm| (comm.rank(), comm.ranks()));
     Team {

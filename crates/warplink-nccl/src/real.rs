@@ -157,6 +157,7 @@ fn open(path: &Path) -> std::result::Result<Loaded, String> {
     // SAFETY: loading NCCL runs its initializers, which have no requirements.
     let library = unsafe { Library::open(Some(path), RTLD_NOW | RTLD_LOCAL | DEEP) };
     let library = library.map_err(|error| error.to_string())?;
+    // A copy of this library is another file, which the search does not recognize by its inode.
     // SAFETY: the symbol is looked up but not used.
     if unsafe { library.get::<*const c_void>(OWN) }.is_ok() {
         return Err("it is this library".to_owned());
@@ -179,8 +180,10 @@ fn candidates() -> Vec<PathBuf> {
     let mut directories = Vec::new();
     for name in ["WARPLINK_LIBRARY_PATH", "LD_LIBRARY_PATH"] {
         let listed = std::env::var_os(name).unwrap_or_default();
+        // Relative and empty entries would find a library in whichever directory the program runs.
         directories.extend(std::env::split_paths(&listed).filter(|path| path.is_absolute()));
     }
+    // Before the system's: PyTorch's wheels depend on the NCCL in these packages, and were built with its version.
     directories.extend(sites().into_iter().map(|site| site.join("nvidia/nccl/lib")));
     directories.extend(SYSTEM.map(PathBuf::from));
     directories
@@ -238,6 +241,7 @@ impl Joined {
     /// The real library's communicator of the same ranks. The first call is collective and blocks until all ranks have
     /// made it.
     pub(crate) fn real(&self) -> Outcome<RealHandle> {
+        // Held during the creation, which is collective: a second thread waits for the first one's communicator.
         let mut real = lock(&self.real);
         if let Some(real) = *real {
             return Ok(real);

@@ -111,7 +111,9 @@ pub(crate) fn route(
         tracing::info!("Warplink does not support this communicator: {error}");
     }
     let collectives = served.as_ref().ok();
+    // A program may send messages at any time later, when the ranks could no longer agree on another route.
     let collectives = collectives.filter(|collectives| collectives.serves_messages());
+    // Exchanged on every rank, whatever it has found: a rank that could be served cannot know that another refuses.
     let own = Offer {
         wants_real: collectives.is_none(),
         has_real: collectives.is_none() && real::is_there(),
@@ -132,6 +134,8 @@ pub(crate) fn route(
                 signals: SignalPairs::default(),
             })))
         }
+        // Also without the library here, if another rank refused: creating the library's communicator then
+        // fails on all ranks alike.
         _ if on_gpu && (real::is_there() || collectives.is_some()) => Ok(Route::Real),
         _ => Err(match served.err() {
             Some(error) if on_gpu => real::missing(&format!("leave calls to NCCL, since {error}")),

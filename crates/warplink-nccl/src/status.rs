@@ -39,6 +39,7 @@ impl Code {
     fn of(number: c_int) -> Self {
         let known = usize::try_from(number).ok();
         let known = known.and_then(|number| Self::ALL.get(number));
+        // A newer NCCL may have further codes.
         known.copied().unwrap_or(Self::InternalError)
     }
 
@@ -144,6 +145,7 @@ thread_local! {
 
 /// Runs the body of an exported function: errors and panics become a result code and the thread's last error.
 pub(crate) fn entry(name: &'static str, body: impl FnOnce() -> Outcome) -> c_int {
+    // Asserted: data behind locks is consistent at all times (`communicator::lock`).
     let ended = catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|payload| {
         let text = payload.downcast_ref::<String>().map(String::as_str);
         let text = text.or_else(|| payload.downcast_ref::<&str>().copied());

@@ -119,6 +119,7 @@ pub(crate) fn together(
         .filter(|other| other.raw() != main.raw())
         .collect();
     for other in &others {
+        // The event may be dropped at once: a wait that is enqueued keeps the point that was recorded.
         let event = joined.device().create_event(false)?;
         other.record(&event)?;
         main.wait_event(&event)?;

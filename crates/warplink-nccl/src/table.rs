@@ -64,6 +64,7 @@ macro_rules! table {
             #[unsafe(export_name = concat!("nccl", stringify!($name)))]
             unsafe extern "C" fn exported($($argument: $type),*) -> $result $body
 
+            // A second function, since Rust has no aliases of symbols.
             #[unsafe(export_name = concat!("pnccl", stringify!($name)))]
             unsafe extern "C" fn twin($($argument: $type),*) -> $result $body
         };

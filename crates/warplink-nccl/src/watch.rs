@@ -88,12 +88,14 @@ impl Watch {
             .0
             .changed
             .wait_timeout_while(state, ENDING, |state| !state.ended);
+        // A thread that has not exited by now is inside a wait, and drops its references after that.
         drop(ended);
     }
 }
 
 impl Drop for Watch {
     fn drop(&mut self) {
+        // Without waiting for the thread: this runs on it if its reference to the communicator was the last.
         self.0.state().closed = true;
         self.0.changed.notify_all();
     }

@@ -202,6 +202,7 @@ unsafe fn address_of_peer(
         Some(remote) => (remote.memory().address() as usize, remote.memory().bytes()),
         None => (own.address, own.bytes),
     };
+    // The end itself is allowed, as an address one past the end is in C.
     if offset > bytes {
         return Err(outside(offset, 0, bytes));
     }
@@ -525,6 +526,7 @@ impl SignalPairs {
             .iter()
             .map(|(word, value)| MemoryOp::wait(word, *value));
         stream.memory_ops(&waits.collect::<Vec<_>>())?;
+        // Only once the waits are enqueued, so that a call that failed can be made again.
         signals.awaited = awaited;
         Ok(())
     }

@@ -184,6 +184,7 @@ impl Connections {
         let index: usize = whole(index)?;
         let mut all = self.all()?;
         if index >= all.len() {
+            // Python ends an iteration over a sequence by this exception.
             return Err(pyo3::exceptions::PyIndexError::new_err(format!(
                 "there are {} connections; expected an index below that",
                 all.len()

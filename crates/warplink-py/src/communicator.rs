@@ -303,6 +303,7 @@ impl Communicator {
         options: Vec<String>,
         host: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Module> {
+        // Loading needs only the device, but a closed communicator should be an error as for other methods.
         self.inner()?;
         let mut source = ModuleSource::new(name);
         if let Some(text) = cuda {

@@ -145,6 +145,7 @@ impl DirectCalls {
         side: (Bound<'_, PyAny>, Bound<'_, Stream>),
     ) -> PyResult<Option<Event>> {
         let world = self.collectives.get().world;
+        // The messages of one peer in one call of the general path (`rounds` in Python): no peer's messages are in a later one.
         let fit = MAX_MESSAGES / (2 * world);
         if messages.is_empty() || messages.len() > fit || self.is_profiled(py)? {
             return Ok(None);
@@ -161,6 +162,7 @@ impl DirectCalls {
             return Ok(None);
         };
         let (torch_side, side) = (side.0, side.1.get());
+        // Sends read tensors that work on the current stream may still write.
         side.follow(py, current.get())?;
         let [receives, sends] = ends;
         self.behind_others(py, side, |collectives| {
@@ -199,6 +201,7 @@ impl DirectCalls {
         Ok(index == self.index
             && tensor.getattr(intern!(py, "layout"))?.is(&self.strided)
             && is(intern!(py, "is_contiguous"))?
+            // PyTorch conjugates and negates lazily: the memory of such a tensor does not hold its values.
             && !is(intern!(py, "is_conj"))?
             && !is(intern!(py, "is_neg"))?)
     }
@@ -231,6 +234,7 @@ impl DirectCalls {
         if parts.len() != world || sum != Some(all) {
             return Ok(None);
         }
+        // Without rows, every part is empty.
         let each = bytes.checked_div(all).unwrap_or(0);
         for part in &mut parts {
             *part *= each;

@@ -94,6 +94,7 @@ impl Element {
 
     /// NumPy's type string; `None` if NumPy has no such type.
     pub(crate) fn typestr(self) -> Option<String> {
+        // NumPy marks single bytes as without order; all else is little-endian, as are the library's platforms.
         let order = if self.bits == 8 { '|' } else { '<' };
         let kind = match self.code {
             INT => 'i',

@@ -69,6 +69,7 @@ impl Collectives {
         };
         // Leading dimensions, such as batch and sequence, are flattened: operations act on rows only.
         let given: usize = rows.iter().product();
+        // Tokens are counted over all ranks, and the input of an all-gather is this rank's part of them.
         let tokens = match kind {
             FusedKind::AllGather => given * self.world,
             _ => given,

@@ -104,6 +104,7 @@ impl Collectives {
         receives: &[(Rank, (u64, usize))],
     ) -> PyResult<()> {
         let memory = |&(peer, (address, bytes)): &(Rank, (u64, usize))| match bytes {
+            // Such a message still takes part in matching, and its tensor may have a null address.
             0 => Ok((peer, self.nothing.clone())),
             _ => Ok((peer, self.place.borrow_operand(address, bytes)?)),
         };

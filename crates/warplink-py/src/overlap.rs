@@ -259,6 +259,7 @@ impl OverlapLauncher {
             self.order.iter().map(each).collect()
         })?;
         for (at, tensor) in self.tensors.iter().enumerate() {
+            // After the run, which joins back into this stream.
             if let (Some(own), true) = (&tensor.own, tensor.written) {
                 stream.copy(&given(at)?, own)?;
             }

@@ -48,6 +48,7 @@ impl Cut {
 pub(crate) fn check_counts(counts: &Array, whose: &str) -> PyResult<()> {
     let is_wide = match (counts.element, counts.item_bytes) {
         (Some(element), _) => matches!(element.name, "i64" | "u64"),
+        // A type that has no name here is judged by its size alone.
         (None, bytes) => bytes.is_none_or(|bytes| bytes == size_of::<u64>()),
     };
     if is_wide {

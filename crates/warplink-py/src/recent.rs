@@ -302,6 +302,7 @@ pub(crate) fn finished(
     }
     let gathered = if pair.keeps() {
         let last = results.get_item(results.len() - 1)?;
+        // PyTorch's operator returns the gathered operand first, apart from the list of products.
         results.del_item(results.len() - 1)?;
         last.unbind()
     } else {

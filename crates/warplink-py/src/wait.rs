@@ -70,6 +70,7 @@ fn panicked() -> Error {
 
 /// Whether Python handles signals on this thread.
 fn on_main_thread(py: Python<'_>) -> PyResult<bool> {
+    // Python's main thread, which need not be the first thread of a process that embeds the interpreter.
     let threading = py.import("threading")?;
     let main = threading.call_method0("main_thread")?;
     let own = threading.call_method0("get_ident")?;

@@ -46,6 +46,7 @@ impl Random {
 
     /// Uniform in 0..`end`; `end` must not be 0.
     pub(crate) fn below(&mut self, end: usize) -> usize {
+        // The remainder's bias is negligible, since `end` is far below 2^53.
         (self.bits() % end as u64) as usize
     }
 }
@@ -90,6 +91,7 @@ impl Matrix {
         let mut bytes = vec![0; rows.len() * row_bytes];
         let each = rows.len().div_ceil(threads(ranks)).max(1);
         std::thread::scope(|scope| {
+            // At least 1: `chunks_mut` panics for 0, the length of rows without columns.
             for (part, chunk) in bytes.chunks_mut((each * row_bytes).max(1)).enumerate() {
                 let (first, columns) = (rows.start + part * each, columns.clone());
                 scope.spawn(move || {

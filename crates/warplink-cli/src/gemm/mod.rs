@@ -115,6 +115,7 @@ impl<'a> DistributedGemm<'a> {
     /// Relative error of the current result.
     pub(crate) fn error(&mut self) -> Result<f64> {
         let world = self.comm.world();
+        // On first use: it takes seconds for large matrices, and benchmarks of the host's time need none.
         if self.reference.is_none() {
             let first = match self.problem.op {
                 Op::AllGatherMatmul => 0,

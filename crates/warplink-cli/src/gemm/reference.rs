@@ -52,6 +52,7 @@ impl Reference {
                 .collect();
             workers
                 .into_iter()
+                // The columns of a thread that panicked stay 0, so that the comparison fails.
                 .filter_map(|worker| worker.join().ok())
                 .collect()
         });

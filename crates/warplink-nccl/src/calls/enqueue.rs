@@ -17,6 +17,7 @@ pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
     let mut parts: Vec<CallPart<'_>> = Vec::new();
     for (comm, _) in all {
         if !parts.iter().any(|known| Arc::ptr_eq(known.comm, comm)) {
+            // Operands are looked up before anything is enqueued, so that an invalid one leaves nothing half done.
             parts.push(CallPart::new(comm, all)?);
         }
     }
@@ -120,6 +121,7 @@ impl<'c> CallPart<'c> {
             call.enqueue((joined, served, rank), memory, &stream(call.stream)?)?;
             report::note("warplink", call.name, call.bytes(), started);
         }
+        // After all collectives, wherever they are in the group: every rank then has the same order between the two.
         let messages = self.calls().filter_map(|call| match call {
             Call::Message(sent) => Some(sent),
             Call::Collective(_) => None,
@@ -146,6 +148,7 @@ impl<'c> CallPart<'c> {
                 report::note("warplink", message.name(), message.bytes(), started);
             }
         }
+        // Once for the group, when everything is enqueued: one wait of the watch covers all of it.
         served.watch.made();
         Ok(())
     }

@@ -107,6 +107,7 @@ struct Api {
     destroy_error: unsafe extern "C" fn(*mut OldError),
     register_handler: *const c_void,
     get_stream: unsafe extern "C" fn(*mut StreamOf) -> *mut RawError,
+    // Functions that are not used here: their number fixes the offset of the next one.
     others: [*const c_void; 12],
     get_ordinal: unsafe extern "C" fn(*mut OrdinalOf) -> *mut RawError,
 }

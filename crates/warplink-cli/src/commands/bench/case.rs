@@ -189,6 +189,7 @@ impl<C: Case> Args for Bench<C> {
         let mut command =
             Common::augment_args(command).mut_arg("samples", |option| option.help(samples));
         if let Some(range) = C::SIZES {
+            // Without the space, in the form that a shell passes as one word.
             let show = |size| range.show(size).replace(' ', "");
             let [cuda, host] = range.to.map(show);
             let to = if cuda == host {
@@ -219,6 +220,7 @@ impl<C: Case> Args for Bench<C> {
         C::augment_args(command)
     }
 
+    // Required by clap for updates of parsed arguments, which this command does not make.
     fn augment_args_for_update(command: Command) -> Command {
         Self::augment_args(command)
     }
@@ -246,6 +248,7 @@ impl<C: Case> FromArgMatches for Bench<C> {
 
 impl<C: Case> Bench<C> {
     pub(crate) fn run(mut self, options: &Options) -> Result<ExitCode> {
+        // Before the paths are checked: a command that ends here writes no files.
         if let Some(code) = self.case.prepare(options)? {
             return Ok(code);
         }
@@ -266,6 +269,7 @@ impl<C: Case> Bench<C> {
             // Again: ranks that another launcher started have not been checked.
             let setup = setup(comm.device().kind(), comm.world())?;
             let figures = self.case.measure(comm, &setup)?;
+            // Figures are gathered from all ranks while they are measured, so one rank has everything to report.
             if comm.rank() == 0 {
                 self.report(comm, &figures, options.json)?;
             }
@@ -339,6 +343,7 @@ impl Sizes {
     /// All sizes: by the factor, and the largest in any case.
     fn list(&self, range: SizeRange, kind: DeviceKind) -> Result<Vec<usize>> {
         let from = self.from.map_or(range.from, |from| from.0);
+        // A --from above the default of --to, which was not given, is no contradiction.
         let largest = by_device(kind, range.to).max(from);
         let to = self.to.map_or(largest, |to| to.0);
         let (smallest, largest) = (range.show(from), range.show(to));
@@ -348,6 +353,7 @@ impl Sizes {
             "--from is {smallest} and --to is {largest}; expected --from to be at most --to"
         );
         let factor = self.step.unwrap_or(range.step);
+        // Ends where a size would overflow: wrapped sizes would be small again, and never reach --to.
         let sizes = std::iter::successors(Some(from), |size| size.checked_mul(factor));
         let sizes: Vec<u64> = match &self.sizes[..] {
             [] => sizes.take_while(|size| *size < to).chain([to]).collect(),

@@ -70,6 +70,7 @@ impl<'a> BenchClock<'a> {
     /// Every rank makes one at the same time.
     pub(crate) fn new(comm: &'a Communicator, priority: Priority) -> Result<Self> {
         let stream = comm.create_stream(priority)?;
+        // One pair for all samples, each of which is complete before the next one begins.
         let (begin, end) = (
             comm.device().create_event(true)?,
             comm.device().create_event(true)?,
@@ -79,6 +80,7 @@ impl<'a> BenchClock<'a> {
             stream,
             begin,
             end,
+            // Not the communicator's default path, so that samples start alike whichever path the work takes.
             barrier: comm.stream_barrier_by(Path::OneBlock)?,
         })
     }
@@ -168,6 +170,7 @@ impl<'a> BenchClock<'a> {
         let mut turns = Vec::with_capacity(works.len());
         let repeated =
             |work: &Work<'_>, stream: &Stream| (0..repeat).try_for_each(|_| work(stream));
+        // Before the first sample: capturing and instantiating a graph between two would leave the device idle.
         for work in works {
             let graph = match submission {
                 Submission::Eager => None,
@@ -176,6 +179,7 @@ impl<'a> BenchClock<'a> {
             turns.push((work, graph));
         }
         let mut times = vec![[Vec::new(), Vec::new()]; works.len()];
+        // The first runs load kernels, upload graphs and map memory.
         const WARM_UP: usize = 2;
         for sample in 0..samples + WARM_UP {
             for ((work, graph), times) in turns.iter().zip(&mut times) {
@@ -187,6 +191,7 @@ impl<'a> BenchClock<'a> {
                     Some(graph) => graph.launch(stream)?,
                     None => repeated(work, stream)?,
                 }
+                // Before the event, whose recording is not part of the work.
                 let host = enqueuing.elapsed();
                 stream.record(&self.end)?;
                 match limit {
@@ -195,6 +200,7 @@ impl<'a> BenchClock<'a> {
                 }
                 if sample >= WARM_UP {
                     let [on_stream, on_host] = times;
+                    // Events return milliseconds.
                     on_stream.push(f64::from(self.end.elapsed_since(&self.begin)?) / 1e3);
                     on_host.push(host.as_secs_f64());
                 }
@@ -212,6 +218,7 @@ impl<'a> BenchClock<'a> {
     /// Statistics over samples, each the maximum over the ranks.
     pub(crate) fn slowest(&self, own: Vec<f64>) -> Result<Times> {
         let mut samples = vec![0f64; own.len()];
+        // Sample by sample, since the slowest rank differs between samples; the medians of ranks would hide that.
         for rank in gather(self.comm, &own)? {
             for (slowest, time) in samples.iter_mut().zip(rank) {
                 *slowest = slowest.max(time);
@@ -219,6 +226,7 @@ impl<'a> BenchClock<'a> {
         }
         Ok(Times {
             median: median(&mut samples),
+            // `median` has sorted them.
             least: samples.first().copied().unwrap_or(f64::NAN),
             most: samples.last().copied().unwrap_or(f64::NAN),
         })
@@ -227,7 +235,9 @@ impl<'a> BenchClock<'a> {
 
 /// The median of `figures`, which it sorts; NaN if there are none.
 pub(crate) fn median(figures: &mut [f64]) -> f64 {
+    // A total order: a NaN is sorted to an end, where comparing partially would panic or leave the order undefined.
     figures.sort_by(f64::total_cmp);
+    // The upper one of the two in the middle of an even number: a time that was measured.
     let middle = figures.get(figures.len() / 2);
     middle.copied().unwrap_or(f64::NAN)
 }

@@ -11,6 +11,7 @@ use warplink::{Communicator, DType, ErrorKind};
 /// Collectives by the vendor's library, and its name.
 pub(crate) fn vendor(comm: &Communicator) -> warplink::Result<(Collectives, String)> {
     let name = comm.collective_engine()?.name();
+    // Through Warplink's own calls, so that both methods have the same overhead of the host.
     let options = CollectiveOptions::on(CollectivePath::Engine);
     Ok((comm.collectives_with(&options)?, name))
 }
@@ -50,6 +51,7 @@ pub(crate) fn gather(comm: &Communicator, own: &[f64]) -> Result<Vec<Vec<f64>>> 
     let bytes: Vec<u8> = own.iter().flat_map(|value| value.to_le_bytes()).collect();
     let all = comm.all_gather_bytes(&bytes)?;
     let figures = |bytes: &Vec<u8>| -> Result<Vec<f64>> {
+        // Ranks that measured different numbers of samples would otherwise be compared sample by sample, out of step.
         ensure!(
             bytes.len() == 8 * own.len(),
             "a rank sent {} bytes of figures; expected {}",
@@ -99,6 +101,7 @@ impl SharedMemory {
     /// Buffers of `bytes` bytes. Collective.
     pub(crate) fn new(comm: &Communicator, bytes: usize) -> Result<Self> {
         let (own, into) = (comm.alloc(bytes)?, comm.alloc(bytes)?);
+        // Peers store to these words and streams wait for them, which needs memory that is allocated for signals.
         let words = comm.register(&comm.device().allocate_signals(4096)?)?;
         Ok(Self {
             remote_own: comm.share(&own)?,
@@ -140,6 +143,7 @@ fn word_pair(slice: &DeviceSlice) -> Result<[Word; 2]> {
 /// A message there and back, from the rank that is `first`. It announces its receive together with its send.
 pub(crate) fn round_trip<'t>(first: bool, [send, receive]: &'t [Transfer; 2]) -> Batch<'t> {
     if first {
+        // The receive is posted early, so that the reply does not have to wait for its announcement.
         return Batch::new().post([send, receive]).wait([receive, send]);
     }
     let received = Batch::new().post([receive]).wait([receive]);
@@ -156,6 +160,7 @@ pub(crate) struct SecondStream {
 
 impl SecondStream {
     pub(crate) fn new(comm: &Communicator) -> Result<Self> {
+        // Without timing, which the driver makes the cheaper kind for ordering streams.
         let event = || comm.device().create_event(false);
         Ok(Self {
             stream: comm.create_stream(Priority::High)?,

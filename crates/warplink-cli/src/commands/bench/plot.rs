@@ -86,6 +86,7 @@ pub(crate) fn draw(title: &str, drawing: &Drawing) -> Result<String> {
                 let points = points.iter().filter(|point| point.panel == *name);
                 lines(&area, name, &points.collect::<Vec<_>>())?;
             }
+            // Explicitly, since the drop of the backend, which would do it too, ignores errors.
             area.present().map_err(failed)?;
         }
         Drawing::Bars(panels) => {
@@ -128,6 +129,7 @@ fn lines(area: &Canvas<'_>, title: &str, points: &[&Point]) -> Result<()> {
     let sizes = distinct(points().map(|point| &point.size));
     let named = distinct(points().map(|point| &point.line));
     let values = points().map(|point| point.value);
+    // Not from 0, whose logarithm is infinite, and which would leave an empty axis.
     let (least, most) = values.fold((f64::MAX, f64::MIN_POSITIVE), |(least, most), value| {
         (least.min(value), most.max(value))
     });
@@ -137,6 +139,7 @@ fn lines(area: &Canvas<'_>, title: &str, points: &[&Point]) -> Result<()> {
     } else {
         (0.0, most * 1.08)
     };
+    // An axis from 0 to 0, for a single size, cannot be drawn.
     let last = (sizes.len().max(2) - 1) as f64;
     let mut chart = ChartBuilder::on(area)
         .caption(title, ("sans-serif", 15))
@@ -148,10 +151,12 @@ fn lines(area: &Canvas<'_>, title: &str, points: &[&Point]) -> Result<()> {
         .map_err(failed)?;
     let size = |at: &f64| {
         let size = sizes.get(at.round() as usize);
+        // The axis also has ticks between two sizes, where there is no name for them.
         let size = size.filter(|_| at.fract().abs() < 1e-6);
         size.map_or_else(String::new, |size| (*size).to_owned())
     };
     let number = |at: &f64| match logarithmic {
+        // The axis is linear in the logarithm: only ticks at whole numbers are round.
         true if at.fract().abs() < 1e-6 => format!("{}", 10f64.powf(*at)),
         true => String::new(),
         false if *at == 0.0 => "0".to_owned(),
@@ -202,6 +207,7 @@ fn bars(area: &Canvas<'_>, panel: &Bars, top: i32) -> Result<()> {
         .iter()
         .map(|bar| bar.value)
         .chain(limit)
+        // Not 0, by which `x` would divide if all values are 0.
         .fold(f64::MIN_POSITIVE, f64::max);
     let x = |value: f64| LEFT + (value / most * f64::from(WIDTH - LEFT - NUMBER)) as i32;
     let label = |anchor| {

@@ -28,6 +28,7 @@ impl Figures {
         for row in rows {
             points.extend(row.points);
             for (title, unit, bar) in row.bars {
+                // Panels stay in the order of their first bars; rows of one panel need not be adjacent.
                 match panels.iter_mut().find(|panel| panel.title == title) {
                     Some(panel) => panel.bars.push(bar),
                     None => panels.push(Bars {
@@ -164,6 +165,7 @@ impl Row {
 
     /// Whether the results of this row are right.
     pub(crate) fn right(mut self, is_right: bool) -> Self {
+        // Once wrong, a row stays wrong, whichever of its methods is added last.
         self.is_right &= is_right;
         self
     }
@@ -297,6 +299,7 @@ impl Live {
     fn print(&self, text: &str) -> Result<()> {
         match (self.is_shown, self.json) {
             (false, _) => {}
+            // Standard output is for the one JSON object.
             (true, true) => eprint!("{text}"),
             (true, false) => print_text(text)?,
         }

@@ -18,12 +18,14 @@ pub(super) struct CallShape {
 #[derive(Debug, Args)]
 pub(super) struct LaneShape {
     /// Maximum number of multiprocessors for one of Warplink's calls
+    // One block moves data, and another one synchronizes with the other ranks.
     #[arg(long, value_name = "N", value_parser = at_least::<u16>(2))]
     multiprocessors: Option<u16>,
     /// Number of lanes that move data in one of Warplink's calls [default: chosen by size]
     #[arg(long, value_name = "N", value_parser = between::<u16>(1, 128))]
     lanes: Option<u16>,
     /// Threads of each lane [default: chosen by size]
+    // CUDA's limit for a block.
     #[arg(long, value_name = "N", value_parser = between::<u16>(1, 1024))]
     threads: Option<u16>,
 }

@@ -54,6 +54,7 @@ pub(super) fn draw(topology: &Topology) -> Result<String> {
     let height = HEADING + host + tallest + LEGEND + MARGIN;
     let mut text = String::new();
     {
+        // In a block, since the backend borrows the text until it is dropped.
         let area =
             SVGBackend::with_string(&mut text, (width as u32, height as u32)).into_drawing_area();
         area.fill(&WHITE).map_err(failed)?;

@@ -91,6 +91,7 @@ fn limits(
             continue;
         };
         match limits.last_mut() {
+            // Adjacent sizes with the same algorithm are one range, which ends at the largest of them.
             Some(last) if last.1 == algorithm.name() => last.0 = bytes as u64,
             _ => limits.push((bytes as u64, algorithm.name().to_owned())),
         }
@@ -112,6 +113,7 @@ fn seconds(
         let before = collectives.direct_lanes()?;
         collectives.enqueue(call, output, input, stream)?;
         machine.comm.synchronize(stream)?;
+        // Until the peers have mapped the memory, lanes take another way, whose time is not the algorithm's.
         let direct = collectives.direct_lanes()? - before == choice.lanes as u64;
         let reached = choice.algorithm != Algorithm::Direct || direct;
         let done = round >= WARM_UP && (reached || started.elapsed() > SOON);

@@ -30,12 +30,14 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
                 .min(machine.largest / (4 * world) * 4 * world);
             let request = request(bytes)?;
             let most = if model.device.shared { 4 } else { 16 };
+            // Bounded in bytes, so that large sizes do not take seconds for a sample.
             let repeat = ((64 << 20) / bytes).clamp(2, most);
             let seconds = machine.each(repeat, Submission::Captured, &|stream| {
                 Ok(engine.enqueue(stream, &request)?)
             })?;
             points.push((bytes as u64, seconds));
         }
+        // With many ranks, two sizes may be rounded to the same one.
         points.dedup_by_key(|point| point.0);
         Ok::<_, anyhow::Error>(CollectiveTimes {
             name: name.to_owned(),
@@ -94,6 +96,7 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
     let in_a_row = model
         .collectives
         .seconds("all_gather", world, (1024 * world) as f64);
+    // A single kernel in a graph takes longer as well, which is not the collective's.
     model.latency.collective = (single - in_a_row - single_run(machine, model)?).max(0.0);
     Ok(())
 }

@@ -49,6 +49,7 @@ fn columns(largest: usize, aligned: bool) -> Vec<usize> {
         (true, 1) => 8,
         (true, size) => size,
         (false, 1) => 1,
+        // One more would pass the largest size, for which the operands are allocated.
         (false, size) if size == largest => size - 1,
         (false, size) => size + 1,
     };
@@ -99,6 +100,7 @@ fn grid(
         // No rank stays idle for longer than a row of the grid.
         let all = gather(machine.comm, &own)?;
         for index in 0..shapes.len() {
+            // Ranks that did not measure this shape have 0 for it.
             let of_ranks = all.iter().filter_map(|own| own.get(index));
             seconds.push(of_ranks.copied().fold(0.0, f64::max));
         }
@@ -149,6 +151,7 @@ pub(super) fn filled(
         .device()
         .upload(&slice.slice(0..done)?, &pattern[..done])?;
     let stream = &machine.clock.stream;
+    // Doubled on the device: drawing all elements on the host would take longer than the measurement.
     while done < bytes {
         let more = done.min(bytes - done);
         stream.copy(slice.slice(done..done + more)?, slice.slice(0..more)?)?;

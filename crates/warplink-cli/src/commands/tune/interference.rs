@@ -12,6 +12,7 @@ use warplink::p2p::Protocol;
 use warplink::program::cost::HardwareModel;
 
 /// Duration of the background load relative to the timed work.
+// The load has to outlast the work, which becomes slower beside it.
 const LONGER: f64 = 1.5;
 
 pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
@@ -62,10 +63,12 @@ fn both(
             (second, first)
         };
         let (own, others) = (times[timed], times[1 - timed]);
+        // Some 4 ms, in which the start and the end of the overlap hardly count.
         let count = (4e-3 / own).clamp(2.0, 32.0).round();
         let loads = (LONGER * count * own / others).ceil() as usize;
         let mut ratios = Vec::new();
         for _ in 0..machine.samples {
+            // All ranks at once, since programs load all links at the same time.
             machine.comm.barrier()?;
             (0..loads).try_for_each(|_| load(other))?;
             let seconds =
@@ -73,6 +76,7 @@ fn both(
             machine.comm.synchronize(other)?;
             ratios.push(own * count / seconds);
         }
+        // Above 1 is noise: nothing becomes faster beside other work. Estimates divide by it, so that it is not near 0.
         Ok(machine.median(median(&mut ratios))?.clamp(0.05, 1.0))
     };
     Ok((beside(0)?, beside(1)?))
@@ -101,6 +105,7 @@ fn stored(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     }
     let targets = (1..world)
         .map(|distance| {
+            // Each rank begins with its own neighbour, so that not all store to the same one.
             let peer = machine.memory.remote_into((rank + distance) % world)?;
             // Every rank has its own range there.
             Ok(peer.memory().slice(rank * each..(rank + 1) * each)?)
@@ -139,6 +144,7 @@ fn stored(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     let ((shallow, hidden), (deep, shown)) = (time(256)?, time(2048)?);
     let exposed = ((deep - shallow) / (shown - hidden).max(1e-9)).clamp(0.0, 1.0);
     model.link.stored_exposed = exposed;
+    // At most the rate of puts: a difference of two noisy times may be near 0.
     model.link.stored = bytes / (shallow - exposed * hidden).max(bytes / model.link.put.peak());
     Ok(())
 }

@@ -34,6 +34,7 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
     for bytes in &sizes {
         let count = best_blocks(machine, *bytes, most)?;
         match blocks.last_mut() {
+            // Longer transfers need no fewer blocks; a smaller number is noise.
             Some(last) if last.1 >= count => last.0 = *bytes as u64,
             _ => blocks.push((*bytes as u64, count)),
         }
@@ -49,6 +50,7 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
     let engine = curve(Protocol::Put, Path::CopyEngine)?;
     for bytes in &sizes {
         let size = *bytes as f64;
+        // Up to the first size at which the copy engine wins: behind that, only noise makes the kernels faster again.
         faster &= model.link.kernels_put.seconds(size) <= engine.seconds(size);
         if faster {
             limit = *bytes as u64;

@@ -99,6 +99,7 @@ fn measured(machine: &TunedMachine<'_>) -> Result<Lanes> {
     }
     let (copy, put, get) = (one(COPY, threads)?, one(PUT, threads)?, one(GET, threads)?);
     // A copy accesses memory twice, a put or get once.
+    // At least a tenth of the time, since a difference of two noisy times may be near 0 or below.
     let remote = |each: f64| 1.0 / (each - copy / 2.0).max(each / 10.0);
     let latency = |text: &str| -> Result<f64> {
         let shape = |times| LaneLaunch {

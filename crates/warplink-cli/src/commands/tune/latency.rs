@@ -36,6 +36,7 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
     model.latency.word = one;
     model.latency.kernel_word = one;
     if machine.comm.world() > 1 {
+        // A write and a wait on each of two ranks.
         model.latency.word = (words_round_trip(machine)? / 4.0).max(MIN_SECONDS);
         if model.link.kernel_limit > 0 {
             let way = one_way(machine, SMALL, Protocol::Put, Path::OneBlock)?;
@@ -142,6 +143,7 @@ fn pair_by(
         machine.memory.into.slice(0..bytes)?,
     );
     let requests = [
+        // The length is the tag, so that pairs of different lengths do not match one another's ends.
         TransferRequest::send(&own, machine.right(), bytes as u64),
         TransferRequest::receive(&into, machine.left(), bytes as u64),
     ];
@@ -244,6 +246,7 @@ fn graph(machine: &TunedMachine<'_>, stream: &Stream) -> Result<f64> {
     let launch = small_sum(machine)?;
     stream.begin_capture()?;
     let recorded = (0..4).try_for_each(|_| launch.enqueue(stream));
+    // Also after a failure, so that the stream is not left capturing.
     let graph = stream.end_capture();
     recorded?;
     let graph = graph?;

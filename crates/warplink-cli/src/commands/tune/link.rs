@@ -94,6 +94,7 @@ fn peers(
     let turns: Vec<_> = (1..=distances)
         .map(|distance| ends(machine, protocol, distance, bytes))
         .collect::<Result<_>>()?;
+    // About as many copies in a sample for any number of ranks.
     let repeat = 8_usize.div_ceil(distances);
     let seconds = machine.each(repeat, Submission::Eager, &|stream: &Stream| {
         let mut turns = turns.iter();

@@ -66,6 +66,7 @@ impl<'a> TunedMachine<'a> {
             comm,
         };
         let stream = &machine.clock.stream;
+        // A normal number in every float type, where leftovers could be NaN; memory of zeros draws less power.
         stream.fill(&machine.memory.own, 0x3c)?;
         stream.fill(&machine.memory.into, 0)?;
         comm.synchronize(stream)?;
@@ -150,6 +151,7 @@ impl<'a> TunedMachine<'a> {
             self.timed(stream, &|| (0..repeat).try_for_each(|_| work(stream)))?;
         }
         let mut times = Vec::new();
+        // Few, since a grid has hundreds of shapes.
         for _ in 0..self.samples.min(3) {
             let all = self.timed(stream, &|| (0..repeat).try_for_each(|_| work(stream)))?;
             times.push(all / repeat as f64);
@@ -172,6 +174,7 @@ impl<'a> TunedMachine<'a> {
         const IN_A_ROW: usize = 8;
         let mut times = Vec::new();
         for _ in 0..ROUNDS {
+            // The queue is empty at the start of each round: a full one would block the host, and count as its time.
             self.comm.synchronize(&self.clock.stream)?;
             let start = Instant::now();
             for _ in 0..IN_A_ROW {

@@ -105,6 +105,7 @@ impl Tune {
             Some(path) => check_output(path)?,
             None => {
                 let directory = find::directory().context(NO_DIRECTORY)?;
+                // Now and not when the model is written: measuring takes minutes.
                 std::fs::create_dir_all(&directory).map_err(|error| {
                     let directory = directory.display();
                     anyhow!("create {directory}: {error}; help: use --output FILE")
@@ -113,6 +114,7 @@ impl Tune {
         }
         let check = |kind, world| self.check(kind, world);
         ranks::run_checked(options, check, |comm| {
+            // Again: ranks that another launcher started have not been checked.
             self.check(comm.device().kind(), comm.world())?;
             let description = DeviceDescription::of(&**comm.device());
             // Figures that cannot be measured keep their known or assumed values.
@@ -213,6 +215,7 @@ impl Tune {
             return Ok(path.clone());
         }
         let directory = find::directory().context(NO_DIRECTORY)?;
+        // The model's name may have spaces and slashes.
         let name: String = model
             .device
             .model
@@ -249,6 +252,7 @@ fn rounded(model: &HardwareModel) -> Result<HardwareModel> {
     fn round(value: &mut serde_json::Value) {
         match value {
             serde_json::Value::Number(number) => {
+                // Sizes and counts stay exact.
                 if !number.is_u64()
                     && let Some(figure) = number.as_f64()
                     && let Ok(rounded) = format!("{figure:.3e}").parse::<f64>()

@@ -116,6 +116,8 @@ impl Case for Channel {
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
         let limit = Duration::from_secs(self.limit.into());
         let mut runner = ChannelRunner::new(comm, setup, limit)?;
+        // So many that launching the kernel hardly counts in one round; threads of the host
+        // device are slower, and get fewer.
         let rounds = by_device(setup.kind, [1000, 100]);
         if self.wants(&["words", "signals"]) {
             runner.signals(rounds)?;
@@ -146,6 +148,7 @@ impl Case for Channel {
             }
         }
         if self.wants(&["triggers"]) {
+            // 132 is the number of multiprocessors of an H100 or H200.
             for blocks in [1, 8, 132] {
                 runner.triggers(blocks, by_device(setup.kind, [20_000, 2_000]))?;
             }
@@ -165,6 +168,8 @@ impl Channel {
 
 /// Bytes of a region for sent data, received data, and packets.
 fn region_bytes(largest: u64) -> u128 {
+    // The longest messages of LATENCIES have as many bytes as SMALLEST: once sent, once received, and as packets, which
+    // are half flags, twice.
     u128::from(DATA) + u128::from(largest.max(4 * SMALLEST))
 }
 
@@ -174,9 +179,11 @@ impl<'a> ChannelRunner<'a> {
         let bytes = bytes.context("sizes fit the memory")?;
         let kernels = Kernels::load(comm)?;
         let mut requests = Vec::new();
+        // 1 for rank 0, and 0 for rank 1; there is none for further ranks.
         if let Some(peer) = 1_usize.checked_sub(comm.rank()) {
             for (tag, transport) in TRANSPORTS.into_iter().enumerate() {
                 let region = comm.alloc(bytes)?;
+                // The packets' counter starts from 0, and no leftover of earlier memory passes for a packet.
                 region.upload(&vec![0; bytes])?;
                 let request = ConnectionRequest::new(peer, tag as u64, &region);
                 requests.push(request.with_transport(transport));

@@ -205,6 +205,7 @@ impl Case for CollectiveBench {
         let template = self.template();
         let options = self.shape.options();
         let peers = match &self.peers[..] {
+            // The first one is the default that the help documents.
             [] => CollectivePeer::of(setup.kind).get(..1).unwrap_or_default(),
             peers => peers,
         };

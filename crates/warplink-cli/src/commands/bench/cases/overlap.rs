@@ -236,6 +236,7 @@ impl Overlap {
             .into_iter()
             .enumerate()
             .map(|(index, (m, k, n))| Problem {
+                // In turn and not drawn, so that a few shapes already have all operations and element types.
                 op: ops[index % ops.len()],
                 m,
                 k,

@@ -204,6 +204,7 @@ impl P2p {
             let is_compared_with = methods.iter().any(|other| other.floor() == *method);
             methods.is_empty() || methods.contains(method) || is_compared_with
         };
+        // In the order of the enum, in which the raw copies come first.
         let all = Method::value_variants().iter().copied();
         all.filter(is_asked)
             .filter(|method| *method != Method::Nccl || !self.no_nccl)

@@ -86,6 +86,7 @@ fn row(
     let operations = plan.operations();
     let run = host_time(clock, samples, &|stream| Ok(plan.run(stream)?))?;
 
+    // In runs of their own, which reading the clock at every operation makes longer.
     let mut kinds: BTreeMap<&'static str, (usize, Duration)> = BTreeMap::new();
     for sample in 0..samples {
         plan.run_timed(&clock.stream, &mut |kind, time| {

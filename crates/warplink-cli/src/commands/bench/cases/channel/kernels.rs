@@ -83,6 +83,7 @@ fn puts(block: &Block<'_>) -> Result<(), Error> {
 fn packets(block: &Block<'_>) -> Result<(), Error> {
     let (channel, rank) = (block.channel(0)?, block.u32(1)?);
     let (rounds, bytes) = (block.u32(2)?, block.u64(3)?);
+    // In memory that outlives the launch: with a flag of the launch before, its packets would pass for new ones.
     let counted = channel.here(16, 4)?;
     let mut word = [0; 4];
     block.read(&counted, &mut word)?;

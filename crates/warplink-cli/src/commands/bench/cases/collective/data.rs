@@ -65,9 +65,11 @@ impl Inputs {
         let drawn = mix(self.seed ^ mix((rank as u64 + 1) << 32 | at as u64));
         let exact = exact(self.call.dtype);
         let world = self.world as u64;
+        // At most 100, which suffices to tell parts apart; at least 1, since an input of zeros would hide errors.
         let up_to = |largest: u64| drawn % (largest.clamp(1, 100) + 1);
         let value = match self.call.op {
             Some(ReduceOp::Sum | ReduceOp::ScaledSum(_)) => up_to(exact / world),
+            // The product is a power of two, which floats represent exactly.
             Some(ReduceOp::Product) => 1 + drawn % 2,
             // The sum is a multiple of the number of ranks.
             Some(ReduceOp::Average) => world * (drawn % (exact / world / world + 1)),

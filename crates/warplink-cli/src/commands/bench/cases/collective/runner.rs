@@ -62,6 +62,7 @@ impl<'a> CollectiveRunner<'a> {
         for peer in peers {
             let made = match peer {
                 CollectivePeer::Nccl | CollectivePeer::Substitute => {
+                    // The same memory as Warplink's, so that its placement cannot explain a difference.
                     vendor(comm).map(|(collectives, name)| (collectives, name, memory.clone()))
                 }
                 CollectivePeer::NcclSymmetric => registered(comm, largest),
@@ -104,6 +105,7 @@ impl<'a> CollectiveRunner<'a> {
         let methods = self.methods.iter().zip(&slices).enumerate();
         let works = methods.map(|(number, (method, slices))| -> Work<'_> {
             let by = (&method.collectives, self.clock.comm);
+            // The first method is Warplink; only its calls can be bound.
             let bound = bound.as_ref().filter(|_| number == 0);
             Box::new(move |stream| {
                 let enqueued = match bound {
@@ -114,6 +116,7 @@ impl<'a> CollectiveRunner<'a> {
             })
         });
         let works: Vec<Work<'_>> = works.collect();
+        // Before the timing, whose repeated calls in place reduce their own results over and over.
         let wrong: Vec<u64> = works
             .iter()
             .zip(&slices)
@@ -129,6 +132,7 @@ impl<'a> CollectiveRunner<'a> {
             CollectiveTimes {
                 method: method.name.clone(),
                 seconds: times.stream,
+                // The launch of a graph enqueues all calls of a sample at once, so its time is not that of a call.
                 host: (submission == Submission::Eager).then_some(times.host),
                 bandwidth,
                 bus_bandwidth: bandwidth * self.template.bus_factor(world),
@@ -197,6 +201,7 @@ impl<'a> CollectiveRunner<'a> {
         work: WorkRef<'_>,
     ) -> Result<u64> {
         let (comm, stream) = (self.clock.comm, &self.clock.stream);
+        // With the data of the method before, a method that stores nothing, or reads too early, could still be right.
         self.seed.set(self.seed.get().wrapping_add(1));
         let inputs = Inputs {
             call: *call,
@@ -204,6 +209,7 @@ impl<'a> CollectiveRunner<'a> {
             seed: self.seed.get(),
         };
         stream.fill(output, UNTOUCHED)?;
+        // In place, both are the same memory: the fill has to end before the input is written.
         comm.synchronize(stream)?;
         inputs.of(comm.rank()).upload(comm, input)?;
         self.clock.run(submission, work)?;

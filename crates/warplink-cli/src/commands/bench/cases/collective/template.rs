@@ -115,7 +115,9 @@ impl Template {
     pub(super) fn bus_factor(&self, world: usize) -> f64 {
         let (others, all) = ((world - 1) as f64, world as f64);
         match self.kind.shape() {
+            // Everything but a rank's own part crosses its link twice: to be reduced, and then to be gathered.
             CollectiveKind::AllReduce => 2.0 * others / all,
+            // All bytes cross the root's link once.
             CollectiveKind::Broadcast | CollectiveKind::Reduce => 1.0,
             _ => others / all,
         }
@@ -133,6 +135,7 @@ pub(super) fn in_place(call: &Call, rank: usize, world: usize) -> [Range<usize>;
     let [input, output] = lengths(call, world);
     let whole = input.max(output);
     [input, output].map(|bytes| {
+        // The shorter one is this rank's part of the longer one, as NCCL defines calls in place.
         let start = if bytes < whole { rank * bytes } else { 0 };
         start..start + bytes
     })

@@ -36,11 +36,13 @@ impl Tokens {
         };
         let mut experts = Vec::with_capacity(count * layer.top_k);
         for _ in 0..count {
+            // Drawn without replacement: the experts of a token are distinct.
             let mut left: Vec<i32> = (0..reached as i32).collect();
             for _ in 0..layer.top_k {
                 experts.push(left.swap_remove(random.below(left.len())));
             }
         }
+        // Never 0, so that a missing row shows in the sum.
         let weights = (0..experts.len()).map(|_| (1 + random.below(255)) as f32 / 256.0);
         Self {
             rows,
@@ -90,6 +92,7 @@ impl Tokens {
         let weights = weights.chunks_exact(layer.rows_per_token(world));
         let wrong = tokens.zip(weights).map(|((values, got), weights)| {
             let sums = layer.dtype.decode(values).map(|value| {
+                // Exact in f32, in any order: values and weights are multiples of 1/256, and their sums are below 2^8.
                 let terms = weights.iter().map(|weight| weight * value as f32);
                 terms.fold(0_f32, |sum, term| sum + term).into()
             });

@@ -109,6 +109,7 @@ impl<'a> ExpertRunner<'a> {
             quantized: match layer.quantization {
                 None => None,
                 Some(_) => Some(Quantized {
+                    // For as many rows as could arrive, since only the device knows how many do.
                     scales: allocate(WORD * rows * layer.scales())?,
                     results: allocate(rows * layer.row_bytes())?,
                 }),
@@ -180,6 +181,7 @@ impl<'a> ExpertRunner<'a> {
         calls: usize,
     ) -> Result<Row> {
         let count = data.count;
+        // In this order: a combine uses the routing of the dispatch before it.
         let mut works: Vec<Work<'_>> = vec![
             Box::new(|stream| self.dispatch(count, stream)),
             Box::new(|stream| self.combine(count, stream)),

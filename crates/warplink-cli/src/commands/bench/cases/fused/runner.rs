@@ -53,6 +53,7 @@ fn number(seed: usize, at: usize) -> f64 {
 
 /// The floats of 4 bits in bytes.
 fn fours(bytes: &[u8]) -> impl Iterator<Item = f64> + '_ {
+    // The first of two elements is in the low half of a byte.
     let codes = bytes.iter().flat_map(|byte| [byte & 15, byte >> 4]);
     codes.map(|code| {
         let size = E2M1[usize::from(code & 7)];
@@ -77,6 +78,7 @@ impl<'a> FusedRunner<'a> {
             sum: allocate(bytes.input)?,
             residual_out: allocate(bytes.residual)?,
             output: allocate(bytes.output.max(bytes.quantized))?,
+            // Devices do not allocate empty memory, and without a quantisation there are no scales.
             scale: allocate(bytes.scale.max(4))?,
             global_scale: allocate(4)?,
         };
@@ -183,6 +185,7 @@ impl<'a> FusedRunner<'a> {
             }));
         }
         let clock = &self.clock;
+        // Before the others, which write the same outputs.
         clock.run(submission, &works[0])?;
         let wrong = self.wrong(&call, [&residual_out, &output, &scale])?;
         let times = clock.measure_in_turn(samples, submission, calls, &works)?;
@@ -228,6 +231,7 @@ impl<'a> FusedRunner<'a> {
         let added: Vec<f64> = call.dtype.decode(&added).collect();
         let scale: Vec<f64> = match call.epilogue.quantization {
             Some(Quantization::Mxfp8) => {
+                // A scale of MXFP8 is a biased exponent without a significand.
                 let powers = scale.iter().map(|code| 2f64.powi(i32::from(*code) - 127));
                 powers.collect()
             }
@@ -266,12 +270,14 @@ impl<'a> FusedRunner<'a> {
                 let is_right = match call.wire {
                     Wire::Exact => added.get(at) == Some(exact),
                     Wire::Fp8 => {
+                        // Each rank's value is rounded, and the errors remain where the values cancel.
                         let magnitude: f64 = inputs(at).map(f64::abs).sum();
                         (h - exact).abs() <= magnitude * 0.14 + exact.abs() / 100.0
                     }
                 };
                 let meant = h * root * number(99, column);
                 let (found, bound) = match call.epilogue.quantization {
+                    // bf16 rounds by up to 1/256 of the value; this allows for two roundings.
                     None => (output.get(at).copied(), meant.abs() / 120.0 + 1e-6),
                     Some(kind) => {
                         let scale = match kind {
@@ -285,7 +291,9 @@ impl<'a> FusedRunner<'a> {
                         let scale = scale.copied().unwrap_or(f64::NAN);
                         let found = output.get(at).map(|found| found * scale);
                         let bound = match kind {
+                            // Half a step of e2m1 is 0.25 near 0, and up to 1/4 of the value from 4 on.
                             Quantization::Nvfp4 => meant.abs() / 3.9 + scale * 0.26,
+                            // Half a step of e4m3 is up to 1/16 of the value, and 2^-10 of the scale near 0.
                             _ => meant.abs() / 15.0 + scale / 256.0,
                         };
                         (found, bound)

@@ -161,6 +161,7 @@ pub(super) fn measure(
     };
     // Including the collective if there is an engine, as for every caller.
     let choice = gemm.plan(&options(None))?.choice().clone();
+    // With trials, a plan is chosen by measured times, which does not show how good the model is.
     let alone_by_model = Options {
         trials: false,
         ..options(None)
@@ -198,6 +199,7 @@ pub(super) fn measure(
     let [compute, compute_chunks, times @ ..] = &times[..] else {
         anyhow::bail!("nothing was timed");
     };
+    // After the samples, between which a run with timestamps of every operation would not be alike.
     if let Some(folder) = &overlap.traces {
         for plan in plans.iter().flat_map(|(plan, ..)| plan.plans()) {
             if let Some(trace) = plan.trace(&clock.stream)? {
@@ -209,6 +211,7 @@ pub(super) fn measure(
     }
     let flops = problem.flops(world);
     let link_limit = problem.link_bytes(world) / shared.link;
+    // Both results may be off by the tolerance, in opposite directions.
     let most = 2.0 * problem.dtype.matmul_tolerance().unwrap_or_default();
     let mut rows = Vec::new();
     for ((plan, error, difference), times) in plans.iter().zip(times) {
@@ -312,6 +315,7 @@ impl Alone {
         let whole = gemm.problem.spec(m, depth);
         let chunk = gemm.problem.spec(m / world, depth);
         let compute = comm.compute()?;
+        // Here, so that no sample includes the choice of an algorithm and the load of its kernel.
         compute.prepare_matmul(&whole)?;
         compute.prepare_matmul(&chunk)?;
         Ok(Self {

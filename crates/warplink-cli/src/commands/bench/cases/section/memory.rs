@@ -33,6 +33,7 @@ impl SectionBuffers {
             bytes.max(output_bytes) as u128,
             bytes as u128 + 2 * output_bytes as u128,
         );
+        // Again, with the lengths of the program's tensors, which are not known from the options.
         memory::check(device.kind(), comm.world(), host, all)?;
         let allocate = |bytes| allocate(comm, bytes);
         let (source, target, expected) = (
@@ -70,6 +71,7 @@ impl SectionBuffers {
     /// Replays graphs of both works with new inputs each time, and counts the elements that differ.
     pub(super) fn compare(&self, clock: &BenchClock<'_>, works: [&Work<'_>; 2]) -> Result<u64> {
         let (comm, stream) = (clock.comm, &clock.stream);
+        // One graph for all runs: state that a run leaves in scratch or in signals shows in the results of the next.
         let [section, vendor] = works.map(|work| clock.capture(work));
         let (section, vendor) = (section?, vendor?);
         (1..=COMPARED).try_fold(0, |sum, run| {
