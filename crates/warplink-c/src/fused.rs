@@ -104,6 +104,7 @@ impl FusedCall {
         let residual = memory(self.residual as u64, bytes.residual, "residual")?;
         let weight = memory(self.weight as u64, bytes.weight, "weight")?;
         let bias = memory(self.bias as u64, bytes.weight, "bias")?;
+        // As long as the residual: where ranks own rows, both have this rank's only.
         let sum = memory(self.sum as u64, bytes.residual, "sum")?;
         let residual_out = memory(self.residual_out as u64, bytes.residual, "residual_out")?;
         let output = memory(self.output as u64, bytes.output, "output")?;

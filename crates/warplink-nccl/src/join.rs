@@ -180,6 +180,7 @@ pub(crate) unsafe fn init_all(comms: *mut Handle, count: c_int, devices: *const 
         })
         .collect::<Outcome<_>>()?;
     for (rank, ordinal) in ordinals.iter().enumerate() {
+        // On the host device, whose number means nothing, ranks may have the same.
         if devices::kind()? == DeviceKind::Cuda && ordinals[..rank].contains(ordinal) {
             return Err(Failure::usage(
                 format!("device {ordinal} is listed twice; expected each once"),
@@ -197,6 +198,7 @@ pub(crate) unsafe fn init_all(comms: *mut Handle, count: c_int, devices: *const 
                 ordinal,
                 multiprocessors: None,
             };
+            // It blocks: there is no configuration that could ask for anything else.
             // SAFETY: the caller passes an array for as many handles.
             unsafe { begin(comms.add(rank), place, true) }?;
         }

@@ -17,6 +17,7 @@ use warplink::Result;
 use warplink::device::{Priority, before_exit};
 
 /// How long the exit of the process waits for other ranks to end their communicators.
+// Ranks of a program usually exit within it; one that hangs must not keep the processes of the others.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Number of communicators being closed by background threads.

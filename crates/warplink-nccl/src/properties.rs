@@ -121,6 +121,7 @@ pub(crate) unsafe fn memory_statistics(comm: Handle, which: c_int, value: *mut u
         // Suspension releases no memory.
         0 => 0,
         1 => comm.suspended.load(Ordering::Relaxed).into(),
+        // Persistent memory and the total: all of it lives as long as the communicator.
         2 | 3 => workspaces,
         other => {
             return Err(Failure::argument(

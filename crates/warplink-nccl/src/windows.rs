@@ -248,6 +248,7 @@ pub(crate) unsafe fn put_signal(
     let end = end.filter(|end| *end <= target.bytes());
     let end = end.ok_or_else(|| outside(offset, count, target.bytes()))?;
     if end > offset {
+        // A put of nothing still signals, and needs no source.
         check(memory, "localbuff")?;
     }
     let source = joined.memory(served, memory as u64, end - offset)?;

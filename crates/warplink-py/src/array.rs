@@ -145,6 +145,7 @@ impl<'a> Reader<'a> {
         let typestr: String = field("typestr")?.extract()?;
         let shape: Vec<i64> = field("shape")?.extract()?;
         let item_bytes = item_bytes(&typestr, name)?;
+        // A record's fields may be addresses of objects, which are of no use to another process.
         if typestr.get(1..2) == Some("V") && has_objects(object, interface)? {
             let error = Error::invalid(
                 "the array has fields that are Python objects; expected numbers or raw bytes in all of them",

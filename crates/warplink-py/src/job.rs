@@ -238,6 +238,7 @@ impl Job {
         if let Some(job) = self.job.take() {
             py.detach(|| {
                 job.abort(reason);
+                // Here, since the drop may take long, and outside it would hold the interpreter's lock.
                 drop(job);
             });
         }

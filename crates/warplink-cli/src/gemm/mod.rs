@@ -48,6 +48,7 @@ impl<'a> DistributedGemm<'a> {
                 rows,
             ),
         };
+        // Transposed after it is drawn, so that the reference is the same for both layouts.
         let b = if problem.transposed_b {
             inputs::transposed(&b, n, dtype)
         } else {

@@ -89,6 +89,7 @@ impl Check {
                 comm.device().upload(slice, &bytes)?;
             }
             launch()?;
+            // All ranks on each of them: outputs depend on the inputs of the others, which every rank can draw.
             let values = self
                 .evaluator
                 .run(|rank, id, tensor| inputs.of(rank, id, tensor))?;

@@ -33,6 +33,7 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
         let multiply = |stream: &Stream| Ok(matmul.enqueue(stream)?);
         let (slower_matmul, slower_copy) = both(machine, &other, &multiply, &copy)?;
         *matmul_beside = slower_matmul;
+        // The model has one figure for both kinds of copies.
         if protocol == Protocol::Put {
             beside.copy_beside_matmul = slower_copy;
         }

@@ -230,6 +230,7 @@ fn host(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
         })?;
         let [send, receive] = pair(machine, 3 * SMALL)?;
         machine.comm.barrier()?;
+        // The same without the wait, which cannot be timed alone, since it needs a post to wait for.
         let half = machine.host(&mut || {
             receive.post(stream)?;
             Ok(send.post(stream)?)

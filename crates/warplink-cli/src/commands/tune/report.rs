@@ -45,6 +45,7 @@ fn scalars(model: &HardwareModel) -> Vec<(&'static str, String)> {
             rate(link.get_rotated),
         ),
         ("matmul results stored to peers", rate(link.stored)),
+        // A signal is a write and a wait of a word.
         ("signal between streams", micros(2.0 * latency.word)),
         ("signal between kernels", micros(2.0 * latency.kernel_word)),
         ("event between streams of a rank", micros(latency.event)),
@@ -117,6 +118,7 @@ fn series(model: &HardwareModel) -> Vec<(String, String)> {
         .collectives
         .0
         .iter()
+        // An assumed model may have those of other numbers of ranks as well.
         .filter(|times| times.world == model.device.ranks)
     {
         for (bytes, seconds) in [times.times.0.first(), times.times.0.last()]

@@ -388,6 +388,7 @@ fn has_kernel(body: &[Statement]) -> bool {
 
 /// Every combination of one value for each parameter.
 fn combinations(tried: &[(String, Vec<i64>)]) -> Vec<TriedValues> {
+    // Without any parameter to try, there is one combination, of no values.
     tried.iter().fold(vec![Vec::new()], |all, (name, values)| {
         let with = |before: &TriedValues, value: &i64| {
             let mut next = before.clone();

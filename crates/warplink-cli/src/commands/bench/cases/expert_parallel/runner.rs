@@ -161,6 +161,7 @@ impl<'a> ExpertRunner<'a> {
         let receives = receives.map(|count| *count as usize).collect();
         let wrong = total(comm, own)?;
         if let Some(vendor) = &self.vendor {
+            // Not part of the times, in the peer's favour: an application would have to count the rows on the device.
             let counts = sends.iter().flat_map(|count| (*count as u32).to_le_bytes());
             device.upload(&vendor.sent, &counts.collect::<Vec<_>>())?;
         }

@@ -144,6 +144,7 @@ impl ShapeTimes {
                 label,
                 value: rate(row.times.best()),
                 colour: match row {
+                    // It keeps its colour if it is chosen, which the label shows.
                     _ if Some(&row.lowering) == collective => PEER,
                     row if row.chosen => CHOSEN,
                     _ => OWN,
