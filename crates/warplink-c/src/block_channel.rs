@@ -230,6 +230,7 @@ pub unsafe extern "C" fn warplink_block_barrier(channels: *const u32, count: usi
         running(|block| {
             let mut all = Vec::new();
             for number in numbers {
+                // Before `find`, which refuses the number of an array: here it means all of its channels.
                 match block.channels(*number as usize) {
                     Ok(array) => all.extend(array),
                     Err(_) => all.push(find(block, *number)?),

@@ -393,6 +393,7 @@ unsafe fn configuration(
         ("WARPLINK_DEVICE", Some(device)) => Some(device.into()),
         _ => std::env::var_os(name),
     })?;
+    // Restored: above, it was the GPU's number, for the choice of the device alone.
     config.join.local_rank = local_rank;
     if options.timeout != 0.0 {
         config.timeout = Duration::try_from_secs_f64(options.timeout).map_err(|_| {

@@ -99,6 +99,7 @@ pub(crate) unsafe fn new_bytes<'a>(
     }
     check(pointer, name)?;
     fits::<u8>(bytes, name)?;
+    // Rust has no slices of uninitialized bytes, and C's buffers usually are.
     // SAFETY: not null, as checked; the caller guarantees that it is valid for writes.
     unsafe { pointer.write_bytes(0, bytes) };
     // SAFETY: as above, and initialized by the write.
@@ -113,6 +114,7 @@ pub(crate) fn check<T>(pointer: *const T, name: &str) -> Outcome {
             format!("pass a valid pointer as {name}"),
         ));
     }
+    // C does not enforce it, and misaligned accesses are undefined in Rust.
     if !pointer.is_aligned() {
         return Err(Failure::invalid(
             format!(

@@ -60,6 +60,7 @@ impl Enumeration {
 
     /// All enumerations of the header, generated from the library's enumerations.
     pub fn all() -> Vec<Self> {
+        // Only for enumerations whose values in the library begin at 1.
         let zero = |name, about| {
             Some(Value {
                 number: 0,

@@ -247,6 +247,7 @@ impl Wishes {
             }
         };
         let most = given.most_blocks;
+        // A minimum that is not set is the least integer, and below any maximum.
         if most != UNDEFINED && (most <= 0 || most < given.least_blocks) {
             return Err(Failure::argument(
                 format!("maxCTAs is {most}; expected at least 1 and no less than minCTAs"),
@@ -256,6 +257,7 @@ impl Wishes {
         Ok(Self {
             blocking,
             // At least two blocks: one moves data, and one synchronizes with the other ranks.
+            // A maximum that is not set is negative, and does not convert.
             multiprocessors: u32::try_from(most).ok().map(|most| most.max(2)),
         })
     }

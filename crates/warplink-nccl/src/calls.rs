@@ -200,6 +200,7 @@ pub(crate) unsafe fn bcast(
     comm: Handle,
     stream: RawStream,
 ) -> Outcome {
+    // An older form of the broadcast, in place on every rank.
     // SAFETY: the caller's pointers are passed on.
     unsafe { broadcast(memory, memory, count, datatype, root, comm, stream) }
 }

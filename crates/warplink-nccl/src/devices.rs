@@ -78,6 +78,7 @@ fn by_runtime() -> Option<c_int> {
 /// streams.
 pub(crate) fn of_process(ordinal: usize) -> Result<Arc<dyn Device>> {
     static OPENED: Mutex<Option<HashMap<usize, Arc<dyn Device>>>> = Mutex::new(None);
+    // Held while the device is opened, so that two threads do not open it twice.
     let mut opened = lock(&OPENED);
     let opened = opened.get_or_insert_default();
     if let Some(device) = opened.get(&ordinal) {

@@ -62,6 +62,7 @@ pub(crate) fn note(
 pub(crate) fn print() {
     static PRINTED: Once = Once::new();
     if is_wanted() {
+        // The handler at the exit may be registered twice (`leave::at_exit_of_real`).
         PRINTED.call_once(|| eprint!("{}", table(&lock(&CALLS))));
     }
 }

@@ -417,6 +417,7 @@ impl Joined {
             return Ok(None);
         };
         let peers = self.communicator.share(&own)?;
+        // Here, since connecting is collective, and puts and signals are not.
         served.signals.connect(self)?;
         Ok(Some(SharedWindow { _own: own, peers }))
     }

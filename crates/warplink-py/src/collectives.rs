@@ -57,6 +57,7 @@ impl Collectives {
         place: &Place,
         world: usize,
     ) -> warplink::Result<Self> {
+        // Devices do not allocate empty memory; an empty part of some does.
         let nothing = place.device.allocate(NOTHING, AllocationKind::Plain)?;
         Ok(Self {
             inner: Detached::new(inner),

@@ -67,6 +67,7 @@ pub(crate) fn type_name(object: &Bound<'_, PyAny>) -> PyResult<String> {
     let known = Element::named(plain).map(|element| element.name);
     let name = match (plain, known) {
         (_, Ok(name)) => name,
+        // PyTorch's names of the types that have no arrays, and thus no `Element`.
         ("float8_e4m3fn", _) => "f8e4m3",
         ("float8_e5m2", _) => "f8e5m2",
         _ => &name,

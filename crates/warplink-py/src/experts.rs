@@ -333,6 +333,7 @@ impl Experts {
         let count = target.slice.bytes() / options.row_bytes();
         let [rows, ..] = self.parts();
         let results = match source.cast::<PyTuple>() {
+            // A Dispatched, which is a tuple in Python; only its rows are read.
             Ok(all) => typed(
                 &reader,
                 &all.get_item(0)?,

@@ -75,6 +75,7 @@ pub(crate) fn exit_code(is_right: bool) -> ExitCode {
 pub(crate) fn print_bytes(text: &[u8]) -> Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text)
+        // An error of writing at the exit of the process would be lost.
         .and_then(|()| out.flush())
         .context("write the result to standard output")
 }

@@ -331,6 +331,7 @@ fn entries(topology: &Topology) -> Vec<LegendEntry> {
         match mesh.connection(a, b) {
             Connection::Links(_) if faces(topology, a, b) => facing = true,
             Connection::Links(_) => links = true,
+            // Ranks without an address are no cards: they share the machine's memory, which has no links.
             Connection::Switches(_) => links |= topology.places()[a].address.is_some(),
             Connection::Bus => bus = true,
             Connection::Itself | Connection::Nothing => {}

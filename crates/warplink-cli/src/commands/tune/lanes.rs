@@ -110,6 +110,7 @@ fn measured(machine: &TunedMachine<'_>) -> Result<Lanes> {
         };
         let [few, many] = TIMES;
         let seconds = machine.launch(text, shape(many))? - machine.launch(text, shape(few))?;
+        // Noise may make the longer launch the faster one.
         Ok(seconds.max(0.0) / (many - few) as f64)
     };
     let (signal, load) = (latency(SIGNAL)?, latency(COPY)?);

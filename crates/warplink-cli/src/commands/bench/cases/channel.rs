@@ -253,6 +253,7 @@ impl<'a> ChannelRunner<'a> {
         });
         let works: Vec<Work<'_>> = works.collect::<Result<_>>()?;
         self.clock
+            // A limit of its own: the kernel of `words` polls for ever if its peer is missing, as a plain loop does.
             .measure_until(self.limit, self.samples, &works)
             .with_context(|| {
                 let names = names.join("' and '");
@@ -267,6 +268,7 @@ impl<'a> ChannelRunner<'a> {
         let mut plain = None;
         for (what, all) in names.into_iter().zip(times) {
             let time = all.divided(2.0 * f64::from(rounds));
+            // To the time of words, which are the first of the two.
             let ratio = plain.map(|plain| time.median / plain);
             plain = Some(time.median);
             self.rows

@@ -21,6 +21,7 @@ macro_rules! cases {
         pub(super) enum Cases {
             $(
                 #[command(name = <$module::$case as Case>::NAME)]
+                // Boxed, since the options of benchmarks differ widely in size.
                 $case(Box<Bench<$module::$case>>),
             )+
         }

@@ -228,6 +228,7 @@ impl Section {
         };
         // The element type is known when the program is unrolled for some length.
         parameters.insert(self.length.as_str(), 1);
+        // The program is verified below, with its real length.
         let unchecked = PrepareOptions {
             verify: false,
             ..options

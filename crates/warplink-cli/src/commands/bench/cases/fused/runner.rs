@@ -107,6 +107,7 @@ impl<'a> FusedRunner<'a> {
             call.dtype.encode(values)
         };
         let device = comm.device();
+        // With the seeds from which `wrong` computes the expected results.
         device.upload(&memory.input, &values(comm.rank() + 1, count))?;
         device.upload(&memory.residual, &values(0, count))?;
         device.upload(&memory.weight, &values(99, call.width))?;
