@@ -386,7 +386,7 @@ unsafe fn read_source(source: &ModuleSource) -> Outcome<warplink::device::Module
         let user = User(kernel.user);
         made = made.with_host_kernel(name, move |running| {
             block::run(running, || {
-                // Innermost, so that the guard sees only what the body itself throws.
+                // Innermost, so that the guard sees only exceptions of the body itself.
                 callback::call(Callback::Body, || {
                     // SAFETY: the caller passed the body for this call, with a pointer that stays valid.
                     unsafe { body(user.pointer()) }

@@ -160,7 +160,7 @@ fn leave() -> Outcome<Option<CallGroup>> {
             "there is no group to end",
             "call ncclGroupStart first",
         )),
-        // This also resets the depth, so that what the operations themselves submit runs immediately.
+        // This also resets the depth, so that calls submitted by the operations themselves run immediately.
         1 => Ok(Some(std::mem::take(group))),
         _ => {
             group.depth -= 1;

@@ -528,7 +528,7 @@ impl SignalPairs {
             .iter()
             .map(|(word, value)| MemoryOp::wait(word, *value));
         stream.memory_ops(&waits.collect::<Vec<_>>())?;
-        // Only once the waits are enqueued, so that a call that failed can be made again.
+        // Only once the waits are enqueued, so that a call that failed can be repeated.
         signals.awaited = awaited;
         Ok(())
     }

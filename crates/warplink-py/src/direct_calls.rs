@@ -145,7 +145,8 @@ impl DirectCalls {
         side: (Bound<'_, PyAny>, Bound<'_, Stream>),
     ) -> PyResult<Option<Event>> {
         let world = self.collectives.get().world;
-        // The messages of one peer in one call of the general path (`rounds` in Python): no peer's messages are in a later one.
+        // The general path (`rounds` in Python) has as many messages of a peer in one call. With no more in total,
+        // one call matches those of the peers, whichever path they take.
         let fit = MAX_MESSAGES / (2 * world);
         if messages.is_empty() || messages.len() > fit || self.is_profiled(py)? {
             return Ok(None);

@@ -70,7 +70,7 @@ impl<'a> BenchClock<'a> {
     /// Every rank makes one at the same time.
     pub(crate) fn new(comm: &'a Communicator, priority: Priority) -> Result<Self> {
         let stream = comm.create_stream(priority)?;
-        // One pair for all samples, each of which is complete before the next one begins.
+        // One pair for all samples, since each is complete before the next one begins.
         let (begin, end) = (
             comm.device().create_event(true)?,
             comm.device().create_event(true)?,

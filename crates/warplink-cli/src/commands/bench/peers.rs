@@ -160,7 +160,7 @@ pub(crate) struct SecondStream {
 
 impl SecondStream {
     pub(crate) fn new(comm: &Communicator) -> Result<Self> {
-        // Without timing, which the driver makes the cheaper kind for ordering streams.
+        // Without timing: such events are cheaper, and these only order streams.
         let event = || comm.device().create_event(false);
         Ok(Self {
             stream: comm.create_stream(Priority::High)?,

@@ -253,7 +253,7 @@ impl<'a> ChannelRunner<'a> {
         });
         let works: Vec<Work<'_>> = works.collect::<Result<_>>()?;
         self.clock
-            // A limit of its own: the kernel of `words` polls for ever if its peer is missing, as a plain loop does.
+            // A limit of its own: the kernel of `words` polls for ever if its peer is missing.
             .measure_until(self.limit, self.samples, &works)
             .with_context(|| {
                 let names = names.join("' and '");

@@ -201,7 +201,7 @@ impl<'a> CollectiveRunner<'a> {
         work: WorkRef<'_>,
     ) -> Result<u64> {
         let (comm, stream) = (self.clock.comm, &self.clock.stream);
-        // With the data of the method before, a method that stores nothing, or reads too early, could still be right.
+        // With the data of the method before, a read that comes too early could find right values in scratch.
         self.seed.set(self.seed.get().wrapping_add(1));
         let inputs = Inputs {
             call: *call,

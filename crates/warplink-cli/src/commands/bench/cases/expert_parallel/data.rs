@@ -92,7 +92,7 @@ impl Tokens {
         let weights = weights.chunks_exact(layer.rows_per_token(world));
         let wrong = tokens.zip(weights).map(|((values, got), weights)| {
             let sums = layer.dtype.decode(values).map(|value| {
-                // Exact in f32, in any order: values and weights are multiples of 1/256, and their sums are below 2^8.
+                // Exact in f32, in any order: products are multiples of 2^-16, and the sum of up to 128 is below 2^8.
                 let terms = weights.iter().map(|weight| weight * value as f32);
                 terms.fold(0_f32, |sum, term| sum + term).into()
             });

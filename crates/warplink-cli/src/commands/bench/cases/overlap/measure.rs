@@ -199,7 +199,7 @@ pub(super) fn measure(
     let [compute, compute_chunks, times @ ..] = &times[..] else {
         anyhow::bail!("nothing was timed");
     };
-    // After the samples, between which a run with timestamps of every operation would not be alike.
+    // After the samples, which runs with timestamps of every operation would disturb.
     if let Some(folder) = &overlap.traces {
         for plan in plans.iter().flat_map(|(plan, ..)| plan.plans()) {
             if let Some(trace) = plan.trace(&clock.stream)? {

@@ -192,7 +192,7 @@ impl P2pRunner<'_> {
                             both.flatten()
                         };
                         let mut batch = Batch::new();
-                        // Before the next post of the same transfers: a capture refuses two posts without a wait in between.
+                        // Before their next post: a capture refuses two posts without a wait in between.
                         if turn >= ahead {
                             batch = batch.wait(ends());
                         }
