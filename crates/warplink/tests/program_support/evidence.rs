@@ -11,6 +11,7 @@ use super::sample::Sample;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 use warplink::program::evaluate::Evaluator;
+use warplink::program::ir::Role;
 use warplink::program::{
     Area, Backend, Diagnostic, DiagnosticKind, Direction, OperationKind, Range, RankProgram,
     TransferId, unroll, verify,
@@ -273,10 +274,24 @@ impl Case<'_> {
             ),
             DiagnosticKind::CollectiveOrder => rule(self.collectives_differ(false)),
             DiagnosticKind::Mismatch => rule(
-                self.collectives_differ(true) || self.ends_differ() || self.engine_order_differs(),
+                self.collectives_differ(true)
+                    || self.ends_differ()
+                    || self.engine_order_differs()
+                    || self.interfaces_differ(),
             ),
             _ => Err("a kind that nothing shows".to_owned()),
         }
+    }
+
+    /// Whether two ranks name other inputs and outputs.
+    fn interfaces_differ(&self) -> bool {
+        let mut names = self.ranks.iter().map(|rank| {
+            let outer = rank.tensors.iter();
+            let outer = outer.filter(|tensor| tensor.role != Role::Local);
+            outer.map(|tensor| &*tensor.name).collect::<Vec<_>>()
+        });
+        let first = names.next();
+        names.any(|other| Some(other) != first)
     }
 
     /// The operations that a diagnostic names.
