@@ -99,8 +99,11 @@ impl<'a> BenchClock<'a> {
     /// A graph of `work`.
     pub(crate) fn capture(&self, work: WorkRef<'_>) -> Result<Graph> {
         self.stream.begin_capture()?;
-        work(&self.stream).context("while a graph was captured")?;
-        Ok(self.stream.end_capture()?)
+        let captured = work(&self.stream).context("while a graph was captured");
+        // Also after a failure: a bench may go on with other cases, on the same stream.
+        let graph = self.stream.end_capture();
+        captured?;
+        Ok(graph?)
     }
 
     /// Runs `work` once to its end.

@@ -148,7 +148,9 @@ impl P2pRunner<'_> {
     ) -> Result<Times> {
         // Enough that the time at the two ends does not count.
         let most = by_device(self.clock.comm.device().kind(), [96, 16]);
-        let repeat = ((4usize << 30) / bytes).clamp(8, most);
+        let size = group_size(bytes);
+        // Whole groups, since the time is divided by this.
+        let repeat = (((4usize << 30) / bytes).clamp(8, most) / size).max(1) * size;
         let (own, into) = self.buffers(bytes)?;
         let remote_into = self.memory.remote_into(self.right)?.slice(0..bytes)?;
         let remote_own = self.memory.remote_own(self.left)?.slice(0..bytes)?;
@@ -180,7 +182,6 @@ impl P2pRunner<'_> {
                 _ if transfers.is_empty() => {}
                 _ => {
                     self.second.fork(stream)?;
-                    let size = group_size(bytes);
                     let (turns, ahead) = (repeat / size, DEPTH / size);
                     for turn in 0..turns + ahead {
                         let first = turn * size % DEPTH;
