@@ -20,9 +20,9 @@ use warplink::{DType, Rank};
 /// `profiler` and `strided` are PyTorch's module and layout.
 ///
 /// Methods return whether they made the call. If not, nothing was done, and the caller takes the path that serves every
-/// call: that of tensors on other devices, not contiguous, without elements or with mismatched lengths, of a
-/// root out of range, of a stream that was
-/// not used before, and of a running profiler. They raise the errors of Collectives.call_at and of Watch.check.
+/// call: for tensors on other devices, not contiguous, without elements or with mismatched lengths, a root out of range,
+/// a stream that was not used before, and a running profiler. They raise the errors of Collectives.call_at and of
+/// Watch.check.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct DirectCalls {

@@ -152,7 +152,7 @@ class GpuMessages:
             self._side = space.current_streams()
         self._order = space.order
         self._order.add(collectives)
-        #: Of calls that need no more than a launch; None where all do.
+        #: Fast path of calls that need only a launch; None if waits block or the flight recorder sees every call.
         self._quick: warplink.DirectCalls | None = None
         if not self._waits_block and self._recorder is None:
             self._quick = warplink.DirectCalls(
