@@ -75,8 +75,8 @@ impl Fault {
     pub(crate) fn release(&self) {
         let hooks = {
             let mut hooks = guard(&self.hooks);
-            // Under the lock, so that a hook is either found here or run by whoever adds it. Release pairs with the
-            // acquire load in `is_released`: a thread that sees the flag also sees the error.
+            // Under the lock, so that a hook is either found here or run by the thread that adds it. Release pairs with
+            // the acquire load in `is_released`: a thread that sees the flag also sees the error.
             self.released.store(true, Ordering::Release);
             std::mem::take(&mut *hooks)
         };

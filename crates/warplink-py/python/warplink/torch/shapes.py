@@ -83,9 +83,6 @@ def bytes_of_parts(
     size: int, tensor: torch.Tensor, sizes: Sequence[int] | None, what: str
 ) -> list[int]:
     """How many bytes each rank's part has."""
-    if not sizes and tensor.dim() and tensor.shape[0] % size == 0:
-        # The common case; errors are raised below.
-        return [tensor.nbytes // size] * size
     parts = rows_of_parts(size, tensor, sizes, what)
     row = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
     return [row * rows for rows in parts]

@@ -7,12 +7,15 @@ use std::ops::Range;
 ///
 /// A launch has the n-th pieces of all messages or of none. Ranks have different messages and thus other launches, but the
 /// n-th pieces wait only for launches with earlier ones, and those wait for no later piece: no circle of ranks waits.
-pub(super) fn launches(bytes: &[usize], most: usize) -> Vec<Vec<(usize, Range<usize>)>> {
+pub(super) fn launches(
+    bytes: &[usize],
+    most: usize,
+) -> impl Iterator<Item = impl Iterator<Item = (usize, Range<usize>)>> {
     // Empty messages go, too, since their other end may not be empty.
-    let rounds = |bytes: usize| bytes.div_ceil(most).max(1);
+    let rounds = move |bytes: usize| bytes.div_ceil(most).max(1);
     let all = bytes.iter().copied().map(rounds).max().unwrap_or(0);
     let in_one = (MAX_MESSAGES / bytes.len().max(1)).max(1);
-    let pieces_of = |round: usize| {
+    let pieces_of = move |round: usize| {
         let alive = bytes.iter().enumerate();
         let alive = alive.filter(move |&(_, &bytes)| round < rounds(bytes));
         alive.map(move |(message, &bytes)| {
@@ -20,14 +23,8 @@ pub(super) fn launches(bytes: &[usize], most: usize) -> Vec<Vec<(usize, Range<us
             (message, start..bytes.min(start + most))
         })
     };
-    (0..all)
-        .step_by(in_one)
-        .map(|first| {
-            (first..all.min(first + in_one))
-                .flat_map(pieces_of)
-                .collect()
-        })
-        .collect()
+    let firsts = (0..all).step_by(in_one);
+    firsts.map(move |first| (first..all.min(first + in_one)).flat_map(pieces_of))
 }
 
 #[cfg(test)]
@@ -48,14 +45,13 @@ mod tests {
                 // The order of different pairs differs between ranks.
                 ends.sort_by_key(|&&(from, to, _)| (from + to + rank) % world);
                 let bytes: Vec<usize> = ends.iter().map(|end| end.2).collect();
-                let launches = launches(&bytes, MOST).into_iter();
-                let pieces = launches.map(|pieces| {
-                    assert!(pieces.len() <= MAX_MESSAGES);
-                    let pieces = pieces.into_iter();
+                let launches = launches(&bytes, MOST).map(|pieces| {
                     let pieces = pieces.map(|(end, range)| (ends[end].0, ends[end].1, range));
-                    pieces.collect()
+                    let pieces: Vec<_> = pieces.collect();
+                    assert!(pieces.len() <= MAX_MESSAGES);
+                    pieces
                 });
-                pieces.collect()
+                launches.collect()
             })
             .collect();
         let mut ended = vec![0; world];

@@ -95,7 +95,7 @@ impl Messages {
         let most = most.min(MAX_TENSOR_BYTES);
         let bytes: Vec<usize> = ends.iter().map(|end| end.data.bytes()).collect();
         for pieces in launches(&bytes, most) {
-            let pieces = pieces.into_iter().map(|(end, range)| {
+            let pieces = pieces.map(|(end, range)| {
                 let data = ends[end].data.slice(range)?;
                 Ok((ends[end], data))
             });

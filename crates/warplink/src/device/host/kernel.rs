@@ -322,10 +322,12 @@ pub(super) fn together<W: FnOnce() -> Result<()> + Send>(
             let work = work(index);
             let thread = std::thread::Builder::new()
                 .name(format!("warplink-block-{index}"))
-                .spawn_scoped(scope, move || match started.wait() {
-                    true => run(work),
-                    false => Ok(()),
-                });
+                .spawn_scoped(
+                    scope,
+                    move || {
+                        if *started.wait() { run(work) } else { Ok(()) }
+                    },
+                );
             match thread {
                 Ok(thread) => others.push(thread),
                 Err(error) => {

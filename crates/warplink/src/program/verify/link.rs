@@ -12,8 +12,7 @@ use crate::program::ir::{Backend, Direction, Role, Sharding};
 use crate::program::partners;
 use crate::program::rank_program::{OperationKind, RankProgram, TransferId};
 use std::cell::OnceCell;
-use std::collections::{HashMap, HashSet};
-use std::sync::Arc;
+use std::collections::HashMap;
 
 /// Limit on the unmatched transfers of a rank that are counted, which bounds the time for a wholly mismatched program.
 const MAX_UNMATCHED: usize = 10_000;
@@ -188,20 +187,19 @@ fn interfaces(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
     for (rank, rank_program) in ranks.iter().enumerate().skip(1) {
         // A family may have members on one rank alone, which the caller would have to bind there only.
         for (this, other) in [(rank, 0), (0, rank)] {
-            let counterparts = outer(&ranks[other]).map(|tensor| &tensor.name);
-            let counterparts: HashSet<&Arc<str>> = counterparts.collect();
-            let alone = outer(&ranks[this]).find(|tensor| !counterparts.contains(&tensor.name));
-            if let Some(alone) = alone {
-                let place = RankSite::new(this, &alone.site);
-                diagnostics.add(DiagnosticKind::Mismatch, vec![place.clone()], |said| {
-                    format!(
-                        "{} declares '{}'; expected it on rank {other}, too",
-                        said.say(&place),
-                        alone.name
-                    )
-                });
-                return;
-            }
+            let is_on_other = |name: &str| outer(&ranks[other]).any(|tensor| &*tensor.name == name);
+            let Some(alone) = outer(&ranks[this]).find(|tensor| !is_on_other(&tensor.name)) else {
+                continue;
+            };
+            let place = RankSite::new(this, &alone.site);
+            diagnostics.add(DiagnosticKind::Mismatch, vec![place.clone()], |said| {
+                format!(
+                    "{} declares '{}'; expected it on rank {other}, too",
+                    said.say(&place),
+                    alone.name
+                )
+            });
+            return;
         }
         for (first, own) in outer(&ranks[0]).zip(outer(rank_program)) {
             let same = first.shape.len() == own.shape.len()

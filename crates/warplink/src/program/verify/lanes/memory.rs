@@ -333,7 +333,7 @@ impl Cell {
         match self
             .reads
             .iter_mut()
-            // The last read of a lane subsumes its earlier ones: whoever follows it follows those as well.
+            // The last read of a lane subsumes its earlier ones: a step ordered after it is ordered after those as well.
             .find(|read| read.stream == stamp.stream)
         {
             Some(read) => *read = stamp,
