@@ -9,7 +9,9 @@
 namespace warplink {
 
 // Must match the host.
-constexpr u32 max_ranks = 8, max_messages = 64, carried_words = 3;
+constexpr u32 max_ranks = 8, carried_words = 3;
+// Maximum messages of a launch of this kernel.
+constexpr u32 max_messages = WARPLINK_MAX_MESSAGES;
 
 struct Message {
     // The peer's rank in bits 0 to 7, this rank's role in bit 8, the number of blocks of its line in bits 16 to 31, and

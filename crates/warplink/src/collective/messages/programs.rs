@@ -10,8 +10,8 @@ use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 use crate::program::execute::{
-    Announced, CARRIED_WORDS, PairMessage, PairProgram, Pairs, RankContext, SharedWorkspace,
-    TellDifference,
+    Announced, CARRIED_WORDS, MAX_MESSAGES, PairMessage, PairProgram, Pairs, RankContext,
+    SharedWorkspace, TellDifference,
 };
 use crate::program::section::{
     MAX_TENSOR_BYTES, PairLayout, SectionInstance, WorkspaceLayout, pair_text,
@@ -85,16 +85,17 @@ impl Messages {
         Ok(Self { pairs, shape })
     }
 
+    /// Loads the kernel that messages of `bytes` each need, if it is not loaded yet. May wait for the device.
+    pub(super) fn prepare(&self, bytes: &[usize]) -> Result<()> {
+        let launches = launches(bytes, self.shape.most());
+        let largest = launches.map(Iterator::count).max();
+        self.pairs.prepare(PLAIN, largest.unwrap_or(0))
+    }
+
     /// Enqueues messages: those of one pair and direction in order, all others concurrently. Does not block.
     pub(super) fn enqueue(&self, ends: &[End<'_>], stream: (&Stream, bool)) -> Result<()> {
-        // The host device lists the steps of a lane, so that they have a limit.
-        let most = self
-            .shape
-            .lanes
-            .saturating_mul(self.shape.chunk * MAX_CHUNKS);
-        let most = most.min(MAX_TENSOR_BYTES);
         let bytes: Vec<usize> = ends.iter().map(|end| end.data.bytes()).collect();
-        for pieces in launches(&bytes, most) {
+        for pieces in launches(&bytes, self.shape.most()) {
             let pieces = pieces.map(|(end, range)| {
                 let data = ends[end].data.slice(range)?;
                 Ok((ends[end], data))
@@ -226,13 +227,24 @@ pub fn kernels() -> Result<Vec<String>> {
         let section = |role| shape.section(text, role).map(Arc::new);
         let sections = [section(0)?, section(1)?];
         let layout = WorkspaceLayout::of(&*sections[0].scratch);
-        let region = layout.bytes();
-        pair_text(&sections, &PairLayout { layout, region }, counts)
+        let layout = PairLayout {
+            region: layout.bytes(),
+            layout,
+            max_messages: MAX_MESSAGES,
+        };
+        pair_text(&sections, &layout, counts)
     };
     TEXTS.into_iter().map(kernel).collect()
 }
 
 impl MessageShape {
+    /// Maximum bytes of a message in one launch.
+    fn most(&self) -> usize {
+        // The host device lists the steps of a lane, so that they have a limit.
+        let most = self.lanes.saturating_mul(self.chunk * MAX_CHUNKS);
+        most.min(MAX_TENSOR_BYTES)
+    }
+
     /// The kernel of one rank of a program.
     fn section(&self, text: &str, role: usize) -> Result<SectionInstance> {
         let program = Program::parse(text)?;

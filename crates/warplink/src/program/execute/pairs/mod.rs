@@ -9,6 +9,7 @@
 //! The launch carries all that differs between messages: the memory of the data, and some words that the program
 //! reads as integers.
 
+mod kernels;
 mod table;
 
 pub(crate) use table::{CARRIED_WORDS, MAX_MESSAGES, MessageMemory, PairMessage};
@@ -19,15 +20,13 @@ use super::lane::{PairLanes, TellDifference, packet_flag};
 use super::publication::Published;
 use super::reach::{Announced, EPOCH_BYTES, Reach, VERDICT_BYTES};
 use super::workspace::SharedWorkspace;
-use crate::device::{
-    Device, DeviceSlice, Launch, ModuleSource, Readying, SerialArguments, SerialKernel,
-    SerialKernels, Stream,
-};
+use crate::device::{Device, DeviceSlice, Launch, ModuleSource, SerialArguments, Stream};
 use crate::error::{Error, Rank, Result};
 use crate::program::section::StepCache;
 use crate::program::section::{
     KERNEL, PairLayout, SectionInstance, SectionMemory, WorkspaceLayout, pair_text,
 };
+use kernels::{KernelLoader, LoadedKernel, PairKernels};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use table::{FIXED_WORDS, MAX_RANKS, encode};
@@ -93,7 +92,7 @@ pub(crate) struct PairDifference {
 pub(crate) struct Pairs {
     device: Arc<dyn Device>,
     workspace: SharedWorkspace,
-    kernels: Vec<LoadedKernel>,
+    kernels: Vec<PairKernels>,
     signals: DeviceSlice,
     counts: DeviceSlice,
     state: PairState,
@@ -104,13 +103,6 @@ pub(crate) struct Pairs {
     announced: Vec<[Announcements; 2]>,
     /// Whether anything was ever enqueued; if not, the device need not be queried.
     used: AtomicBool,
-}
-
-/// The kernel of a program.
-struct LoadedKernel {
-    kernel: SerialKernel,
-    /// Maximum blocks of a launch that may start early.
-    early_blocks: u32,
 }
 
 impl Pairs {
@@ -185,11 +177,10 @@ impl Pairs {
             world as u64,
         ];
         fixed[2 * MAX_RANKS..FIXED_WORDS - 1].copy_from_slice(&last);
-        let shape = PairLayout { layout, region };
         let reaches: Arc<[Reach]> = reaches.into();
         let direct = workspace.direct_word()?;
-        let (serial, sharing) = (SerialKernels::default(), context.ranks_per_device()?);
-        let load = |program: PairProgram| -> Result<LoadedKernel> {
+        let sharing = context.ranks_per_device()?;
+        let load = |program: PairProgram| {
             let sections = program.sections.map(Arc::new);
             let lanes = PairLanes {
                 rank,
@@ -204,27 +195,23 @@ impl Pairs {
                 operations: program.operations,
                 fault: context.fault.clone(),
             };
-            let shape = shape.clone();
-            let text = move || pair_text(&sections, &shape, program.counts);
-            let source = ModuleSource::new("messages")
-                .with_written_cuda(text)
-                .with_host_lanes(KERNEL, world, lanes);
-            // SAFETY: the kernel accesses the workspaces within its regions, which the verifier has checked, and the
-            // memory of a launch's messages within the lengths that its words state.
-            let kernel = unsafe { context.device.load_module(&source)? }.kernel(KERNEL)?;
-            let all = 2 * state.lanes * world;
-            let launch = Launch::new(all as u32, threads);
-            // All lanes of a launch may wait for one another's peers, so they must be resident together.
-            kernel.check_together(&launch, sharing)?;
-            let early = |blocks: &u32| kernel.early(Launch::new(*blocks, threads), sharing).early;
-            // The largest number of blocks that may start early.
-            let numbers: Vec<u32> = (1..=all as u32).collect();
-            let early_blocks = numbers.partition_point(early) as u32;
-            Ok(LoadedKernel {
-                // Prepared at joining, where waiting for the device is allowed.
-                kernel: serial.ready(kernel, &launch, Readying::Always)?,
-                early_blocks,
-            })
+            let layout = layout.clone();
+            let text = move |max_messages| {
+                let layout = PairLayout {
+                    layout: layout.clone(),
+                    region,
+                    max_messages,
+                };
+                pair_text(&sections, &layout, program.counts)
+            };
+            let loader = KernelLoader {
+                device: context.device.clone(),
+                source: ModuleSource::new("messages").with_host_lanes(KERNEL, world, lanes),
+                text: Arc::new(text),
+                largest: Launch::new((2 * state.lanes * world) as u32, threads),
+                sharing,
+            };
+            PairKernels::load(loader, world)
         };
         let kernels = programs.into_iter().map(load).collect::<Result<Vec<_>>>();
         Ok(Self {
@@ -248,6 +235,11 @@ impl Pairs {
         self.workspace.place(slice, stream)
     }
 
+    /// Loads the kernel of a program for `messages` in one launch, if none has needed it yet. May wait for the device.
+    pub(crate) fn prepare(&self, program: usize, messages: usize) -> Result<()> {
+        self.kernels[program].of(messages).map(drop)
+    }
+
     /// Enqueues messages of a program, by its number: those of one line in order, all others concurrently. Does not
     /// block.
     pub(crate) fn enqueue(
@@ -258,9 +250,10 @@ impl Pairs {
     ) -> Result<()> {
         let LoadedKernel {
             kernel,
+            max_messages,
             early_blocks,
-        } = &self.kernels[program];
-        let (words, blocks) = encode(&self.fixed, messages)?;
+        } = self.kernels[program].of(messages.len())?;
+        let (words, blocks) = encode(&self.fixed, messages, *max_messages)?;
         let memory: Vec<&DeviceSlice> = messages.iter().flat_map(PairMessage::memory).collect();
         let arguments = SerialArguments {
             words: &words,

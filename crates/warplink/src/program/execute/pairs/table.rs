@@ -58,19 +58,24 @@ impl<'a> PairMessage<'a> {
     }
 }
 
-/// Words of a launch, and its number of blocks. Messages of one line use the same blocks, one after another.
+/// Words of a launch of a kernel for at most `max_messages`, and its number of blocks. Messages of one line use the
+/// same blocks, one after another.
 pub(super) fn encode(
     fixed: &[u64; FIXED_WORDS],
     messages: &[PairMessage<'_>],
+    max_messages: usize,
 ) -> Result<(Vec<u64>, u32)> {
-    if messages.len() > MAX_MESSAGES {
+    if messages.len() > max_messages {
         return Err(Error::invalid(format!(
-            "{} messages in one group; expected at most {MAX_MESSAGES}",
+            "{} messages in one group; expected at most {max_messages}",
             messages.len()
         ))
         .with_help("make several groups"));
     }
-    let mut words = fixed.to_vec();
+    // The kernel's argument is a structure of fixed size.
+    let size = FIXED_WORDS + MESSAGE_WORDS * max_messages;
+    let mut words = Vec::with_capacity(size);
+    words.extend_from_slice(fixed);
     words[COUNT] = messages.len() as u64;
     let mut blocks = 0;
     let mut lines: Vec<((usize, Rank), u64)> = Vec::new();
@@ -94,8 +99,7 @@ pub(super) fn encode(
         words.push(message.count.map_or(0, DeviceSlice::address));
         words.extend(message.carried);
     }
-    // The kernel's argument is a structure of fixed size.
-    words.resize(FIXED_WORDS + MESSAGE_WORDS * MAX_MESSAGES, 0);
+    words.resize(size, 0);
     Ok((words, blocks as u32))
 }
 

@@ -119,6 +119,8 @@ pub(crate) struct PairLayout {
     pub(crate) layout: WorkspaceLayout,
     /// Bytes of a region. A rank has one for each peer.
     pub(crate) region: usize,
+    /// Maximum messages of a launch.
+    pub(crate) max_messages: usize,
 }
 
 /// The text of a kernel of many messages, each a launch of the sections of a program's two ranks. Tensors named in

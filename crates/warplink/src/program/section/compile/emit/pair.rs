@@ -39,6 +39,10 @@ pub(in crate::program::section::compile) fn pair(
     ));
     // The memory of a message may start anywhere.
     code.line("#define WARPLINK_ANY_ALIGNMENT");
+    code.line(format!(
+        "#define WARPLINK_MAX_MESSAGES {}",
+        layout.max_messages
+    ));
     code.line("#include <warplink/pairs.cuh>");
     code.line("");
     code.line("using namespace warplink;");
