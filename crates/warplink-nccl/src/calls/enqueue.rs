@@ -96,14 +96,6 @@ impl<'c> CallPart<'c> {
         own.map(|(_, call)| call)
     }
 
-    /// Its sends and receives.
-    fn messages(&self) -> impl Iterator<Item = &'c Sent> + use<'c> {
-        self.calls().filter_map(|call| match call {
-            Call::Message(sent) => Some(sent),
-            Call::Collective(_) => None,
-        })
-    }
-
     /// Compiles and loads the kernels.
     fn prepare(&self) -> Outcome {
         let Some(served) = self.joined.served() else {
@@ -117,8 +109,7 @@ impl<'c> CallPart<'c> {
                 None => served.collectives.prepare_for(&of, output, input)?,
             }
         }
-        let bytes: Vec<usize> = self.messages().map(Sent::bytes).collect();
-        Ok(served.collectives.prepare_messages(&bytes)?)
+        Ok(())
     }
 
     fn by_warplink(&self, served: &Served) -> Outcome {
@@ -131,7 +122,11 @@ impl<'c> CallPart<'c> {
             report::note("warplink", call.name, call.bytes(), started);
         }
         // After all collectives, wherever they are in the group: every rank then has the same order between the two.
-        let messages: Vec<&Sent> = self.messages().collect();
+        let messages = self.calls().filter_map(|call| match call {
+            Call::Message(sent) => Some(sent),
+            Call::Collective(_) => None,
+        });
+        let messages: Vec<&Sent> = messages.collect();
         if !messages.is_empty() {
             let mut used: Vec<Stream> = Vec::new();
             let mut before = None;

@@ -59,8 +59,7 @@ impl Collectives {
     /// a rank belongs to its n-th receive from this rank. Only the two ranks of a message need to call, and
     /// ranks may group messages differently, as long as some order allows all to complete. Messages to self
     /// need both ends in one group. Receive buffers must not overlap other memory of the group. Does not
-    /// block, except while the first group of many messages loads its kernel (see
-    /// [`prepare_messages`](Self::prepare_messages)).
+    /// block.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for ranks out of range, overlapping memory, more than [`MAX_MESSAGES`]
@@ -114,18 +113,6 @@ impl Collectives {
         }
         self.exchange(&messages, Overlaps::Refused, stream)
             .map_err(operation)
-    }
-
-    /// Loads what [`send_receive`](Self::send_receive) needs for messages of `bytes` each, so that it does not wait for
-    /// the device. Loading may: for kernels that are running, which may themselves wait for other ranks.
-    ///
-    /// # Errors
-    /// A kernel cannot be compiled or loaded.
-    pub fn prepare_messages(&self, bytes: &[usize]) -> Result<()> {
-        match &self.0.messages {
-            Some(messages) => messages.prepare(bytes),
-            None => Ok(()),
-        }
     }
 
     fn cut(

@@ -22,6 +22,9 @@ use std::sync::Arc;
 /// Data of scratch for 128-byte packets that is not used, where links split these: one row.
 const UNUSED: usize = 240;
 
+/// Minimum capacity of the kernel for groups of few messages: sends to and receives from two neighbors, twice.
+const MIN_FEW: usize = 8;
+
 /// Maximum chunks of a lane.
 const MAX_CHUNKS: usize = 4096;
 
@@ -72,9 +75,17 @@ impl Messages {
         let tell = |direction| -> Arc<TellDifference> {
             Arc::new(move |own: &[u32], theirs: &[u32]| told(direction, own, theirs))
         };
+        // A send and a receive for each rank, which counted messages always have.
+        let all_to_all = 2 * context.world();
+        let few = all_to_all.max(MIN_FEW);
         let program = |(text, counts): (&str, &'static [&'static str])| {
             Ok(PairProgram {
                 sections: [shape.section(text, 0)?, shape.section(text, 1)?],
+                max_messages: if counts.is_empty() {
+                    vec![few, MAX_MESSAGES]
+                } else {
+                    vec![all_to_all]
+                },
                 counts,
                 tell: [tell(Direction::Send), tell(Direction::Receive)],
                 operations: ["send", "receive"],
@@ -83,13 +94,6 @@ impl Messages {
         let programs: Result<Vec<_>> = TEXTS.into_iter().map(program).collect();
         let pairs = Pairs::join(context, beside, context.agree_on(programs)?)?;
         Ok(Self { pairs, shape })
-    }
-
-    /// Loads the kernel that messages of `bytes` each need, if it is not loaded yet. May wait for the device.
-    pub(super) fn prepare(&self, bytes: &[usize]) -> Result<()> {
-        let launches = launches(bytes, self.shape.most());
-        let largest = launches.map(Iterator::count).max();
-        self.pairs.prepare(PLAIN, largest.unwrap_or(0))
     }
 
     /// Enqueues messages: those of one pair and direction in order, all others concurrently. Does not block.

@@ -26,7 +26,7 @@ use crate::program::section::StepCache;
 use crate::program::section::{
     KERNEL, PairLayout, SectionInstance, SectionMemory, WorkspaceLayout, pair_text,
 };
-use kernels::{KernelLoader, LoadedKernel, PairKernels};
+use kernels::{LoadedKernel, PairKernels};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use table::{FIXED_WORDS, MAX_RANKS, encode};
@@ -42,6 +42,8 @@ const REGION_ALIGNMENT: usize = 256;
 pub(crate) struct PairProgram {
     /// The kernel of each of its two ranks.
     pub(crate) sections: [SectionInstance; 2],
+    /// Maximum messages of a launch of each of its kernels, in ascending order.
+    pub(crate) max_messages: Vec<usize>,
     /// Tensors that are the count of a message; the others are its data.
     pub(crate) counts: &'static [&'static str],
     /// Error of mismatched announcements, for each of its ranks.
@@ -180,6 +182,7 @@ impl Pairs {
         let reaches: Arc<[Reach]> = reaches.into();
         let direct = workspace.direct_word()?;
         let sharing = context.ranks_per_device()?;
+        let largest = Launch::new((2 * state.lanes * world) as u32, threads);
         let load = |program: PairProgram| {
             let sections = program.sections.map(Arc::new);
             let lanes = PairLanes {
@@ -195,23 +198,19 @@ impl Pairs {
                 operations: program.operations,
                 fault: context.fault.clone(),
             };
-            let layout = layout.clone();
-            let text = move |max_messages| {
+            let host = ModuleSource::new("messages").with_host_lanes(KERNEL, world, lanes);
+            let source = |max_messages| {
+                let (sections, counts) = (sections.clone(), program.counts);
                 let layout = PairLayout {
                     layout: layout.clone(),
                     region,
                     max_messages,
                 };
-                pair_text(&sections, &layout, program.counts)
+                let text = move || pair_text(&sections, &layout, counts);
+                host.clone().with_written_cuda(text)
             };
-            let loader = KernelLoader {
-                device: context.device.clone(),
-                source: ModuleSource::new("messages").with_host_lanes(KERNEL, world, lanes),
-                text: Arc::new(text),
-                largest: Launch::new((2 * state.lanes * world) as u32, threads),
-                sharing,
-            };
-            PairKernels::load(loader, world)
+            let limits = (&largest, sharing);
+            PairKernels::load(&*context.device, &program.max_messages, source, limits)
         };
         let kernels = programs.into_iter().map(load).collect::<Result<Vec<_>>>();
         Ok(Self {
@@ -235,11 +234,6 @@ impl Pairs {
         self.workspace.place(slice, stream)
     }
 
-    /// Loads the kernel of a program for `messages` in one launch, if none has needed it yet. May wait for the device.
-    pub(crate) fn prepare(&self, program: usize, messages: usize) -> Result<()> {
-        self.kernels[program].of(messages).map(drop)
-    }
-
     /// Enqueues messages of a program, by its number: those of one line in order, all others concurrently. Does not
     /// block.
     pub(crate) fn enqueue(
@@ -253,7 +247,7 @@ impl Pairs {
             max_messages,
             early_blocks,
         } = self.kernels[program].of(messages.len())?;
-        let (words, blocks) = encode(&self.fixed, messages, *max_messages)?;
+        let (words, blocks) = encode(&self.fixed, messages, *max_messages);
         let memory: Vec<&DeviceSlice> = messages.iter().flat_map(PairMessage::memory).collect();
         let arguments = SerialArguments {
             words: &words,

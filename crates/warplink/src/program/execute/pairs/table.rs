@@ -3,7 +3,7 @@
 use super::super::publication::Published;
 use super::PairState;
 use crate::device::DeviceSlice;
-use crate::error::{Error, Rank, Result};
+use crate::error::{Rank, Result};
 
 /// Maximum messages of a launch.
 // With 7 words each and the fixed ones 3760 bytes: launch arguments are limited to 4 KiB.
@@ -64,14 +64,7 @@ pub(super) fn encode(
     fixed: &[u64; FIXED_WORDS],
     messages: &[PairMessage<'_>],
     max_messages: usize,
-) -> Result<(Vec<u64>, u32)> {
-    if messages.len() > max_messages {
-        return Err(Error::invalid(format!(
-            "{} messages in one group; expected at most {max_messages}",
-            messages.len()
-        ))
-        .with_help("make several groups"));
-    }
+) -> (Vec<u64>, u32) {
     // The kernel's argument is a structure of fixed size.
     let size = FIXED_WORDS + MESSAGE_WORDS * max_messages;
     let mut words = Vec::with_capacity(size);
@@ -100,7 +93,7 @@ pub(super) fn encode(
         words.extend(message.carried);
     }
     words.resize(size, 0);
-    Ok((words, blocks as u32))
+    (words, blocks as u32)
 }
 
 /// A message decoded from the words of a launch.
