@@ -162,10 +162,18 @@ faults() {
 
 host() {
     local library
+    if ((gpus == 1)); then
+        local RANKS_PER_GPU=2
+        . scripts/device-service.sh
+        start_service
+        export WARPLINK_TOPOLOGY=fully-connected WARPLINK_NCCL_ROUTE=warplink
+    fi
     for library in "$front" "$real"; do
         echo "host times of $(basename "$library"), us:"
         WARPLINK_NCCL_LIBRARY=$real timeout 120 python3 scripts/nccl_host_times.py "$library" 2>&1 || failed=1
     done
+    stop_service
+    unset WARPLINK_TOPOLOGY WARPLINK_NCCL_ROUTE
 }
 
 # Times out of place and in place, of a log: bytes, microseconds and microseconds a line.
