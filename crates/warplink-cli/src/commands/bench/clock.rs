@@ -188,24 +188,14 @@ impl<'a> BenchClock<'a> {
             for ((work, graph), times) in turns.iter().zip(&mut times) {
                 self.comm.barrier()?;
                 self.barrier.enqueue(stream)?;
-                stream.record(&self.begin)?;
-                let enqueuing = Instant::now();
-                match graph {
-                    Some(graph) => graph.launch(stream)?,
-                    None => repeated(work, stream)?,
-                }
-                // Before the event, whose recording is not part of the work.
-                let host = enqueuing.elapsed();
-                stream.record(&self.end)?;
-                match limit {
-                    Some(limit) => stream.synchronize(limit)?,
-                    None => self.comm.synchronize(stream)?,
-                }
+                let took = self.timed(limit, &|stream| match graph {
+                    Some(graph) => Ok(graph.launch(stream)?),
+                    None => repeated(work, stream),
+                })?;
                 if sample >= WARM_UP {
-                    let [on_stream, on_host] = times;
-                    // Events return milliseconds.
-                    on_stream.push(f64::from(self.end.elapsed_since(&self.begin)?) / 1e3);
-                    on_host.push(host.as_secs_f64());
+                    for (times, took) in times.iter_mut().zip(took) {
+                        times.push(took);
+                    }
                 }
             }
         }
@@ -216,6 +206,31 @@ impl<'a> BenchClock<'a> {
             })
         };
         times.into_iter().map(taken).collect()
+    }
+
+    /// Seconds of `count` runs of `work` in a row, on this rank alone.
+    pub(crate) fn alone(&self, count: usize, work: WorkRef<'_>) -> Result<f64> {
+        let all = |stream: &Stream| (0..count).try_for_each(|_| work(stream));
+        let [on_stream, _] = self.timed(None, &all)?;
+        Ok(on_stream)
+    }
+
+    /// Seconds that the stream takes for `work`, and that the host takes to enqueue it.
+    fn timed(&self, limit: Option<Deadline>, work: WorkRef<'_>) -> Result<[f64; 2]> {
+        let stream = &self.stream;
+        stream.record(&self.begin)?;
+        let enqueuing = Instant::now();
+        work(stream)?;
+        // Before the event, whose recording is not part of the work.
+        let host = enqueuing.elapsed();
+        stream.record(&self.end)?;
+        match limit {
+            Some(limit) => stream.synchronize(limit)?,
+            None => self.comm.synchronize(stream)?,
+        }
+        // Events return milliseconds.
+        let on_stream = f64::from(self.end.elapsed_since(&self.begin)?) / 1e3;
+        Ok([on_stream, host.as_secs_f64()])
     }
 
     /// Statistics over samples, each the maximum over the ranks.

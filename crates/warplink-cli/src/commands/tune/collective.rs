@@ -45,48 +45,39 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
             times: Curve(points),
         })
     };
-    let of = |collective: Collective, target: usize, source: usize| -> Result<CollectiveRequest> {
+    let (own, into) = (machine.memory.own.memory(), machine.memory.into.memory());
+    // Of `bytes` bytes of the larger of input and output.
+    let request = |collective: Collective, bytes: usize| -> Result<CollectiveRequest> {
+        let (input, output) = collective.kind().rows(world);
+        let part = bytes / input.max(output);
         Ok(CollectiveRequest::Collective {
             collective,
             dtype: DType::F32,
-            target: machine.memory.into.memory().slice(0..target)?,
-            source: machine.memory.own.memory().slice(0..source)?,
+            target: into.slice(0..output * part)?,
+            source: own.slice(0..input * part)?,
         })
     };
-    let add = ReduceOp::Sum;
-    model.collectives = Collectives(vec![
-        times("all_gather", &|bytes| {
-            of(Collective::AllGather, bytes, bytes / world)
-        })?,
-        times("reduce_scatter", &|bytes| {
-            of(Collective::ReduceScatter(add), bytes / world, bytes)
-        })?,
-        times("all_reduce", &|bytes| {
-            of(Collective::AllReduce(add), bytes, bytes)
-        })?,
-        times("all_to_all", &|bytes| {
-            of(Collective::AllToAll, bytes, bytes)
-        })?,
-        times("broadcast", &|bytes| {
-            of(Collective::Broadcast(0), bytes, bytes)
-        })?,
-        times("reduce", &|bytes| {
-            of(Collective::Reduce(add, 0), bytes, bytes)
-        })?,
-        times(EXCHANGE, &|bytes| {
-            Ok(CollectiveRequest::Exchange {
-                sends: vec![(
-                    machine.right(),
-                    machine.memory.own.memory().slice(0..bytes)?,
-                )],
-                receives: vec![(
-                    machine.left(),
-                    machine.memory.into.memory().slice(0..bytes)?,
-                )],
-            })
-        })?,
-    ]);
-    let small = of(Collective::AllGather, 1024 * world, 1024)?;
+    let mut all = Vec::new();
+    for collective in [
+        Collective::AllGather,
+        Collective::ReduceScatter(ReduceOp::Sum),
+        Collective::AllReduce(ReduceOp::Sum),
+        Collective::AllToAll,
+        Collective::Broadcast(0),
+        Collective::Reduce(ReduceOp::Sum, 0),
+    ] {
+        all.push(times(collective.name(), &|bytes| {
+            request(collective, bytes)
+        })?);
+    }
+    all.push(times(EXCHANGE, &|bytes| {
+        Ok(CollectiveRequest::Exchange {
+            sends: vec![(machine.right, own.slice(0..bytes)?)],
+            receives: vec![(machine.left, into.slice(0..bytes)?)],
+        })
+    })?);
+    model.collectives = Collectives(all);
+    let small = request(Collective::AllGather, 1024 * world)?;
     let stream = &machine.clock.stream;
     let host = machine.host(&mut || Ok(engine.enqueue(stream, &small)?))?;
     model.host.collective = machine.median(host)?;

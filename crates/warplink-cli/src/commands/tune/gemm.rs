@@ -1,7 +1,7 @@
 //! Matrix multiplications over a grid of shapes.
 
 use super::machine::TunedMachine;
-use crate::commands::bench::peers::gather;
+use crate::commands::bench::peers::{allocate, gather};
 use anyhow::{Context, Result};
 use warplink::DType;
 use warplink::device::{DeviceSlice, MatmulSpec};
@@ -138,7 +138,7 @@ pub(super) fn filled(
     bytes: usize,
     dtype: DType,
 ) -> Result<DeviceSlice> {
-    let slice = machine.allocate(bytes)?;
+    let slice = allocate(machine.comm, bytes)?;
     let size = dtype.size();
     let values = (0..PATTERN.min(bytes) / size).map(|index| {
         let value = (index as u32).wrapping_mul(2_654_435_761) >> 8;

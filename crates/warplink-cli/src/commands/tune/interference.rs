@@ -3,7 +3,7 @@
 use super::gemm::filled;
 use super::link::ends;
 use super::machine::TunedMachine;
-use crate::commands::bench::clock::median;
+use crate::commands::bench::clock::{WorkRef, median};
 use anyhow::Result;
 use std::sync::Arc;
 use warplink::DType;
@@ -45,14 +45,12 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
 fn both(
     machine: &TunedMachine<'_>,
     other: &Stream,
-    first: &dyn Fn(&Stream) -> Result<()>,
-    second: &dyn Fn(&Stream) -> Result<()>,
+    first: WorkRef<'_>,
+    second: WorkRef<'_>,
 ) -> Result<(f64, f64)> {
-    let main = &machine.clock.stream;
-    let alone = |work: &dyn Fn(&Stream) -> Result<()>| -> Result<f64> {
+    let alone = |work: WorkRef<'_>| -> Result<f64> {
         machine.comm.barrier()?;
-        let seconds = machine.timed(main, &|| (0..8).try_for_each(|_| work(main)))? / 8.0;
-        machine.median(seconds)
+        machine.median(machine.clock.alone(8, work)? / 8.0)
     };
     // Warm-up.
     alone(first)?;
@@ -72,8 +70,7 @@ fn both(
             // All ranks at once, since programs load all links at the same time.
             machine.comm.barrier()?;
             (0..loads).try_for_each(|_| load(other))?;
-            let seconds =
-                machine.timed(main, &|| (0..count as usize).try_for_each(|_| work(main)))?;
+            let seconds = machine.clock.alone(count as usize, work)?;
             machine.comm.synchronize(other)?;
             ratios.push(own * count / seconds);
         }
@@ -127,10 +124,10 @@ fn stored(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
             let compute = machine.comm.compute()?;
             let launch = compute.prepare_matmuls(&spec, &products, &b, None)?;
             machine.comm.barrier()?;
-            let repeat = |count: usize| {
-                machine.timed(&machine.clock.stream, &|| {
-                    (0..count).try_for_each(|_| Ok(launch.enqueue(&machine.clock.stream)?))
-                })
+            let repeat = |count| {
+                machine
+                    .clock
+                    .alone(count, &|stream| Ok(launch.enqueue(stream)?))
             };
             repeat(2)?;
             machine.comm.barrier()?;

@@ -5,7 +5,7 @@
 
 use super::machine::{TunedMachine, first_within};
 use crate::commands::bench::clock::Submission;
-use crate::commands::bench::peers::optional;
+use crate::commands::bench::peers::{allocate, optional};
 use anyhow::Result;
 use warplink::program::cost::HardwareModel;
 use warplink::program::cost::lanes::Lanes;
@@ -186,7 +186,7 @@ impl TunedMachine<'_> {
             .prepare(&program, &parameters, options)?;
         let mut bindings = Bindings::new();
         for (name, tensor) in ["X", "Y"].into_iter().zip(&prepared.rank_program().tensors) {
-            bindings.insert(name.to_owned(), self.allocate(tensor.bytes)?);
+            bindings.insert(name.to_owned(), allocate(self.comm, tensor.bytes)?);
         }
         let plan = prepared.bind(&bindings)?;
         self.each(LAUNCHES, Submission::Captured, &|stream| {

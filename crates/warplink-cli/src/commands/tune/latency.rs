@@ -1,15 +1,15 @@
 //! Latencies between operations, and host time for enqueuing.
 
 use super::machine::TunedMachine;
-use crate::commands::bench::clock::Submission;
-use crate::commands::bench::peers::round_trip;
+use crate::commands::bench::clock::{Submission, WorkRef};
+use crate::commands::bench::peers::{allocate, round_trip};
 use anyhow::{Context, Result};
 use std::cell::Cell;
 use std::sync::Arc;
-use warplink::device::{Elementwise, ElementwiseOp, MatmulSpec, MemoryOp, PreparedLaunch, Stream};
+use warplink::DType;
+use warplink::device::{MatmulSpec, MemoryOp, PreparedLaunch, Stream};
 use warplink::p2p::{Path, Protocol, Transfer, TransferRequest, post_all, wait_all};
 use warplink::program::cost::HardwareModel;
-use warplink::{Communicator, DType};
 
 /// Round trips of a sample.
 const ROUND_TRIPS: usize = 32;
@@ -58,8 +58,8 @@ fn captured_copy(machine: &TunedMachine<'_>) -> Result<f64> {
     let bytes = ENGINE_COPY.min(machine.largest);
     let pair = pair(machine, bytes)?;
     let group: Vec<&Transfer> = pair.iter().collect();
-    let kernel = small_sum(machine)?;
-    let longer = |work: &dyn Fn(&Stream) -> Result<()>| -> Result<f64> {
+    let kernel = machine.sum(SMALL)?;
+    let longer = |work: WorkRef<'_>| -> Result<f64> {
         let captured = machine.each(1, Submission::Captured, work)?;
         Ok(captured - machine.each(1, Submission::Eager, work)?)
     };
@@ -73,7 +73,7 @@ fn captured_copy(machine: &TunedMachine<'_>) -> Result<f64> {
 
 /// Extra seconds of a single captured kernel compared to one of a sequence.
 pub(super) fn single_run(machine: &TunedMachine<'_>, model: &HardwareModel) -> Result<f64> {
-    let kernel = small_sum(machine)?;
+    let kernel = machine.sum(SMALL)?;
     let single = machine.each(1, Submission::Captured, &|stream| {
         Ok(kernel.enqueue(stream)?)
     })?;
@@ -93,7 +93,7 @@ fn own_words(machine: &TunedMachine<'_>, count: usize) -> Result<f64> {
 fn words_round_trip(machine: &TunedMachine<'_>) -> Result<f64> {
     // Ranks in between forward it around the ring.
     let world = machine.comm.world();
-    let remote = machine.memory.remote_words(machine.right())?;
+    let remote = machine.memory.remote_words(machine.right)?;
     let count = Cell::new(0_u64);
     let seconds = machine.each(ROUND_TRIPS, Submission::Eager, &|stream| {
         count.set(count.get() + 1);
@@ -144,8 +144,8 @@ fn pair_by(
     );
     let requests = [
         // The length is the tag, so that pairs of different lengths do not match one another's ends.
-        TransferRequest::send(&own, machine.right(), bytes as u64),
-        TransferRequest::receive(&into, machine.left(), bytes as u64),
+        TransferRequest::send(&own, machine.right, bytes as u64),
+        TransferRequest::receive(&into, machine.left, bytes as u64),
     ];
     let chosen = |request: TransferRequest| request.with_protocol(protocol).with_path(path);
     let made = machine.comm.exchange(&requests.map(chosen))?;
@@ -162,7 +162,7 @@ fn events(machine: &TunedMachine<'_>) -> Result<f64> {
 
 /// Seconds of a small kernel after a write of a word.
 fn launches(machine: &TunedMachine<'_>, word: f64) -> Result<f64> {
-    let launch = small_sum(machine)?;
+    let launch = machine.sum(SMALL)?;
     let write = MemoryOp::write(&machine.memory.words[1], 1);
     let both = machine.each(16, Submission::Eager, &|stream| {
         stream.memory_ops(&[write])?;
@@ -171,34 +171,17 @@ fn launches(machine: &TunedMachine<'_>, word: f64) -> Result<f64> {
     Ok((both - word).max(0.0))
 }
 
-fn small_sum(machine: &TunedMachine<'_>) -> Result<Arc<dyn PreparedLaunch>> {
-    let own = machine.memory.own.memory();
-    let sources = [own.slice(0..SMALL)?, own.slice(SMALL..2 * SMALL)?];
-    let target = machine.memory.into.memory().slice(0..SMALL)?;
-    let compute = machine.comm.compute()?;
-    Ok(compute.prepare_elementwise(&Elementwise::new(
-        ElementwiseOp::Sum,
-        DType::F32,
-        &target,
-        &sources,
-    ))?)
-}
-
-fn small_matmul(
-    comm: &Communicator,
-    machine: &TunedMachine<'_>,
-) -> Result<Arc<dyn PreparedLaunch>> {
+fn small_matmul(machine: &TunedMachine<'_>) -> Result<Arc<dyn PreparedLaunch>> {
     let spec = MatmulSpec::new(16, 16, 16, DType::F32);
-    let slice = || machine.allocate(SMALL);
+    let slice = || allocate(machine.comm, SMALL);
     let (a, b, c) = (slice()?, slice()?, slice()?);
-    Ok(comm
-        .compute()?
-        .prepare_matmuls(&spec, &[(a, c)], &b, None)?)
+    let compute = machine.comm.compute()?;
+    Ok(compute.prepare_matmuls(&spec, &[(a, c)], &b, None)?)
 }
 
 fn host(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     let stream: &Stream = &machine.clock.stream;
-    let (sum, matmul) = (small_sum(machine)?, small_matmul(machine.comm, machine)?);
+    let (sum, matmul) = (machine.sum(SMALL)?, small_matmul(machine)?);
     let event = machine.comm.device().create_event(false)?;
     let own = machine.memory.own.memory();
     let (target, source) = (
@@ -213,7 +196,7 @@ fn host(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
             stream.record(&event)?;
             Ok(stream.wait_event(&event)?)
         })? / 2.0,
-        graph(machine, stream)?,
+        graph(machine)?,
     ];
     for time in &mut times {
         *time = machine.median(*time)?;
@@ -243,13 +226,8 @@ fn host(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
 }
 
 /// Host seconds to launch a graph of a few operations.
-fn graph(machine: &TunedMachine<'_>, stream: &Stream) -> Result<f64> {
-    let launch = small_sum(machine)?;
-    stream.begin_capture()?;
-    let recorded = (0..4).try_for_each(|_| launch.enqueue(stream));
-    // Also after a failure, so that the stream is not left capturing.
-    let graph = stream.end_capture();
-    recorded?;
-    let graph = graph?;
-    machine.host(&mut || Ok(graph.launch(stream)?))
+fn graph(machine: &TunedMachine<'_>) -> Result<f64> {
+    let (clock, launch) = (&machine.clock, machine.sum(SMALL)?);
+    let graph = clock.capture(&|stream| (0..4).try_for_each(|_| Ok(launch.enqueue(stream)?)))?;
+    machine.host(&mut || Ok(graph.launch(&clock.stream)?))
 }

@@ -1,12 +1,14 @@
 //! Shared state of measurements: memory of all ranks, streams, and clocks.
 
-use crate::commands::bench::clock::{BenchClock, Submission, median};
+use crate::commands::bench::clock::{BenchClock, Submission, WorkRef, median};
 use crate::commands::bench::peers::{SecondStream, SharedMemory, gather, neighbours};
 use crate::memory;
 use anyhow::Result;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use warplink::device::{
-    AllocationKind, DeviceSlice, Event, KernelCopy, Priority, Stream, StreamOp, Word,
+    DeviceSlice, Elementwise, ElementwiseOp, KernelCopy, PreparedLaunch, Priority, Stream,
+    StreamOp, Word,
 };
 use warplink::program::cost::curve::Curve;
 use warplink::{Communicator, DType};
@@ -35,6 +37,9 @@ pub(super) struct TunedMachine<'a> {
     pub(super) comm: &'a Communicator,
     pub(super) clock: BenchClock<'a>,
     pub(super) second: SecondStream,
+    /// The neighbours in the ring.
+    pub(super) left: usize,
+    pub(super) right: usize,
     pub(super) selection: Selection,
     pub(super) samples: usize,
     /// Largest transfer.
@@ -43,8 +48,6 @@ pub(super) struct TunedMachine<'a> {
     pub(super) memory: SharedMemory,
     /// For copies by kernels.
     counter: Word,
-    begin: Event,
-    end: Event,
 }
 
 impl<'a> TunedMachine<'a> {
@@ -53,16 +56,17 @@ impl<'a> TunedMachine<'a> {
         let largest = selection.largest_transfer;
         let bytes = largest as u128;
         memory::check(comm.device().kind(), comm.world(), 0, 2 * bytes)?;
+        let [left, right] = neighbours(comm.rank(), comm.world());
         let machine = Self {
             clock: BenchClock::new(comm, Priority::Normal)?,
             second: SecondStream::new(comm)?,
+            left,
+            right,
             samples: selection.samples,
             largest,
             selection,
             memory: SharedMemory::new(comm, largest)?,
             counter: comm.device().allocate_signals(64)?.word(0)?,
-            begin: comm.device().create_event(true)?,
-            end: comm.device().create_event(true)?,
             comm,
         };
         let stream = &machine.clock.stream;
@@ -73,16 +77,6 @@ impl<'a> TunedMachine<'a> {
         Ok(machine)
     }
 
-    pub(super) fn right(&self) -> usize {
-        let [_, right] = neighbours(self.comm.rank(), self.comm.world());
-        right
-    }
-
-    pub(super) fn left(&self) -> usize {
-        let [left, _] = neighbours(self.comm.rank(), self.comm.world());
-        left
-    }
-
     /// Sizes from 1 KiB to the largest transfer, in factors of four.
     pub(super) fn sizes(&self) -> Vec<usize> {
         std::iter::successors(Some(1024_usize), |size| size.checked_mul(4))
@@ -90,8 +84,13 @@ impl<'a> TunedMachine<'a> {
             .collect()
     }
 
-    pub(super) fn allocate(&self, bytes: usize) -> Result<DeviceSlice> {
-        Ok(self.comm.device().allocate(bytes, AllocationKind::Plain)?)
+    /// The sum of two parts of `bytes` bytes.
+    pub(super) fn sum(&self, bytes: usize) -> Result<Arc<dyn PreparedLaunch>> {
+        let own = self.memory.own.memory();
+        let sources = [own.slice(0..bytes)?, own.slice(bytes..2 * bytes)?];
+        let target = self.memory.into.memory().slice(0..bytes)?;
+        let sum = Elementwise::new(ElementwiseOp::Sum, DType::F32, &target, &sources);
+        Ok(self.comm.compute()?.prepare_elementwise(&sum)?)
     }
 
     /// Seconds of one of many consecutive repetitions of `work`: median over samples of the slowest rank.
@@ -100,7 +99,7 @@ impl<'a> TunedMachine<'a> {
         &self,
         repeat: usize,
         submission: Submission,
-        work: &dyn Fn(&Stream) -> Result<()>,
+        work: WorkRef<'_>,
     ) -> Result<f64> {
         let clock = &self.clock;
         let times = clock.measure_repeated(self.samples, submission, repeat, work)?;
@@ -137,35 +136,25 @@ impl<'a> TunedMachine<'a> {
     }
 
     /// As [`each`](Self::each) for this rank alone.
-    pub(super) fn alone(&self, work: &dyn Fn(&Stream) -> Result<()>) -> Result<f64> {
-        let stream = &self.clock.stream;
+    pub(super) fn alone(&self, work: WorkRef<'_>) -> Result<f64> {
+        let clock = &self.clock;
         // The first run loads kernels.
         let mut once = 0.0;
         for _ in 0..2 {
-            once = self.timed(stream, &|| work(stream))?;
+            once = clock.alone(1, work)?;
         }
         let repeat = (SAMPLE / once.max(1e-6)).clamp(1.0, 32.0) as usize;
         // A GPU that was idle runs faster than one at its power limit, which long programs reach.
         let start = Instant::now();
         while start.elapsed() < WARM_UP {
-            self.timed(stream, &|| (0..repeat).try_for_each(|_| work(stream)))?;
+            clock.alone(repeat, work)?;
         }
         let mut times = Vec::new();
         // Few, since a grid has hundreds of shapes.
         for _ in 0..self.samples.min(3) {
-            let all = self.timed(stream, &|| (0..repeat).try_for_each(|_| work(stream)))?;
-            times.push(all / repeat as f64);
+            times.push(clock.alone(repeat, work)? / repeat as f64);
         }
         Ok(median(&mut times))
-    }
-
-    /// Seconds that `stream` takes for the work that `work` enqueues.
-    pub(super) fn timed(&self, stream: &Stream, work: &dyn Fn() -> Result<()>) -> Result<f64> {
-        stream.record(&self.begin)?;
-        work()?;
-        stream.record(&self.end)?;
-        self.comm.synchronize(stream)?;
-        Ok(f64::from(self.end.elapsed_since(&self.begin)?) / 1e3)
     }
 
     /// Host seconds of one of many calls of `work`.

@@ -3,26 +3,15 @@
 use super::machine::TunedMachine;
 use crate::commands::bench::clock::Submission;
 use anyhow::Result;
-use warplink::DType;
-use warplink::device::{Elementwise, ElementwiseOp};
 use warplink::program::cost::HardwareModel;
 
 /// Size of a sum whose time is only its kernel's.
 const MIN_BYTES: usize = 1024;
 
 pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
-    let compute = machine.comm.compute()?;
     let (own, into) = (machine.memory.own.memory(), machine.memory.into.memory());
     let sum = |bytes: usize| -> Result<f64> {
-        let half = bytes / 2;
-        let sources = [own.slice(0..half)?, own.slice(half..2 * half)?];
-        let target = into.slice(0..half)?;
-        let launch = compute.clone().prepare_elementwise(&Elementwise::new(
-            ElementwiseOp::Sum,
-            DType::F32,
-            &target,
-            &sources,
-        ))?;
+        let launch = machine.sum(bytes / 2)?;
         machine.each(16, Submission::Eager, &|stream| Ok(launch.enqueue(stream)?))
     };
     model.memory.kernel = sum(MIN_BYTES)?;
