@@ -99,6 +99,10 @@ fn sizes_and_submissions_are_selected_alike() {
         ("--sizes 8 --to 16", "cannot be used with"),
         ("--sizes 0", "--sizes has 0"),
         ("--from 0", "--from is 0 B; expected at least 1"),
+        (
+            "--from 4KiB --to 1KiB",
+            "expected --from to be at most --to",
+        ),
         ("--submission later", "expected eager, captured or both"),
     ] {
         assert_refused(&run(&format!("bench p2p {more} {all}")), said);

@@ -1,7 +1,7 @@
 //! The benchmark of collectives, on the host device.
 
 use crate::common::{
-    assert_contains, assert_refused, command, json, object, run, stderr, stdout, succeeded,
+    assert_contains, assert_refused, json, object, run, run_with, stderr, stdout, succeeded,
 };
 use serde_json::Value;
 use std::time::{Duration, Instant};
@@ -88,12 +88,10 @@ fn types_operators_and_algorithms_can_be_chosen() {
 /// Small data over the links of the mesh, and large data by the vendor's library.
 #[test]
 fn a_forced_hybrid_cube_mesh_has_an_algorithm_of_its_own() {
-    let mut command = command(
+    let report = object(&run_with(
+        &[("WARPLINK_TOPOLOGY", "hybrid-cube-mesh")],
         "bench collective all-reduce --device host -n 8 --from 1KiB --to 1MiB --step 1024 --samples 1 --calls 1 --json",
-    );
-    command.env("WARPLINK_TOPOLOGY", "hybrid-cube-mesh");
-    let output = command.output().unwrap();
-    let report = object(&output);
+    ));
     let rows = report["rows"].as_array().unwrap();
     assert_eq!(rows.len(), 4, "{report}");
     for row in rows {
@@ -116,13 +114,10 @@ fn messages_are_told_by_what_sends_them() {
         ("8", Some("hybrid-cube-mesh"), "engine"),
         ("9", None, "engine"),
     ] {
+        let topology = topology.map(|name| ("WARPLINK_TOPOLOGY", name));
         let arguments = format!("send-receive -n {ranks} {QUICK} --peers none --json");
-        let mut command = command(&format!("bench collective {arguments}"));
-        if let Some(topology) = topology {
-            command.env("WARPLINK_TOPOLOGY", topology);
-        }
-        let output = command.output().unwrap();
-        let report = object(&output);
+        let line = format!("bench collective {arguments}");
+        let report = object(&run_with(topology.as_slice(), &line));
         let rows = report["rows"].as_array().unwrap();
         assert_eq!(rows.len(), 4, "{report}");
         for row in rows {

@@ -1,7 +1,7 @@
 //! `warplink tune` and `warplink program cost`, as processes.
 
 use crate::common::{
-    assert_refused, command, example, json, object, run, stderr, stdout, succeeded,
+    assert_refused, example, json, object, run, run_with, stderr, stdout, succeeded, written,
 };
 
 /// Every rank multiplies, passes the result on and multiplies again.
@@ -90,13 +90,8 @@ fn wrong_models_and_programs_are_refused() {
 
 #[test]
 fn what_tune_measures_predicts_programs_within_a_factor_of_two() {
-    let directory = tempfile::tempdir().unwrap();
-    let (model, program) = (
-        directory.path().join("model.json"),
-        directory.path().join("pipeline.wlp"),
-    );
-    std::fs::write(&program, PROGRAM).unwrap();
-    let (model, program) = (model.to_str().unwrap(), program.to_str().unwrap());
+    let (folder, program) = written("pipeline.wlp", PROGRAM);
+    let model = folder.path().join("model.json").display().to_string();
     let host = "--device host -n 2 --json";
     let mut ratios = Vec::new();
     // The machine may be busy with other tests while one is measured and not the other.
@@ -162,11 +157,10 @@ fn measured_algorithms_are_those_that_are_chosen() {
         let bench = format!(
             "bench collective all-reduce --from 1KiB --to 4KiB --samples 1 --calls 1 --peers none --dtype {dtype}"
         );
-        let output = command(&format!("{bench} {host}"))
-            .env("WARPLINK_MODEL", path)
-            .output()
-            .unwrap();
-        let report = object(&output);
+        let report = object(&run_with(
+            &[("WARPLINK_MODEL", path)],
+            &format!("{bench} {host}"),
+        ));
         for row in report["rows"].as_array().unwrap() {
             assert_eq!(row["algorithm"], algorithm, "{row}");
         }

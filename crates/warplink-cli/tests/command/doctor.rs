@@ -1,6 +1,6 @@
 //! Output and exit status of `warplink doctor`, on any kind of machine.
 
-use crate::common::{command, run, stderr, stdout, succeeded};
+use crate::common::{run, run_with, stderr, stdout, succeeded};
 use serde_json::Value;
 use std::process::Output;
 
@@ -73,10 +73,8 @@ fn without_a_gpu_cuda_does_not_work() {
 
 #[test]
 fn a_setting_that_keeps_ranks_from_starting_is_reported() {
-    let output = command("doctor --device host --json")
-        .env("WARPLINK_PROTOCOL", "push")
-        .output()
-        .unwrap();
+    let setting = [("WARPLINK_PROTOCOL", "push")];
+    let output = run_with(&setting, "doctor --device host --json");
     assert_eq!(output.status.code(), Some(1), "{}", stderr(&output));
     let report = object(&output);
     let failed = report["checks"]

@@ -1,9 +1,11 @@
 //! Output with `--json`: one object, also for errors.
 
-use crate::common::{SOON, command, example, run, stderr, stdout, succeeded, within};
+use crate::common::{
+    SOON, command, example, kill, run, stderr, stdout, succeeded, within, written,
+};
 use serde_json::Value;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 /// The only object that a command prints, which fails unless `succeeds`.
 fn object(args: &str, succeeds: bool) -> Value {
@@ -104,10 +106,7 @@ fn a_refused_program_has_one_error_in_every_command() {
 
 #[test]
 fn a_mistake_in_a_program_has_one_error_in_every_command() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("wrong.wlp");
-    std::fs::write(&path, "program p() {\n    post = 1\n}\n").unwrap();
-    let path = path.to_str().unwrap();
+    let (_folder, path) = written("wrong.wlp", "program p() {\n    post = 1\n}\n");
     for command in [
         "program show",
         "program verify",
@@ -174,13 +173,6 @@ fn ended_by(end: impl FnOnce(u32, u32)) -> Value {
     let text = stdout(&output);
     assert_eq!(text.lines().count(), 1, "{text}{}", stderr(&output));
     serde_json::from_str(&text).unwrap()
-}
-
-fn kill(signal: &str, pid: u32) {
-    let status = Command::new("kill")
-        .args(["-s", signal, &pid.to_string()])
-        .status();
-    assert!(status.unwrap().success());
 }
 
 #[test]

@@ -2,7 +2,7 @@
 //! device.
 
 use crate::common::{
-    assert_contains, assert_refused, example, object, run, stderr, stdout, succeeded,
+    assert_contains, assert_refused, example, object, run, stderr, stdout, succeeded, written,
 };
 use serde_json::Value;
 use std::process::Output;
@@ -163,9 +163,7 @@ fn a_bench_of_kernels_compares_values_with_the_collectives() {
 /// Another collective than what the program computes, with the same shapes.
 #[test]
 fn a_bench_fails_where_the_output_is_not_the_collectives() {
-    let folder = tempfile::tempdir().unwrap();
-    let other = folder.path().join("other.wlp").display().to_string();
-    std::fs::write(&other, OTHER).unwrap();
+    let (_folder, other) = written("other.wlp", OTHER);
     let output = bench(&other, "-n 2 --sizes 1KiB");
     let table = stdout(&output);
     assert_eq!(output.status.code(), Some(1), "{table}{}", stderr(&output));
@@ -181,16 +179,17 @@ fn a_bench_fails_where_the_output_is_not_the_collectives() {
 #[test]
 fn a_bench_refuses_what_it_cannot_time() {
     let sizes = "-n 2 --sizes 1024";
-    let one_shot = example("all_reduce_one_shot");
-    let output = bench(&one_shot, &format!("{sizes} --against sum"));
-    assert!(!output.status.success());
-    let said = stderr(&output);
-    assert_contains(&said, &["invalid value 'sum' for '--against <COLLECTIVE>'"]);
-    let output = bench(&one_shot, &format!("{sizes} --length count"));
-    assert!(!output.status.success(), "{}", stdout(&output));
-    let said = "--length is 'count', which is no parameter of 'all_reduce_one_shot'";
-    assert_contains(&stderr(&output), &[said]);
     for (program, more, said) in [
+        (
+            "all_reduce_one_shot",
+            "--against sum",
+            "invalid value 'sum' for '--against <COLLECTIVE>'",
+        ),
+        (
+            "all_reduce_one_shot",
+            "--length count",
+            "--length is 'count', which is no parameter of 'all_reduce_one_shot'",
+        ),
         ("ring_pass", "", "program 'ring_pass' has no kernel section"),
         ("all_reduce_one_shot", "-p n=5", "--param gives 'n' a value"),
         (
@@ -213,9 +212,7 @@ fn a_bench_refuses_what_it_cannot_time() {
         assert!(stdout(&output).is_empty(), "{}", stdout(&output));
         assert_refused(&output, said);
     }
-    let folder = tempfile::tempdir().unwrap();
-    let race = folder.path().join("race.wlp").display().to_string();
-    std::fs::write(&race, RACE).unwrap();
+    let (_folder, race) = written("race.wlp", RACE);
     let output = bench(&race, &format!("{sizes} --against nothing"));
     let said = stderr(&output);
     assert!(!stdout(&output).contains("1024"), "{}", stdout(&output));

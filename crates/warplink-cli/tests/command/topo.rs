@@ -1,6 +1,6 @@
 //! `warplink topo`: this machine, and recorded ones.
 
-use crate::common::{assert_contains, command, object, run, stderr, stdout, succeeded};
+use crate::common::{assert_contains, object, run, run_with, stderr, stdout, succeeded, written};
 
 fn mesh(name: &str) -> String {
     let directory = concat!(env!("CARGO_MANIFEST_DIR"), "/../warplink/tests/meshes");
@@ -65,12 +65,7 @@ fn what_keeps_ranks_from_the_direct_path_is_said() {
 
 #[test]
 fn a_class_is_forced_by_the_environment() {
-    let run = |class: &str| {
-        command("topo --device host -n 2")
-            .env("WARPLINK_TOPOLOGY", class)
-            .output()
-            .unwrap()
-    };
+    let run = |class| run_with(&[("WARPLINK_TOPOLOGY", class)], "topo --device host -n 2");
     let text = stdout(&run("unknown"));
     assert!(text.contains("class: unknown, forced"), "{text}");
     let refused = run("torus");
@@ -80,10 +75,8 @@ fn a_class_is_forced_by_the_environment() {
 
 #[test]
 fn a_file_that_is_no_mesh_is_refused() {
-    let directory = tempfile::tempdir().unwrap();
-    let path = directory.path().join("mesh.json");
-    std::fs::write(&path, "{}").unwrap();
-    for path in [path.to_str().unwrap(), "/nonexistent/mesh.json"] {
+    let (_folder, path) = written("mesh.json", "{}");
+    for path in [&path, "/nonexistent/mesh.json"] {
         let output = run(&format!("topo --mesh {path}"));
         assert_eq!(output.status.code(), Some(1));
         assert_contains(&stderr(&output), &[path]);

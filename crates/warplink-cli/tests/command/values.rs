@@ -1,7 +1,7 @@
 //! `warplink program run` compares what a program gave with what it means.
 
 use crate::common::{
-    assert_contains, assert_refused, example, object, run, stderr, stdout, succeeded,
+    assert_contains, assert_refused, example, object, run, stderr, stdout, succeeded, written,
 };
 use std::process::Output;
 
@@ -66,9 +66,7 @@ fn a_result_is_printed_where_its_trace_cannot_be_written() {
 /// so, and what it gives depends on the time that products take.
 #[test]
 fn a_wrong_value_fails_the_command() {
-    let folder = tempfile::tempdir().unwrap();
-    let file = folder.path().join("slow.wlp").display().to_string();
-    std::fs::write(&file, SLOW).unwrap();
+    let (_folder, file) = written("slow.wlp", SLOW);
     let sizes = "-n 1 -p n=64";
     let refused = run_program(&file, sizes);
     assert!(stderr(&refused).contains("race"), "{}", stderr(&refused));

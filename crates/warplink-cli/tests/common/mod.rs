@@ -6,9 +6,10 @@
 )]
 
 use serde_json::Value;
-use std::io::Read;
+use std::io;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
+use tempfile::TempDir;
 
 #[path = "../../../warplink/tests/common/stopwatch.rs"]
 mod stopwatch;
@@ -47,6 +48,50 @@ pub(crate) fn command(line: &str) -> Command {
 /// Runs the command with the words of `line` to its end.
 pub(crate) fn run(line: &str) -> Output {
     command(line).output().unwrap()
+}
+
+/// The same, with these variables.
+pub(crate) fn run_with(variables: &[(&str, &str)], line: &str) -> Output {
+    let variables = variables.iter().copied();
+    command(line).envs(variables).output().unwrap()
+}
+
+/// The same, on the host device by its variable, which every command accepts.
+pub(crate) fn run_on_host(line: &str) -> Output {
+    run_with(&[("WARPLINK_DEVICE", "host")], line)
+}
+
+/// A file with this text, and the folder that has only it, which is removed when it is dropped.
+pub(crate) fn written(name: &str, text: &str) -> (TempDir, String) {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join(name);
+    std::fs::write(&file, text).unwrap();
+    (folder, file.display().to_string())
+}
+
+/// Sends a process a signal.
+pub(crate) fn kill(signal: &str, pid: u32) {
+    let pid = pid.to_string();
+    let sent = Command::new("kill").args(["-s", signal, &pid]).status();
+    assert!(sent.unwrap().success());
+}
+
+/// Number of processes that sleep for `time`, as an argument.
+pub(crate) fn sleeping(time: &str) -> usize {
+    let expected = format!("sleep\0{time}\0");
+    let entries = std::fs::read_dir("/proc").unwrap().flatten();
+    let sleeps = entries.filter(|entry| {
+        let cmdline = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
+        cmdline == expected.as_bytes()
+    });
+    sleeps.count()
+}
+
+/// The lines of standard output, sorted: ranks print in any order.
+pub(crate) fn sorted_lines(output: &Output) -> Vec<String> {
+    let mut lines: Vec<String> = stdout(output).lines().map(str::to_owned).collect();
+    lines.sort_unstable();
+    lines
 }
 
 /// Standard output of a command, which must have succeeded.
@@ -149,13 +194,7 @@ impl Running {
 
     /// How many processes sleep for the marked time.
     pub(crate) fn sleeping(&self) -> usize {
-        let mut count = 0;
-        for entry in std::fs::read_dir("/proc").unwrap().flatten() {
-            let cmdline = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
-            let expected = format!("sleep\0{}\0", self.mark);
-            count += usize::from(cmdline == expected.as_bytes());
-        }
-        count
+        sleeping(&self.mark)
     }
 
     /// Waits until the launcher has taken the signals that it was sent: a second of a kind that is sent before
@@ -172,32 +211,14 @@ impl Running {
 
     /// Sends the launcher itself a signal.
     pub(crate) fn signal(&self, name: &str) {
-        let pid = self.child.id().to_string();
-        assert!(
-            Command::new("kill")
-                .args(["-s", name, &pid])
-                .status()
-                .unwrap()
-                .success()
-        );
+        kill(name, self.child.id());
     }
 
     /// Waits for the launcher, and returns its exit code (none after a signal) and its output.
     pub(crate) fn finish(&mut self) -> (Option<i32>, String) {
-        let mut text = String::new();
-        self.child
-            .stdout
-            .take()
-            .unwrap()
-            .read_to_string(&mut text)
-            .unwrap();
-        self.child
-            .stderr
-            .take()
-            .unwrap()
-            .read_to_string(&mut text)
-            .unwrap();
-        (self.child.wait().unwrap().code(), text)
+        let out = io::read_to_string(self.child.stdout.take().unwrap()).unwrap();
+        let err = io::read_to_string(self.child.stderr.take().unwrap()).unwrap();
+        (self.child.wait().unwrap().code(), out + &err)
     }
 }
 
@@ -209,7 +230,7 @@ impl Drop for Running {
 }
 
 /// Whether `condition` holds at some time within `limit`.
-pub(crate) fn within(limit: Duration, condition: impl Fn() -> bool) -> bool {
+pub(crate) fn within(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
     let end = Instant::now() + limit;
     while Instant::now() < end {
         if condition() {

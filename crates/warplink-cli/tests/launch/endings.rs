@@ -1,7 +1,8 @@
 //! How a launch ends: by failures, by signals, and by the launcher's own death.
 
 use crate::common::{
-    Running, SOON, Stopwatch, assert_contains, launch, launch_with, stderr, stdout, within,
+    Running, SOON, Stopwatch, assert_contains, kill, launch, launch_with, sorted_lines, stderr,
+    stdout, within,
 };
 use std::io::{BufRead, BufReader, Read};
 use std::path::Path;
@@ -82,10 +83,7 @@ fn a_rank_may_clean_up_on_sigterm() {
 fn ranks_that_succeed_do_not_end_the_rest() {
     let output = launch(2, "[ $RANK = 0 ] || sleep 0.5; echo done");
     assert!(output.status.success());
-    let text = stdout(&output);
-    let mut lines: Vec<_> = text.lines().collect();
-    lines.sort_unstable();
-    assert_eq!(lines, ["[rank 0] done", "[rank 1] done"]);
+    assert_eq!(sorted_lines(&output), ["[rank 0] done", "[rank 1] done"]);
 }
 
 #[test]
@@ -162,25 +160,19 @@ fn nothing_is_left_when_the_launcher_is_killed() {
 /// Of the launcher and its guard, either may be killed, and the other stopped meanwhile.
 #[test]
 fn nothing_is_left_when_the_launcher_or_its_guard_is_killed() {
-    let send = |name: &str, pid: &str| {
-        let sent = std::process::Command::new("kill")
-            .args(["-s", name, pid])
-            .status();
-        assert!(sent.unwrap().success());
-    };
     for (stopped, killed) in [(None, 0), (None, 1), (Some(1), 0), (Some(0), 1)] {
         let script = "env -i setsid sleep MARK & setsid sleep MARK & sleep MARK";
         let mut running = Running::start(2, script, 6);
-        let guard = running.child.id().to_string();
+        let guard = running.child.id();
         let children = format!("/proc/{guard}/task/{guard}/children");
         let launcher = std::fs::read_to_string(children).unwrap();
-        let pids = [guard.as_str(), launcher.trim()];
+        let pids = [guard, launcher.trim().parse().unwrap()];
         if let Some(stopped) = stopped {
-            send("STOP", pids[stopped]);
+            kill("STOP", pids[stopped]);
         }
-        send("KILL", pids[killed]);
+        kill("KILL", pids[killed]);
         if stopped == Some(0) {
-            send("CONT", pids[0]);
+            kill("CONT", pids[0]);
         }
         running.child.wait().unwrap();
         let none_is_left = within(SOON, || running.sleeping() == 0);
@@ -225,12 +217,7 @@ fn nohup_is_honoured() {
     while text.matches("started").count() < 2 {
         assert_ne!(output.read_line(&mut text).unwrap(), 0, "{text}");
     }
-    let pid = child.id().to_string();
-    let sent = std::process::Command::new("kill")
-        .args(["-s", "HUP", &pid])
-        .status()
-        .unwrap();
-    assert!(sent.success());
+    kill("HUP", child.id());
     output.read_to_string(&mut text).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0));
     assert_eq!(text.matches("done").count(), 2, "{text}");

@@ -1,8 +1,8 @@
 //! A part of the table of faults; `just faults` runs all of it.
 
-use crate::common::{SOON, Stopwatch, assert_contains, command, run, stderr, stdout};
+use crate::common::{SOON, assert_contains, command, kill, run, stderr, stdout, within};
 use std::io::{BufRead, BufReader};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 
 fn faults(more: &str) -> std::process::Output {
@@ -55,9 +55,7 @@ fn an_interrupted_table_has_the_cells_that_ran() {
     let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
     let first = lines.find(|line| line.as_ref().unwrap().contains("[1/"));
     assert!(first.is_some());
-    let pid = child.id().to_string();
-    let signal = Command::new("kill").args(["-s", "INT", &pid]).status();
-    assert!(signal.unwrap().success());
+    kill("INT", child.id());
     let rest: Vec<String> = lines.map(Result::unwrap).collect();
     let output = child.wait_with_output().unwrap();
     let table = stdout(&output);
@@ -79,21 +77,15 @@ fn each_signal_gives_one_object_at_any_time() {
             let mut child = command.spawn().unwrap();
             // The guard takes signals once it has a child, the launcher.
             let pid = child.id();
-            let begun = Stopwatch::start();
             let children = format!("/proc/{pid}/task/{pid}/children");
             while std::fs::read_to_string(&children).is_ok_and(|all| all.is_empty()) {
                 std::thread::sleep(Duration::from_millis(1));
             }
             std::thread::sleep(delay);
-            let pid = pid.to_string();
-            let sent = Command::new("kill").args(["-s", signal, &pid]).status();
-            assert!(sent.unwrap().success());
-            while child.try_wait().unwrap().is_none() {
-                if begun.elapsed() > SOON {
-                    child.kill().unwrap();
-                    panic!("{signal} after {delay:?} does not end it");
-                }
-                std::thread::sleep(Duration::from_millis(5));
+            kill(signal, pid);
+            if !within(SOON, || child.try_wait().unwrap().is_some()) {
+                child.kill().unwrap();
+                panic!("{signal} after {delay:?} does not end it");
             }
             let output = child.wait_with_output().unwrap();
             let (text, said) = (stdout(&output), stderr(&output));

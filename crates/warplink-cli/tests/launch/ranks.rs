@@ -1,6 +1,8 @@
 //! Environment of the ranks of `warplink launch`, and handling of their output.
 
-use crate::common::{assert_contains, launch, launch_with, stderr, stdout, succeeded, warplink};
+use crate::common::{
+    assert_contains, launch, launch_with, sorted_lines, stderr, stdout, succeeded, warplink,
+};
 
 #[test]
 fn each_rank_learns_its_place() {
@@ -9,11 +11,9 @@ fn each_rank_learns_its_place() {
         r#"echo "$WARPLINK_RANK/$WARPLINK_WORLD $WARPLINK_LOCAL_RANK $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE" \
                 "$MASTER_ADDR ${MASTER_PORT:+port} $CUDA_DEVICE_MAX_CONNECTIONS""#,
     );
-    let text = succeeded(&output);
-    let mut lines: Vec<_> = text.lines().collect();
-    lines.sort_unstable();
+    succeeded(&output);
     let expected = [0, 1, 2].map(|r| format!("[rank {r}] {r}/3 {r} {r}/3 {r}/3 127.0.0.1 port 32"));
-    assert_eq!(lines, expected);
+    assert_eq!(sorted_lines(&output), expected);
 }
 
 #[test]
@@ -65,10 +65,10 @@ fn variables_may_name_their_rank() {
         2,
         r#"echo "$A $CUDA_VISIBLE_DEVICES $WARPLINK_DEVICE""#,
     );
-    let text = stdout(&output);
-    let mut lines: Vec<_> = text.lines().collect();
-    lines.sort_unstable();
-    assert_eq!(lines, ["[rank 0] x y=z 0 host", "[rank 1] x y=z 1 host"]);
+    assert_eq!(
+        sorted_lines(&output),
+        ["[rank 0] x y=z 0 host", "[rank 1] x y=z 1 host"]
+    );
 }
 
 #[test]

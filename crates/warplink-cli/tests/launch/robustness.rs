@@ -1,7 +1,8 @@
 //! Closed pipes, full disks, absurd sizes and other wrong input: errors, not panics.
 
 use crate::common::{
-    Stopwatch, assert_contains, command, example, run, stderr, stdout, succeeded, warplink,
+    Stopwatch, assert_contains, command, example, run, run_on_host, run_with, stderr, stdout,
+    succeeded, warplink,
 };
 use serde_json::Value;
 use std::fs::File;
@@ -164,22 +165,13 @@ fn absurd_sizes_are_errors() {
         ("launch --grace 1e19 -- true", "from 0 to 86400"),
         ("launch --grace inf -- true", "from 0 to 86400"),
     ] {
-        let output = command(args)
-            .env("WARPLINK_DEVICE", "host")
-            .output()
-            .unwrap();
-        assert_error(&output, part);
+        assert_error(&run_on_host(args), part);
     }
 }
 
 #[test]
 fn the_variable_for_the_device_holds_for_every_command() {
-    let with = |device: &str, args: &str| {
-        command(args)
-            .env("WARPLINK_DEVICE", device)
-            .output()
-            .unwrap()
-    };
+    let with = |device, args: &str| run_with(&[("WARPLINK_DEVICE", device)], args);
     let output = with("host", "doctor --json");
     let report: Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(report["device"], "host");
@@ -198,25 +190,18 @@ fn the_variable_for_the_device_holds_for_every_command() {
 
 #[test]
 fn output_files_are_opened_first() {
-    for (option, path) in [
-        ("--output", "/no/such/folder/o.json"),
-        ("--plot", "/no/such/folder/o.svg"),
-        ("--traces", "/proc/no/such/folder"),
+    let run = format!("program run {} -p n=8", example("ring_pass"));
+    for (command, option, path) in [
+        ("bench overlap", "--output", "/no/such/folder/o.json"),
+        ("bench overlap", "--plot", "/no/such/folder/o.svg"),
+        ("bench overlap", "--traces", "/proc/no/such/folder"),
+        (&run, "--trace", "/no/t.json"),
     ] {
         // Ranks would fail as well, but by another error.
-        let output = command(&format!("bench overlap --device host {option} {path}"))
-            .env("WARPLINK_PROTOCOL", "push")
-            .output()
-            .unwrap();
-        assert_error(&output, path);
+        let wrong = [("WARPLINK_PROTOCOL", "push")];
+        let line = format!("{command} --device host {option} {path}");
+        assert_error(&run_with(&wrong, &line), path);
     }
-    let program = example("ring_pass");
-    let args = format!("program run {program} -p n=8 --trace /no/t.json");
-    let output = command(&args)
-        .env("WARPLINK_PROTOCOL", "push")
-        .output()
-        .unwrap();
-    assert_error(&output, "/no/t.json");
 }
 
 /// By the first process, and not by every rank.
@@ -244,10 +229,7 @@ fn wrong_variables_are_reported_once() {
             "WARPLINK_TOPOLOGY is 'foo'; expected fully-connected",
         ),
     ] {
-        let output = command(&format!("demo {HOST} {SMALL}"))
-            .env(name, value)
-            .output()
-            .unwrap();
+        let output = run_with(&[(name, value)], &format!("demo {HOST} {SMALL}"));
         assert_error(&output, said);
         let text = stderr(&output);
         assert_eq!(text.matches(said).count(), 1, "{text}");
@@ -257,11 +239,7 @@ fn wrong_variables_are_reported_once() {
 
 #[test]
 fn sharing_gpus_needs_gpus() {
-    let args = format!("demo --ranks-per-gpu 2 {SMALL}");
-    let output = command(&args)
-        .env("WARPLINK_DEVICE", "host")
-        .output()
-        .unwrap();
+    let output = run_on_host(&format!("demo --ranks-per-gpu 2 {SMALL}"));
     assert_error(
         &output,
         "--ranks-per-gpu needs GPUs, and the device is host",
@@ -270,10 +248,8 @@ fn sharing_gpus_needs_gpus() {
 
 #[test]
 fn a_wrong_log_filter_is_reported_once() {
-    let output = command(&format!("demo {HOST} {SMALL}"))
-        .env("WARPLINK_LOG", "warplink=loud")
-        .output()
-        .unwrap();
+    let filter = [("WARPLINK_LOG", "warplink=loud")];
+    let output = run_with(&filter, &format!("demo {HOST} {SMALL}"));
     assert!(output.status.success());
     let text = stderr(&output);
     let said = "WARPLINK_LOG is 'warplink=loud', which is not a log filter";

@@ -1,6 +1,6 @@
 //! Launches whose ranks share GPUs, with a stand-in for the command of CUDA's multi-process service.
 
-use crate::common::{SOON, stderr, stdout, warplink, within};
+use crate::common::{SOON, kill, sleeping, sorted_lines, stderr, stdout, warplink, within};
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
@@ -90,23 +90,12 @@ impl Machine {
     /// Whether no daemon and no directory is left.
     fn is_clean(&self) -> bool {
         let left = std::fs::read_dir(self.path("tmp")).unwrap().count();
-        let expected = format!("sleep\0{}\0", self.mark());
-        let runs = std::fs::read_dir("/proc").unwrap().flatten().any(|entry| {
-            let line = std::fs::read(entry.path().join("cmdline")).unwrap_or_default();
-            line == expected.as_bytes()
-        });
-        left == 0 && !runs
+        left == 0 && sleeping(&self.mark()) == 0
     }
 
     fn check_clean(&self) {
         assert!(self.is_clean(), "something is left: {}", self.events());
     }
-}
-
-fn signal(child: &Child, name: &str) {
-    let pid = child.id().to_string();
-    let status = Command::new("kill").args(["-s", name, &pid]).status();
-    assert!(status.unwrap().success());
 }
 
 fn code(output: &Output) -> Option<i32> {
@@ -140,10 +129,8 @@ fn ranks_find_the_service_and_their_gpus() {
         pipe.starts_with(&*machine.path("tmp").to_string_lossy()),
         "{pipe}"
     );
-    let mut lines: Vec<String> = stdout(&output).lines().map(str::to_owned).collect();
-    lines.sort();
     let expected = (0..4).map(|rank| format!("[rank {rank}] {} 32 {pipe}", rank / 2));
-    assert_eq!(lines, expected.collect::<Vec<_>>());
+    assert_eq!(sorted_lines(&output), expected.collect::<Vec<_>>());
     // It had answered before a rank was started.
     assert!(events.contains("get_server_list"), "{events}");
     assert_eq!(events.matches("quit").count(), 1, "{events}");
@@ -205,7 +192,7 @@ fn signals_to_the_launcher_end_the_service() {
         let script = format!("touch {}; (sleep 600); exit 0", ready.display());
         let mut child = machine.start(&["-n", "2", "--ranks-per-gpu", "2"], &script);
         assert!(within(SOON, || ready.exists()));
-        signal(&child, name);
+        kill(name, child.id());
         let status = child.wait().unwrap();
         assert_eq!(status.code(), Some(128 + number));
         machine.check_clean();
