@@ -3,6 +3,7 @@
 
 use crate::launch::{self, LaunchPlan, Output, Variable};
 use crate::options::Options;
+use crate::process::THIS_EXECUTABLE;
 use crate::report::{self, JsonError};
 use anyhow::{Context, Result};
 use std::process::ExitCode;
@@ -33,16 +34,8 @@ pub(crate) fn failure_code(error: &anyhow::Error) -> ExitCode {
 }
 
 /// Runs `body` in every rank. The initial process starts the ranks and waits for them; a rank (started that
-/// way, or by `warplink launch`, torchrun or mpirun with `WARPLINK_RANK` set) joins the others first.
-pub(crate) fn run(
-    options: &Options,
-    body: impl FnOnce(&Communicator) -> Result<ExitCode>,
-) -> Result<ExitCode> {
-    run_checked(options, |_, _| Ok(()), body)
-}
-
-/// As [`run`], after `check` of the device and number of ranks, whose error is printed once rather than by
-/// every rank.
+/// way, or by `warplink launch`, torchrun or mpirun with `WARPLINK_RANK` set) joins the others first. Before it starts
+/// them, the initial process runs `check` of the device and number of ranks, whose error is thus printed once.
 pub(crate) fn run_checked(
     options: &Options,
     check: impl FnOnce(DeviceKind, usize) -> Result<()>,
@@ -54,7 +47,8 @@ pub(crate) fn run_checked(
         // In the first process: an error in a variable would otherwise be printed by every rank.
         check_environment(kind, ranks)?;
         check(kind, ranks)?;
-        return start(options, sharing);
+        let asked = Variable::new(CONSEQUENCE_VARIABLE, "1");
+        return launch_self(options, ranks, sharing, asked);
     }
     let config = Config::from_env()?;
     let comm = Communicator::join(&config).context("join the job")?;
@@ -89,16 +83,6 @@ fn check_environment(kind: DeviceKind, ranks: usize) -> Result<()> {
     Ok(())
 }
 
-/// Starts the ranks of this command.
-fn start(options: &Options, ranks_per_gpu: Option<usize>) -> Result<ExitCode> {
-    launch_self(
-        options,
-        options.ranks()?,
-        ranks_per_gpu,
-        Variable::new(CONSEQUENCE_VARIABLE, "1"),
-    )
-}
-
 /// Starts this command again as `ranks` ranks, with an additional variable. With `--json`, prints rank 0's
 /// first line, which is its result, or the root-cause error if ranks failed.
 pub(crate) fn launch_self(
@@ -109,8 +93,7 @@ pub(crate) fn launch_self(
 ) -> Result<ExitCode> {
     let plan = LaunchPlan {
         ranks,
-        // The link works even if the executable was replaced.
-        program: "/proc/self/exe".into(),
+        program: THIS_EXECUTABLE.into(),
         args: std::env::args_os().skip(1).collect(),
         env: vec![
             variable,

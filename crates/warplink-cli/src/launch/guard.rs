@@ -5,7 +5,8 @@
 //! a signal when the guard dies.
 
 use super::leftovers::kill_children;
-use super::{gpu_service, outcome, this_command};
+use super::{gpu_service, outcome};
+use crate::process::{pid, spawn, this_command};
 use crate::report::{self, JsonError};
 use anyhow::{Context, Result};
 use rustix::process::{
@@ -16,7 +17,6 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use signal_hook::iterator::Signals;
 use std::os::unix::process::CommandExt;
 use std::process::{self, Command, ExitCode};
-use std::thread;
 
 /// Process id of the guard, which is the launcher's parent.
 const VARIABLE: &str = "WARPLINK_GUARD";
@@ -74,23 +74,19 @@ pub(crate) fn guard(json: bool) -> Result<ExitCode> {
         .process_group(0)
         .spawn()
         .map_err(|error| warplink::Error::thread("start the launcher", &error))?;
-    let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw);
-    let pid = pid.context("the launcher has no process id")?;
+    let pid = pid(&child).context("the launcher has no process id")?;
     // It is reaped only at the end, so its pid cannot be reused.
     let pass_on = move |signal| match pidfd_open(pid, PidfdFlags::empty()) {
         Ok(launcher) => pidfd_send_signal(&launcher, signal),
         Err(_) => rustix::process::kill_process(pid, signal),
     };
-    thread::Builder::new()
-        .name("signals".into())
-        .spawn(move || {
-            for signal in signals.forever() {
-                if let Some(signal) = Signal::from_named_raw(signal) {
-                    let _ = pass_on(signal);
-                }
+    spawn("signals", move || {
+        for signal in signals.forever() {
+            if let Some(signal) = Signal::from_named_raw(signal) {
+                let _ = pass_on(signal);
             }
-        })
-        .map_err(|error| warplink::Error::thread("start a thread", &error))?;
+        }
+    })?;
     let events = WaitIdOptions::EXITED | WaitIdOptions::STOPPED;
     let killed = loop {
         let status = match waitid(WaitId::Pid(pid), events) {

@@ -32,7 +32,7 @@ use output::{Printer, Target};
 use rank::Ranks;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -164,11 +164,4 @@ fn targets(output: Output, rank: usize) -> [OutputStream; 2] {
         (Output::Kept, _) => [Kept, Prefixed(Target::Stderr)],
         (Output::Rank0Only, _) => [Dropped, Prefixed(Target::Stderr)],
     }
-}
-
-/// This executable, to start itself. The link works even if its file was replaced.
-fn this_command() -> Command {
-    let mut command = Command::new("/proc/self/exe");
-    command.arg0("warplink");
-    command
 }

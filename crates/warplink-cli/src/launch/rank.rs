@@ -3,7 +3,7 @@
 use super::gpu_service::GpuService;
 use super::guard;
 use super::leftovers::{ProcessMark, is_stopped};
-use super::this_command;
+use crate::process::{pid, this_command};
 use crate::report;
 use anyhow::{Context, Result};
 use clap::Args;
@@ -139,8 +139,4 @@ impl Drop for Ranks {
         self.service = None;
         self.mark.kill_all();
     }
-}
-
-pub(super) fn pid(child: &Child) -> Option<Pid> {
-    i32::try_from(child.id()).ok().and_then(Pid::from_raw)
 }

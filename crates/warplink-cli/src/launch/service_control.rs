@@ -6,7 +6,7 @@
 use super::environment::find_program;
 use super::gpu_service::VISIBLE;
 use super::leftovers::{ProcessMark, is_zombie};
-use crate::process::{exit_within, poll};
+use crate::process::{end_within, poll};
 use anyhow::{Context, Result, anyhow, ensure};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
@@ -15,7 +15,7 @@ use std::ffi::OsStr;
 use std::io::{Read, Write};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 use std::time::Duration;
 
 /// Control command of the service.
@@ -98,9 +98,7 @@ impl ServiceControl {
             let _ = writeln!(input, "{request}");
         }
         // An answer is a few lines, which fit into a pipe's buffer.
-        if !ends_well(&mut child) {
-            return None;
-        }
+        end_within(&mut child, MAX_ANSWER).filter(ExitStatus::success)?;
         let mut answer = String::new();
         child.stdout.take()?.read_to_string(&mut answer).ok()?;
         Some(answer)
@@ -133,16 +131,6 @@ impl ServiceControl {
         }
         Ok(())
     }
-}
-
-/// Whether `child` succeeds in time; it is killed otherwise.
-fn ends_well(child: &mut Child) -> bool {
-    let status = exit_within(child, MAX_ANSWER);
-    if status.is_none() {
-        let _ = child.kill();
-        let _ = child.wait();
-    }
-    status.is_some_and(|status| status.success())
 }
 
 /// Waits for the exit of a process that is not a child; returns whether it exited.

@@ -4,7 +4,8 @@ use super::exits::Exits;
 use super::guard;
 use super::outcome::{self, LaunchOutcome, RankExit};
 use super::output::{self, Printer, Target};
-use super::rank::{self, Ranks};
+use super::rank::Ranks;
+use crate::process::{pid, spawn};
 use crate::report;
 use anyhow::{Context, Result};
 use rustix::io::Errno;
@@ -16,7 +17,6 @@ use std::io::{self, Read};
 use std::process::Child;
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
 
 /// How long to wait for remaining output once no rank is left.
@@ -97,7 +97,8 @@ impl Supervisor {
                 let _ = events.send(SupervisorEvent::OutputFailed(error));
             }
             drop(open);
-        })
+        })?;
+        Ok(())
     }
 
     /// Captures a rank's output for the [`LaunchOutcome`].
@@ -116,12 +117,13 @@ impl Supervisor {
                 }
             }
             drop(open);
-        })
+        })?;
+        Ok(())
     }
 
     /// Watches for a rank's exit, without reaping it.
     pub(super) fn watch(&self, rank: usize, child: &Child) -> Result<()> {
-        let pid = rank::pid(child).context("a rank has no process id")?;
+        let pid = pid(child).context("a rank has no process id")?;
         let (started, consequence) = (Instant::now(), self.consequence);
         let events = self.sender.clone();
         let ended = move || {
@@ -131,9 +133,10 @@ impl Supervisor {
             let _ = events.send(SupervisorEvent::Exited(rank, RankExit { after, ..exit }));
         };
         match &self.exits {
-            Some(exits) => exits.watch(pid, Box::new(ended)),
-            None => spawn("exit", ended),
+            Some(exits) => exits.watch(pid, Box::new(ended))?,
+            None => drop(spawn("exit", ended)?),
         }
+        Ok(())
     }
 
     /// Waits for all ranks, terminates them when one fails, forwards signals to them, and kills their
@@ -366,12 +369,4 @@ fn wait_for(pid: Pid, consequence: Option<i32>) -> RankExit {
 /// The data is valid even if another thread panicked while it held the lock.
 fn lock<T>(kept: &Mutex<T>) -> MutexGuard<'_, T> {
     kept.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
-    thread::Builder::new()
-        .name(name.into())
-        .spawn(body)
-        .map_err(|error| warplink::Error::thread("start a thread", &error))?;
-    Ok(())
 }

@@ -5,11 +5,11 @@
 
 use super::steps::{CheckStep, GEMM, RankReport, TrialKind, VIRTUAL};
 use super::{Found, Prerequisite};
-use crate::process::{exit_within, read_all};
+use crate::process::{THIS_EXECUTABLE, end_within, read_all, this_command};
 use crate::report::counted;
 use anyhow::{Context, Result, ensure};
 use clap::ValueEnum;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::Duration;
 use warplink::DeviceKind;
 
@@ -123,12 +123,11 @@ fn run_ranks(kind: DeviceKind, ranks: usize, what: TrialKind) -> Result<Vec<Rank
     let argument = what.to_possible_value();
     let argument = argument.as_ref().map_or("", |value| value.get_name());
     let (device, count) = (kind.to_string(), ranks.to_string());
-    // The link works even if the executable was replaced.
-    let mut child = Command::new("/proc/self/exe")
+    let mut child = this_command()
         .args(["launch", "--device", &device, "-n", &count])
         // A hung rank is of no more use once another one has failed.
         .args(["--grace", "1"])
-        .args(["--", "/proc/self/exe", TRIAL_COMMAND, argument])
+        .args(["--", THIS_EXECUTABLE, TRIAL_COMMAND, argument])
         .env("WARPLINK_TIMEOUT", RANK_TIMEOUT.as_secs().to_string())
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -140,12 +139,8 @@ fn run_ranks(kind: DeviceKind, ranks: usize, what: TrialKind) -> Result<Vec<Rank
         read_all(child.stdout.take())?,
         read_all(child.stderr.take())?,
     );
-    let status = exit_within(&mut child, TRIAL_TIMEOUT);
-    if status.is_none() {
-        // The launcher's guard then ends the ranks.
-        let _ = child.kill();
-        let _ = child.wait();
-    }
+    // If the launcher has to be killed, its guard ends the ranks.
+    let status = end_within(&mut child, TRIAL_TIMEOUT);
     let [out, err] = [out, err].map(|output| output.join().unwrap_or_default());
     tracing::info!(%err, "output of the ranks");
     let status =

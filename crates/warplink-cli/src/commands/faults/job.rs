@@ -5,7 +5,7 @@ use super::rank::FAULT_RANK_COMMAND;
 use super::relay::Relay;
 use crate::launch::GpuAssignment;
 use crate::names::name_of;
-use crate::process::{entries, exit_within, poll, read_all};
+use crate::process::{entries, exit_within, pid, poll, read_all, spawn, this_command};
 use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, kill_process};
 use std::io::{BufRead, BufReader};
@@ -15,7 +15,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use warplink::DeviceKind;
 use warplink::bootstrap::UniqueId;
@@ -177,9 +177,8 @@ fn watch(
         .iter()
         .map(|(child, _)| child.0.id())
         .collect::<Vec<_>>();
-    let victim = pids
-        .get(settings.victim)
-        .and_then(|&id| Pid::from_raw(id.cast_signed()));
+    let victim = ranks.get(settings.victim);
+    let victim = victim.and_then(|(child, _)| pid(&child.0));
     // Relays are dropped after all ranks have ended, or their end would cut connections too.
     follow(cell, settings, &events, victim, &relays, outcome);
     for (number, ((mut child, output), rank)) in
@@ -269,7 +268,7 @@ fn follow(
 
 /// The command of one rank, which connects to the store at `address`.
 fn command(cell: Cell, settings: &JobSettings, rank: usize, address: SocketAddr) -> Command {
-    let mut command = Command::new("/proc/self/exe");
+    let mut command = this_command();
     command
         .arg(FAULT_RANK_COMMAND)
         .args([
@@ -322,8 +321,6 @@ fn start(
         // The end of standard output stands for the end of the process, which holds the only writer.
         let _ = events.send(RankEvent::Ended(rank));
     };
-    thread::Builder::new()
-        .name("rank-output".into())
-        .spawn(report)?;
+    spawn("rank-output", report)?;
     Ok((child, read_all(err)?))
 }

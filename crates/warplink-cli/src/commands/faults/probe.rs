@@ -1,11 +1,11 @@
 //! Tests of whether GPUs work, each in its own process, so that a hang or a crash ends with that process.
 
 use crate::launch::GpuAssignment;
-use crate::process::exit_within;
+use crate::process::{exit_within, this_command};
 use anyhow::{Context, Result, bail, ensure};
 use std::io;
 use std::path::Path;
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 use warplink::device::{
     self, AllocationKind, DeviceConfig, KernelCopy, MemoryOp, Priority, StreamOp, Unit,
@@ -31,7 +31,7 @@ const LIMIT: Duration = Duration::from_secs(20);
 /// If one does not work.
 pub(super) fn test_all(gpus: &GpuAssignment, cache: &Path) -> Result<()> {
     let probes = gpus.names.iter().map(|name| {
-        let child = Command::new("/proc/self/exe")
+        let child = this_command()
             .arg(PROBE_COMMAND)
             // One GPU for each process: a broken one may make the driver fail for the process as a whole.
             .env("CUDA_VISIBLE_DEVICES", name)

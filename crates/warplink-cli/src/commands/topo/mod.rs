@@ -42,13 +42,17 @@ impl Topo {
             self.show(&recorded(path)?, options)?;
             return Ok(ExitCode::SUCCESS);
         }
-        ranks::run(options, |comm| {
-            let topology = comm.topology()?;
-            if comm.rank() == 0 {
-                self.show(&topology, options)?;
-            }
-            Ok(ExitCode::SUCCESS)
-        })
+        ranks::run_checked(
+            options,
+            |_, _| Ok(()),
+            |comm| {
+                let topology = comm.topology()?;
+                if comm.rank() == 0 {
+                    self.show(&topology, options)?;
+                }
+                Ok(ExitCode::SUCCESS)
+            },
+        )
     }
 
     fn show(&self, topology: &Topology, options: &Options) -> Result<()> {
