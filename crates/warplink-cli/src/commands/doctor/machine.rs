@@ -28,45 +28,40 @@ const DESCRIPTORS: u64 = 1024;
 const TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) fn checks() -> Vec<Prerequisite> {
-    let tried = |outcome: io::Result<&str>, help: &str| match outcome {
-        Ok(detail) => Found::ok(detail),
-        Err(error) => Found::missing(error.to_string(), help),
+    let tried = |name, outcome: io::Result<()>, detail: &str, help: &str| {
+        let found = match outcome {
+            Ok(()) => Found::ok(detail),
+            Err(error) => Found::missing(error.to_string(), help),
+        };
+        Prerequisite::new(AREA, name, found)
     };
     vec![
-        Prerequisite::new(
-            AREA,
+        tried(
             "shared memory (memfd)",
-            tried(
-                memfd().map(|()| "written and read back"),
-                "use a kernel of version 3.17 or newer, and a sandbox that allows memfd_create",
-            ),
+            memfd(),
+            "written and read back",
+            "use a kernel of version 3.17 or newer, and a sandbox that allows memfd_create",
         )
         .needed_by(DeviceKind::Host),
-        Prerequisite::new(
-            AREA,
+        tried(
             "descriptors over Unix sockets",
-            tried(
-                descriptor().map(|()| "passed and read"),
-                "use a sandbox that allows Unix sockets and SCM_RIGHTS",
-            ),
+            descriptor(),
+            "passed and read",
+            "use a sandbox that allows Unix sockets and SCM_RIGHTS",
         )
         .needed_by(DeviceKind::Host),
-        Prerequisite::new(
-            AREA,
+        tried(
             "futex",
-            tried(
-                futexes().map(|()| "works"),
-                "use a sandbox that allows futex",
-            ),
+            futexes(),
+            "works",
+            "use a sandbox that allows futex",
         )
         .needed_by(DeviceKind::Host),
-        Prerequisite::new(
-            AREA,
+        tried(
             "loopback TCP",
-            tried(
-                loopback().map(|()| "connected to 127.0.0.1"),
-                "bring up the loopback interface: ip link set lo up",
-            ),
+            loopback(),
+            "connected to 127.0.0.1",
+            "bring up the loopback interface: ip link set lo up",
         ),
         Prerequisite::new(AREA, "boot id", boot_id()),
         Prerequisite::new(AREA, "open files", open_files()),

@@ -10,12 +10,13 @@ mod trial;
 pub(crate) use steps::{TrialArgs, run_trial};
 pub(crate) use trial::TRIAL_COMMAND;
 
+use crate::names::name_of;
 use crate::options::Options;
 use crate::report::progress::Progress;
 use crate::report::table::{Align, Table};
 use crate::report::{self, Object};
 use anyhow::Result;
-use clap::Args;
+use clap::{Args, ValueEnum};
 use serde::Serialize;
 use std::process::ExitCode;
 use warplink::DeviceKind;
@@ -38,7 +39,7 @@ use warplink::program::cost::{DeviceDescription, HardwareModel, Origin, find};
 pub(crate) struct Doctor {}
 
 /// Result of a check.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 enum CheckStatus {
     /// It works.
@@ -47,16 +48,6 @@ enum CheckStatus {
     Warning,
     /// Missing or broken.
     Missing,
-}
-
-impl CheckStatus {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Ok => "ok",
-            Self::Warning => "warning",
-            Self::Missing => "missing",
-        }
-    }
 }
 
 /// A check with its result.
@@ -153,16 +144,11 @@ impl Doctor {
         checks.extend(libraries(&gpus));
         // The mappings show a preloaded library even if LD_PRELOAD has been removed from the environment since.
         let loaded = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
-        checks.push(Prerequisite::new(
-            "libraries",
-            "NCCL's interface",
-            interface(&loaded),
-        ));
-        checks.push(Prerequisite::new(
-            "choices",
-            "hardware model",
-            model(wanted),
-        ));
+        let interface = interface(&loaded);
+        checks.extend([
+            Prerequisite::new("libraries", "NCCL's interface", interface),
+            Prerequisite::new("choices", "hardware model", model(wanted)),
+        ]);
         // Clears the bar before the report, which may go to the same terminal.
         drop(progress);
 
@@ -229,11 +215,8 @@ fn libraries(gpus: &[Capabilities]) -> Vec<Prerequisite> {
         let is_there = found.status == CheckStatus::Ok;
         checks.push(Prerequisite::new("libraries", library.name, found));
         if library.name == "NVRTC" && is_there {
-            checks.push(Prerequisite::new(
-                "libraries",
-                "kernels compile",
-                gpus::compile(gpus),
-            ));
+            let compiled = gpus::compile(gpus);
+            checks.push(Prerequisite::new("libraries", "kernels compile", compiled));
         }
     }
     checks
@@ -264,7 +247,7 @@ impl DoctorReport {
             for check in self.checks.iter().filter(|check| check.area == area) {
                 table.row([
                     &format!("  {}", check.name),
-                    check.found.status.name(),
+                    &name_of(&check.found.status),
                     &check.found.detail,
                 ]);
             }

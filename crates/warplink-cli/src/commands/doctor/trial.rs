@@ -5,10 +5,10 @@
 
 use super::steps::{CheckStep, GEMM, RankReport, TrialKind, VIRTUAL};
 use super::{Found, Prerequisite};
+use crate::names::name_of;
 use crate::process::{THIS_EXECUTABLE, end_within, read_all, this_command};
 use crate::report::counted;
 use anyhow::{Context, Result, ensure};
-use clap::ValueEnum;
 use std::process::Stdio;
 use std::time::Duration;
 use warplink::DeviceKind;
@@ -120,14 +120,12 @@ fn summarize(
 
 /// Starts the ranks and collects their output.
 fn run_ranks(kind: DeviceKind, ranks: usize, what: TrialKind) -> Result<Vec<RankReport>> {
-    let argument = what.to_possible_value();
-    let argument = argument.as_ref().map_or("", |value| value.get_name());
     let (device, count) = (kind.to_string(), ranks.to_string());
     let mut child = this_command()
         .args(["launch", "--device", &device, "-n", &count])
         // A hung rank is of no more use once another one has failed.
         .args(["--grace", "1"])
-        .args(["--", THIS_EXECUTABLE, TRIAL_COMMAND, argument])
+        .args(["--", THIS_EXECUTABLE, TRIAL_COMMAND, &name_of(&what)])
         .env("WARPLINK_TIMEOUT", RANK_TIMEOUT.as_secs().to_string())
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
