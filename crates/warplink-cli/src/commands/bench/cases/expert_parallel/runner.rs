@@ -300,24 +300,18 @@ impl<'a> ExpertRunner<'a> {
             .all_to_all(&vendor.received, &vendor.sent, stream)?;
         comm.synchronize(stream)?;
         let counts = download(comm, &vendor.received)?;
-        let received: Vec<usize> = counts
-            .chunks_exact(WORD)
-            .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]) as usize)
-            .collect();
-        self.exchange(
-            vendor,
-            (&self.rows, &received),
-            (&vendor.packed, &data.sends),
-            stream,
-        )?;
-        let (to, from) = (starts(&received), starts(&data.sends));
-        vendor.collectives.all_to_all_v(
-            (&self.locals, parts(&received, &to)),
-            (&self.numbers, parts(&data.sends, &from)),
-            DType::I32,
-            stream,
-        )?;
-        Ok(())
+        let counts = DType::I32.decode(&counts).map(|count| count as usize);
+        let received: Vec<usize> = counts.collect();
+        let (to, from) = (
+            (&self.rows, &received[..]),
+            (&vendor.packed, &data.sends[..]),
+        );
+        vendor.exchange(to, from, self.row_type(), stream)?;
+        let (to, from) = (
+            (&self.locals, &received[..]),
+            (&self.numbers, &data.sends[..]),
+        );
+        vendor.exchange(to, from, (DType::I32, 1), stream)
     }
 
     fn vendor_combine(&self, vendor: &Vendor, data: &LoadedExperts, stream: &Stream) -> Result<()> {
@@ -325,30 +319,12 @@ impl<'a> ExpertRunner<'a> {
             (&vendor.packed, &data.sends[..]),
             (&self.rows, &data.receives[..]),
         );
-        self.exchange(vendor, to, from, stream)
+        vendor.exchange(to, from, self.row_type(), stream)
     }
 
-    /// Exchanges rows that are packed by rank.
-    fn exchange(
-        &self,
-        vendor: &Vendor,
-        (target, received): (&DeviceSlice, &[usize]),
-        (source, sent): (&DeviceSlice, &[usize]),
-        stream: &Stream,
-    ) -> Result<()> {
-        let elements = |counts: &[usize]| -> Vec<usize> {
-            let counts = counts.iter();
-            counts.map(|count| count * self.layer.elements).collect()
-        };
-        let (received, sent) = (elements(received), elements(sent));
-        let (to, from) = (starts(&received), starts(&sent));
-        vendor.collectives.all_to_all_v(
-            (target, parts(&received, &to)),
-            (source, parts(&sent, &from)),
-            self.layer.dtype,
-            stream,
-        )?;
-        Ok(())
+    /// Element type and elements of a row.
+    fn row_type(&self) -> (DType, usize) {
+        (self.layer.dtype, self.layer.elements)
     }
 }
 
@@ -364,21 +340,29 @@ impl Vendor {
             received: allocate(WORD * comm.world())?,
         })
     }
-}
 
-/// Starts of consecutive parts.
-fn starts(counts: &[usize]) -> Vec<usize> {
-    let mut end = 0;
-    let starts = counts.iter().map(|count| {
-        end += count;
-        end - count
-    });
-    starts.collect()
-}
-
-fn parts<'p>(counts: &'p [usize], displacements: &'p [usize]) -> Parts<'p> {
-    Parts {
-        counts,
-        displacements,
+    /// Exchanges rows of `each` elements, which are packed by rank: memory, and the number of rows for each rank.
+    fn exchange(
+        &self,
+        (target, received): (&DeviceSlice, &[usize]),
+        (source, sent): (&DeviceSlice, &[usize]),
+        (dtype, each): (DType, usize),
+        stream: &Stream,
+    ) -> Result<()> {
+        let [received, sent] = [received, sent].map(|rows| {
+            let mut end = 0;
+            let parts = rows.iter().map(|rows| {
+                let start = end;
+                end += rows * each;
+                (rows * each, start)
+            });
+            parts.unzip::<usize, usize, Vec<_>, Vec<_>>()
+        });
+        let [received, sent] = [&received, &sent].map(|(counts, displacements)| Parts {
+            counts,
+            displacements,
+        });
+        let (to, from) = ((target, received), (source, sent));
+        Ok(self.collectives.all_to_all_v(to, from, dtype, stream)?)
     }
 }
