@@ -23,12 +23,6 @@ struct Watched {
     processes: Mutex<BTreeMap<u64, (OwnedFd, Ended)>>,
 }
 
-impl std::fmt::Debug for Exits {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Exits").finish_non_exhaustive()
-    }
-}
-
 impl Exits {
     /// Starts the thread, which lives as long as this process; `None` on kernels without pidfd.
     pub(super) fn new() -> Option<Self> {

@@ -28,12 +28,11 @@ use anyhow::Result;
 use environment::Environment;
 use gpu_service::GpuService;
 use leftovers::ProcessMark;
-use output::{Printer, Target};
+use output::Target;
 use rank::Ranks;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
 use std::process::Stdio;
-use std::sync::Arc;
 use std::time::Duration;
 
 /// Ranks to launch, and how.
@@ -97,7 +96,6 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<LaunchOutcome> {
     // Before any process starts: a signal in between would end the launcher and leave the others behind.
     let supervisor = supervise::Supervisor::new(plan.consequence)?;
     let environment = Environment::new(plan.ranks)?;
-    let printer = Arc::new(Printer::new());
     let mark = ProcessMark::new()?;
     // From here on an early return drops it, which kills the ranks started so far.
     let mut ranks = Ranks::new(plan.ranks, mark.clone());
@@ -121,13 +119,13 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<LaunchOutcome> {
         let started = ranks.start(&mut command)?;
         match (started.stdout.take(), out) {
             (Some(stream), OutputStream::Prefixed(target)) => {
-                supervisor.pump(rank, stream, target, &printer)?;
+                supervisor.pump(rank, stream, target)?
             }
             (Some(stream), OutputStream::Kept) => supervisor.keep(rank, stream)?,
             _ => {}
         }
         if let (Some(stream), OutputStream::Prefixed(target)) = (started.stderr.take(), err) {
-            supervisor.pump(rank, stream, target, &printer)?;
+            supervisor.pump(rank, stream, target)?;
         }
         supervisor.watch(rank, started)?;
     }

@@ -14,43 +14,30 @@ pub(super) enum Target {
     Stderr,
 }
 
-/// The launcher's output streams, which may be the same terminal, so only one writer at a time.
-#[derive(Debug)]
-pub(super) struct Printer {
-    turn: Mutex<()>,
-    colour_stdout: bool,
-    colour_stderr: bool,
-}
+/// Held while lines are printed: both streams of this process may be the same terminal.
+static TURN: Mutex<()> = Mutex::new(());
 
-impl Printer {
-    pub(super) fn new() -> Self {
-        Self {
-            turn: Mutex::new(()),
-            colour_stdout: has_colour(&io::stdout()),
-            colour_stderr: has_colour(&io::stderr()),
+impl Target {
+    fn has_colour(self) -> bool {
+        match self {
+            Self::Stdout => has_colour(&io::stdout()),
+            Self::Stderr => has_colour(&io::stderr()),
         }
     }
 
-    fn colour(&self, target: Target) -> bool {
-        match target {
-            Target::Stdout => self.colour_stdout,
-            Target::Stderr => self.colour_stderr,
-        }
-    }
-
-    fn print(&self, target: Target, lines: &[u8]) -> io::Result<()> {
+    fn print(self, lines: &[u8]) -> io::Result<()> {
         if lines.is_empty() {
             return Ok(());
         }
         // The lock guards no data, so poisoning does not matter.
-        let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        match target {
-            Target::Stdout => {
+        let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        match self {
+            Self::Stdout => {
                 let mut out = io::stdout().lock();
                 out.write_all(lines)?;
                 out.flush()
             }
-            Target::Stderr => io::stderr().lock().write_all(lines),
+            Self::Stderr => io::stderr().lock().write_all(lines),
         }
     }
 }
@@ -59,13 +46,8 @@ impl Printer {
 ///
 /// # Errors
 /// The launcher's stream was closed.
-pub(super) fn pump(
-    rank: usize,
-    mut from: impl Read,
-    to: Target,
-    printer: &Printer,
-) -> io::Result<()> {
-    let mut lines = Prefixer::new(prefix(rank, printer.colour(to)));
+pub(super) fn pump(rank: usize, mut from: impl Read, to: Target) -> io::Result<()> {
+    let mut lines = Prefixer::new(prefix(rank, to.has_colour()));
     let mut chunk = vec![0; 1 << 16];
     let mut ready = Vec::new();
     loop {
@@ -75,13 +57,13 @@ pub(super) fn pump(
             Ok(0) | Err(_) => break,
             Ok(length) => {
                 lines.feed(&chunk[..length], &mut ready);
-                printer.print(to, &ready)?;
+                to.print(&ready)?;
                 ready.clear();
             }
         }
     }
     lines.finish(&mut ready);
-    printer.print(to, &ready)
+    to.print(&ready)
 }
 
 fn prefix(rank: usize, colour: bool) -> Vec<u8> {

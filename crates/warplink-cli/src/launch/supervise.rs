@@ -3,7 +3,7 @@
 use super::exits::Exits;
 use super::guard;
 use super::outcome::{self, LaunchOutcome, RankExit};
-use super::output::{self, Printer, Target};
+use super::output::{self, Target};
 use super::rank::Ranks;
 use crate::process::{pid, spawn};
 use crate::report;
@@ -36,7 +36,6 @@ enum SupervisorEvent {
 }
 
 /// Collects events about ranks from several threads.
-#[derive(Debug)]
 pub(super) struct Supervisor {
     events: Receiver<SupervisorEvent>,
     sender: Sender<SupervisorEvent>,
@@ -85,15 +84,10 @@ impl Supervisor {
         rank: usize,
         stream: impl Read + Send + 'static,
         target: Target,
-        printer: &Arc<Printer>,
     ) -> Result<()> {
-        let (events, open, printer) = (
-            self.sender.clone(),
-            self.pumping.clone(),
-            Arc::clone(printer),
-        );
+        let (events, open) = (self.sender.clone(), self.pumping.clone());
         spawn("output", move || {
-            if let Err(error) = output::pump(rank, stream, target, &printer) {
+            if let Err(error) = output::pump(rank, stream, target) {
                 let _ = events.send(SupervisorEvent::OutputFailed(error));
             }
             drop(open);
