@@ -6,18 +6,18 @@ use super::bench::peers::{allocate, optional};
 use super::bench::report::{job, or_empty};
 use super::ranks;
 use crate::gemm::{
-    DistributedGemm, Op, Problem, check_lowerings, common_seed, gather_lowering_name,
+    COLLECTIVE, DistributedGemm, Op, Problem, check_lowerings, common_seed, gather_lowering_name,
 };
 use crate::names::OneOf;
 use crate::options::{Options, at_least};
 use crate::report::table::{Align, Table};
 use crate::report::{self, Object};
-use anyhow::{Context, Result, ensure};
+use anyhow::{Result, ensure};
 use clap::Args;
 use serde::Serialize;
 use std::process::ExitCode;
 use warplink::device::Priority;
-use warplink::overlap::{self, Choice, Lowering};
+use warplink::overlap::{self, Choice};
 use warplink::{Communicator, DType, DeviceKind};
 
 /// Run an all-gather + matmul with and without overlap
@@ -104,17 +104,6 @@ impl Demo {
         }
     }
 
-    /// The requested lowering.
-    fn lowering(&self, op: Op) -> Result<Option<Lowering>> {
-        let Some(name) = &self.lowering else {
-            return Ok(None);
-        };
-        let selected = op.select(std::slice::from_ref(name))?;
-        let lowering = selected.into_iter().next();
-        let lowering = lowering.with_context(|| format!("'{name}' is not a lowering of {op}"))?;
-        Ok(Some(lowering))
-    }
-
     /// The result as JSON and as text, and whether it is right.
     fn outcome(&self, comm: &Communicator) -> Result<(Object, String, bool)> {
         let kind = comm.device().kind();
@@ -124,8 +113,8 @@ impl Demo {
         let mut gemm = DistributedGemm::new(comm, self.problem(kind, comm.world()), seed)?;
         let clock = BenchClock::new(comm, Priority::Normal)?;
 
-        let op = gemm.problem.op;
-        let lowering = self.lowering(op)?;
+        let named = |name: &String| gemm.problem.op.named(name);
+        let lowering = self.lowering.as_ref().map(named).transpose()?;
         let requested = lowering.is_some();
         let mut plan = gemm.plan(&overlap::Options {
             lowering,
@@ -217,7 +206,7 @@ fn without_overlap(
     let (comm, problem) = (gemm.comm, gemm.problem);
     let collective = gemm.plan(&overlap::Options {
         library: true,
-        ..overlap::Options::only(problem.op.collective()?)
+        ..overlap::Options::only(problem.op.named(COLLECTIVE)?)
     });
     // On all ranks or none, since planning is collective.
     if let Some(plan) = optional(comm, "NCCL", collective)? {

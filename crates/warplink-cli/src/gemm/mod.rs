@@ -8,7 +8,9 @@ use crate::commands::bench::clock::WorkRef;
 use crate::commands::bench::peers::{allocate, download, gather};
 use anyhow::{Context, Result, bail};
 use inputs::Matrix;
-pub(crate) use problem::{Op, Problem, check_lowerings, gather_lowering_name, lowering_name};
+pub(crate) use problem::{
+    COLLECTIVE, Op, Problem, check_lowerings, gather_lowering_name, lowering_name,
+};
 use reference::Reference;
 use warplink::Communicator;
 use warplink::device::{DeviceSlice, Stream};

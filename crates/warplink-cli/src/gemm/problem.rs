@@ -8,14 +8,14 @@ use std::fmt;
 use std::path::Path;
 use warplink::device::MatmulSpec;
 use warplink::file;
-use warplink::overlap::{
-    AllGatherMatmul, AllGatherMatmulLowering, Lowering, MatmulReduceScatter,
-    MatmulReduceScatterLowering,
-};
+use warplink::overlap::{AllGatherMatmul, Lowering, MatmulReduceScatter};
 use warplink::program::cost::HardwareModel;
 use warplink::program::lower::{Choice, Problem as _, choose};
 use warplink::program::text::MAX_TEXT_BYTES;
 use warplink::{DType, DeviceKind};
+
+/// Name of the lowering without overlap: the collective engine, and one GEMM.
+pub(crate) const COLLECTIVE: &str = "collective";
 
 /// Which operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
@@ -47,12 +47,11 @@ impl Op {
         }
     }
 
-    /// The lowering without overlap: collective engine followed by one GEMM.
-    pub(crate) fn collective(self) -> warplink::Result<Lowering> {
-        match self {
-            Self::AllGatherMatmul => AllGatherMatmulLowering::Collective.lowering(),
-            Self::MatmulReduceScatter => MatmulReduceScatterLowering::Collective.lowering(),
-        }
+    /// The lowering of that name, or in that file.
+    pub(crate) fn named(self, name: &str) -> Result<Lowering> {
+        let mut selected = self.select(&[name.to_owned()])?.into_iter();
+        let lowering = selected.next();
+        lowering.with_context(|| format!("'{name}' is not a lowering of {self}"))
     }
 
     /// Lowerings selected by `names` (all of the library's if empty), including `.wlp` files with programs

@@ -3,12 +3,13 @@
 use super::Overlap;
 use crate::commands::bench::case::Setup;
 use crate::commands::bench::clock::{BenchClock, Submission, Times, Work};
-use crate::gemm::{DistributedGemm, Op, Problem};
+use crate::commands::bench::peers::allocate;
+use crate::gemm::{COLLECTIVE, DistributedGemm, Op, Problem};
 use crate::report::write_trace;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
-use warplink::device::{AllocationKind, DeviceSlice, MatmulSpec, Stream};
+use warplink::device::{DeviceSlice, MatmulSpec, Stream};
 use warplink::overlap::{DEFAULT_STREAMS, Lowering, Options};
 
 /// The same for every shape and rank.
@@ -135,9 +136,6 @@ impl ShapeTimes {
             .map(|best| best / row.times.best())
     }
 }
-
-/// The lowering without overlap.
-pub(super) const COLLECTIVE: &str = "collective";
 
 /// Warm-up time: a GPU takes some tens of milliseconds to raise its clocks.
 const WARM_UP: Duration = Duration::from_millis(100);
@@ -291,14 +289,14 @@ struct Alone {
 impl Alone {
     fn new(gemm: &DistributedGemm<'_>) -> Result<Self> {
         let comm = gemm.comm;
-        let (device, world) = (comm.device(), comm.world());
+        let world = comm.world();
         let Problem {
             op, m, k, n, dtype, ..
         } = gemm.problem;
         let (a, c, depth) = match op {
             Op::AllGatherMatmul => {
                 // This rank's part repeatedly: the power that a GEMM takes depends on its data.
-                let a = device.allocate(m * k * dtype.size(), AllocationKind::Plain)?;
+                let a = allocate(comm, m * k * dtype.size())?;
                 let stream = comm.create_stream(warplink::device::Priority::Normal)?;
                 let part = gemm.a.bytes();
                 for index in 0..world {
@@ -308,7 +306,7 @@ impl Alone {
                 (a, gemm.c.clone(), k)
             }
             Op::MatmulReduceScatter => {
-                let c = device.allocate(m * n * dtype.size(), AllocationKind::Plain)?;
+                let c = allocate(comm, m * n * dtype.size())?;
                 (gemm.a.clone(), c, k / world)
             }
         };

@@ -2,8 +2,8 @@
 //! a change of the model or the simulation without the machine.
 
 use super::figures::judgement;
-use super::measure::{COLLECTIVE, Submitted};
-use crate::gemm::Problem;
+use super::measure::Submitted;
+use crate::gemm::{COLLECTIVE, Problem};
 use crate::report::Object;
 use anyhow::{Context, Result};
 use serde::Deserialize;
