@@ -5,7 +5,7 @@ mod problem;
 mod reference;
 
 use crate::commands::bench::clock::WorkRef;
-use crate::commands::bench::peers::{allocate, download, gather};
+use crate::commands::bench::peers::{allocate, download, gather, place};
 use anyhow::{Context, Result, bail};
 use inputs::Matrix;
 pub(crate) use problem::{
@@ -56,16 +56,11 @@ impl<'a> DistributedGemm<'a> {
         } else {
             b
         };
-        let place = |bytes: &[u8]| -> Result<DeviceSlice> {
-            let slice = allocate(comm, bytes.len())?;
-            comm.device().upload(&slice, bytes)?;
-            Ok(slice)
-        };
         Ok(Self {
             comm,
             problem,
-            a: place(&a)?,
-            b: place(&b)?,
+            a: place(comm, &a)?,
+            b: place(comm, &b)?,
             c: allocate(comm, result * n * dtype.size())?,
             executor: comm.executor(),
             reference: None,

@@ -79,6 +79,13 @@ pub(crate) fn allocate(comm: &Communicator, bytes: usize) -> warplink::Result<De
     comm.device().allocate(bytes, AllocationKind::Plain)
 }
 
+/// Device memory with these bytes.
+pub(crate) fn place(comm: &Communicator, bytes: &[u8]) -> warplink::Result<DeviceSlice> {
+    let slice = allocate(comm, bytes.len())?;
+    comm.device().upload(&slice, bytes)?;
+    Ok(slice)
+}
+
 /// The bytes of device memory.
 pub(crate) fn download(comm: &Communicator, slice: &DeviceSlice) -> warplink::Result<Vec<u8>> {
     let mut bytes = vec![0; slice.bytes()];

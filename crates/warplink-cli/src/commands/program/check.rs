@@ -1,5 +1,6 @@
 //! Comparison of a program's outputs with values computed on the host.
 
+use crate::commands::bench::peers::download;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -144,8 +145,7 @@ impl Check {
         let mut all = Vec::new();
         for (id, tensor, slice) in self.tensors(plan)? {
             if tensor.role == Role::Output {
-                let mut bytes = vec![0; tensor.bytes];
-                comm.device().download(slice, &mut bytes)?;
+                let bytes = download(comm, slice)?;
                 let comparison = values.compare(self.rank, id, &bytes)?;
                 all.push(Compared::new(tensor, self.rank, &comparison, how));
             }

@@ -4,6 +4,7 @@ use super::check::{self, Check, Compared};
 use super::inputs::Inputs;
 use super::{ProgramSource, Text};
 use crate::commands::bench::clock::{BenchClock, Submission};
+use crate::commands::bench::peers::place;
 use crate::commands::ranks;
 use crate::gemm::common_seed;
 use crate::memory;
@@ -14,7 +15,7 @@ use clap::Args;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use warplink::Communicator;
-use warplink::device::{AllocationKind, Priority, Stream};
+use warplink::device::{Priority, Stream};
 use warplink::program::ir::Role;
 use warplink::program::{Bindings, Executor, Plan, PrepareOptions, Trace};
 
@@ -200,11 +201,7 @@ impl RunCommand {
         for (index, tensor) in tensors.iter().enumerate() {
             if tensor.role == Role::Input {
                 let bytes = inputs.of(comm.rank(), index, tensor);
-                let slice = comm
-                    .device()
-                    .allocate(tensor.bytes, AllocationKind::Plain)?;
-                comm.device().upload(&slice, &bytes)?;
-                bindings.insert(tensor.name.to_string(), slice);
+                bindings.insert(tensor.name.to_string(), place(comm, &bytes)?);
             }
         }
         Ok(prepared.bind(&bindings)?)

@@ -2,7 +2,7 @@
 
 use super::FusedPeer;
 use crate::commands::bench::clock::{BenchClock, Submission, Times, Work};
-use crate::commands::bench::peers::{allocate, download, optional, total, vendor};
+use crate::commands::bench::peers::{allocate, download, optional, place, total, vendor};
 use crate::commands::bench::report::{Row, micros};
 use crate::names::name_of;
 use crate::report::Object;
@@ -71,16 +71,24 @@ impl<'a> FusedRunner<'a> {
     ) -> Result<Self> {
         let bytes = call.bytes(comm.world())?;
         let allocate = |bytes| allocate(comm, bytes);
+        let place = |bytes: &[u8]| place(comm, bytes);
+        let count = bytes.input / call.dtype.size();
+        let values = |seed: usize, count: usize| {
+            let values = (0..count).map(|at| number(seed, at));
+            place(&call.dtype.encode(values))
+        };
+        // Devices do not allocate empty memory, and without a quantisation there are no scales.
+        let scales = bytes.scale.max(4).div_ceil(4);
         let memory = FusedBuffers {
-            input: allocate(bytes.input)?,
-            residual: allocate(bytes.residual)?,
-            weight: allocate(bytes.weight)?,
+            // With the seeds from which `wrong` computes the expected results.
+            input: values(comm.rank() + 1, count)?,
+            residual: values(0, count)?,
+            weight: values(99, call.width)?,
             sum: allocate(bytes.input)?,
             residual_out: allocate(bytes.residual)?,
             output: allocate(bytes.output.max(bytes.quantized))?,
-            // Devices do not allocate empty memory, and without a quantisation there are no scales.
-            scale: allocate(bytes.scale.max(4))?,
-            global_scale: allocate(4)?,
+            scale: place(&SCALE.to_le_bytes().repeat(scales))?,
+            global_scale: place(&GLOBAL_SCALE.to_le_bytes())?,
         };
         let own = comm.collectives_with(options)?;
         let (mut others, mut names) = (Vec::new(), Vec::new());
@@ -101,19 +109,6 @@ impl<'a> FusedRunner<'a> {
                 }
             }
         }
-        let count = bytes.input / call.dtype.size();
-        let values = |seed: usize, count: usize| {
-            let values: Vec<f64> = (0..count).map(|at| number(seed, at)).collect();
-            call.dtype.encode(values)
-        };
-        let device = comm.device();
-        // With the seeds from which `wrong` computes the expected results.
-        device.upload(&memory.input, &values(comm.rank() + 1, count))?;
-        device.upload(&memory.residual, &values(0, count))?;
-        device.upload(&memory.weight, &values(99, call.width))?;
-        let scale = SCALE.to_le_bytes().repeat(memory.scale.bytes() / 4);
-        device.upload(&memory.scale.slice(0..scale.len())?, &scale)?;
-        device.upload(&memory.global_scale, &GLOBAL_SCALE.to_le_bytes())?;
         let alone = comm.subgroup(&[comm.rank()])?.collectives()?;
         Ok(Self {
             clock: BenchClock::new(comm, Priority::Normal)?,
