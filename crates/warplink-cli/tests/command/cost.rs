@@ -1,7 +1,7 @@
 //! `warplink tune` and `warplink program cost`, as processes.
 
 use crate::common::{
-    assert_refused, example, json, object, run, run_with, stderr, stdout, succeeded, written,
+    assert_contains, assert_refused, example, json, object, run, run_with, succeeded, written,
 };
 
 /// Every rank multiplies, passes the result on and multiplies again.
@@ -30,11 +30,9 @@ program pipeline(n) {
 fn a_cost_has_a_bound_and_a_timeline() {
     let example = example("ring_pass");
     let args = format!("program cost {example} -n 4 --param n=67108864 --model h200-8");
-    let output = run(&args);
-    let text = stdout(&output);
-    assert!(output.status.success(), "{}", stderr(&output));
-    assert!(text.contains("bound by link"), "{text}");
-    assert!(text.contains("post give(A to 1 tag 0 via get)"), "{text}");
+    let text = succeeded(&run(&args));
+    let parts = ["bound by link", "post give(A to 1 tag 0 via get)"];
+    assert_contains(&text, &parts);
 
     let eager = json(&format!("{args} --json"));
     assert_eq!(eager["ranks"], 4);
@@ -79,13 +77,14 @@ fn a_kernel_is_told_with_what_bounds_it() {
 #[test]
 fn wrong_models_and_programs_are_refused() {
     let example = example("ring_pass");
-    let refused = |args: &str, part: &str| {
-        assert_refused(&run(&format!("program cost {example} {args}")), part);
-    };
-    refused("--param n=64 --model no-such-model", "no-such-model");
     let part = format!("error: {example} is not a hardware model: ");
-    refused(&format!("--param n=64 --model {example}"), &part);
-    refused("--param n=-1 --model host", "is -1");
+    for (args, part) in [
+        ("--param n=64 --model no-such-model", "no-such-model"),
+        (&format!("--param n=64 --model {example}"), &part),
+        ("--param n=-1 --model host", "is -1"),
+    ] {
+        assert_refused(&run(&format!("program cost {example} {args}")), part);
+    }
 }
 
 #[test]

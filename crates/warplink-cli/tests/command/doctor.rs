@@ -28,7 +28,7 @@ fn statuses(report: &Value, area: &str, name: &str) -> Vec<String> {
 #[test]
 fn the_host_device_works_and_is_really_tried() {
     let output = run("doctor --device host --json");
-    assert!(output.status.success(), "{}", stderr(&output));
+    succeeded(&output);
     let report = object(&output);
     assert_eq!(report["device"], "host");
     assert_eq!(report["works"], true);

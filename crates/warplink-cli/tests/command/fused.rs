@@ -1,6 +1,6 @@
 //! The benchmark of fused collectives, on the host device.
 
-use crate::common::{assert_contains, object, run, stderr, stdout};
+use crate::common::{assert_contains, assert_refused, object, run, succeeded};
 use serde_json::Value;
 
 const QUICK: &str = "bench fused --device host --to 4 --width 300 --samples 1 --calls 2 -n";
@@ -35,9 +35,7 @@ fn fused_calls_are_right_and_measured_beside_two_steps() {
             }
         }
     }
-    let table = bench("2", "--peers pair");
-    let table = stdout(&table);
+    let table = succeeded(&bench("2", "--peers pair"));
     assert_contains(&table, &["rows of 300 bf16", "pair us", "speedup"]);
-    let refused = bench("2", "--quantization other");
-    assert!(stderr(&refused).contains("expected static"));
+    assert_refused(&bench("2", "--quantization other"), "expected static");
 }

@@ -238,8 +238,7 @@ fn a_program_is_shown() {
     let file = example("ring_pass");
     let output = run(&format!("program show {file}"));
     assert!(stdout(&output).starts_with("program ring_pass(n) {"));
-    let output = run(&format!("program show {file} -n 4 --rank 2 -p n=8"));
-    let text = stdout(&output);
+    let text = succeeded(&run(&format!("program show {file} -n 4 --rank 2 -p n=8")));
     assert_contains(
         &text,
         &["give(A to 3 tag 0 via get), take(B from 1 tag 0 via get)"],
@@ -329,10 +328,7 @@ fn what_is_given_twice_is_an_error() {
     ] {
         for name in ["show", "verify", "cost", "run"] {
             let args = format!("program {name} {ring} {args}");
-            let output = run_on_host(&args);
-            assert!(!output.status.success(), "{args:?}");
-            let text = stderr(&output);
-            assert!(text.contains(part), "{part} is not in:\n{text}");
+            assert_refused(&run_on_host(&args), part);
         }
     }
 }
@@ -382,6 +378,5 @@ fn a_program_runs_and_leaves_a_trace() {
 fn a_faulty_program_does_not_run() {
     let file = faulty("deadlock-put-ring-step");
     let output = run(&format!("program run {file} --device host -n 3 -p n=16"));
-    assert!(!output.status.success());
-    assert_contains(&stderr(&output), &["is refused"]);
+    assert_refused(&output, "is refused");
 }

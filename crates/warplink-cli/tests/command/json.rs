@@ -4,7 +4,6 @@ use crate::common::{
     SOON, command, example, kill, run, stderr, stdout, succeeded, within, written,
 };
 use serde_json::Value;
-use std::path::Path;
 use std::process::Stdio;
 
 /// The only object that a command prints, which fails unless `succeeds`.
@@ -204,8 +203,9 @@ fn operations_and_kernels_are_shown_in_an_object() {
 fn a_replay_is_an_object() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("report.json");
-    measure(&file);
     let file = file.to_str().unwrap();
+    let shape = "--device host --shape 32,32,16 --samples 1";
+    succeeded(&run(&format!("bench overlap --output {file} {shape}")));
     let replay = format!("bench overlap --replay {file} --model host");
     let shown = object(&replay, true);
     assert_eq!(
@@ -217,11 +217,4 @@ fn a_replay_is_an_object() {
     assert!(shape["of_best"].as_f64().unwrap() > 0.0, "{shown}");
     let text = stdout(&run(&replay));
     assert!(text.contains("The chosen lowering is within 5 %"), "{text}");
-}
-
-/// Writes a report of `bench overlap`.
-fn measure(file: &Path) {
-    let file = file.display();
-    let shape = "--device host --shape 32,32,16 --samples 1";
-    succeeded(&run(&format!("bench overlap --output {file} {shape}")));
 }

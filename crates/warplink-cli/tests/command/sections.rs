@@ -75,9 +75,7 @@ fn kernels_are_shown_as_what_the_compiler_gets() {
 fn what_has_no_kernel_shows_none() {
     let ring = example("ring_pass");
     let output = show(&ring, "--ranks 2 -p n=64 --kernel");
-    assert!(!output.status.success());
-    let said = stderr(&output);
-    assert!(said.contains("no kernel section"), "{said}");
+    assert_refused(&output, "no kernel section");
     // A kernel is of a rank.
     let output = show(&example("all_reduce_one_shot"), "--kernel");
     assert_eq!(output.status.code(), Some(2));
@@ -142,7 +140,7 @@ fn a_bench_of_kernels_compares_values_with_the_collectives() {
     }
     let some = "--try lanes=4,5 --against nothing";
     let output = bench(&one_shot, &format!("{sizes} {some}"));
-    assert!(output.status.success(), "{}", stderr(&output));
+    succeeded(&output);
     let text = stderr(&output);
     assert_eq!(
         text.matches("warplink: lanes=5 skipped: ").count(),
@@ -171,9 +169,7 @@ fn a_bench_fails_where_the_output_is_not_the_collectives() {
         table.contains("differ") && table.contains("speedup"),
         "{table}"
     );
-    let alone = "-n 2 --sizes 1KiB --against nothing";
-    let output = bench(&other, alone);
-    assert!(output.status.success(), "{}", stderr(&output));
+    succeeded(&bench(&other, "-n 2 --sizes 1KiB --against nothing"));
 }
 
 #[test]
