@@ -237,8 +237,8 @@ fn time(
 ) -> Result<Method> {
     // Checked before and after: a race may show only under repetition, or leave a right result of an earlier run.
     let before = gemm.error_of(&clock.stream, work)?;
-    let eager = clock.measure(samples, Submission::Eager, work)?;
-    let captured = clock.measure(samples, Submission::Captured, work)?;
+    let eager = clock.measure(samples, Submission::Eager, 1, work)?;
+    let captured = clock.measure(samples, Submission::Captured, 1, work)?;
     let after = gemm.error()?;
     Ok(Method {
         name,

@@ -61,6 +61,8 @@ pub(crate) type WorkRef<'a> = &'a dyn Fn(&Stream) -> Result<()>;
 pub(crate) struct BenchClock<'a> {
     pub(crate) comm: &'a Communicator,
     pub(crate) stream: Stream,
+    /// For all samples of a measurement, if they have a limit of their own.
+    pub(crate) limit: Option<Duration>,
     begin: Event,
     end: Event,
     barrier: StreamBarrier,
@@ -78,6 +80,7 @@ impl<'a> BenchClock<'a> {
         Ok(Self {
             comm,
             stream,
+            limit: None,
             begin,
             end,
             // Not the communicator's default path, so that samples start alike whichever path the work takes.
@@ -115,18 +118,8 @@ impl<'a> BenchClock<'a> {
         Ok(self.comm.synchronize(&self.stream)?)
     }
 
-    /// Times `work`, `samples` times after warming up.
+    /// Times `work`, `samples` times after warming up. A sample is `repeat` runs in a row, and its time that of one.
     pub(crate) fn measure(
-        &self,
-        samples: usize,
-        submission: Submission,
-        work: WorkRef<'_>,
-    ) -> Result<Times> {
-        self.measure_repeated(samples, submission, 1, work)
-    }
-
-    /// As [`measure`](Self::measure); a sample is `repeat` runs in a row, and its time that of one.
-    pub(crate) fn measure_repeated(
         &self,
         samples: usize,
         submission: Submission,
@@ -137,20 +130,8 @@ impl<'a> BenchClock<'a> {
         Ok(times.first().context("nothing was timed")?.stream)
     }
 
-    /// As [`measure_in_turn`](Self::measure_in_turn), one operation after another, for `limit` at most.
-    pub(crate) fn measure_until(
-        &self,
-        limit: Duration,
-        samples: usize,
-        works: &[Work<'_>],
-    ) -> Result<Vec<Times>> {
-        let limit = Deadline::after(limit);
-        let all = self.measure_all(Some(limit), samples, Submission::Eager, 1, works)?;
-        Ok(all.into_iter().map(|taken| taken.stream).collect())
-    }
-
-    /// As [`measure_repeated`](Self::measure_repeated) for several works whose samples alternate, so that they see
-    /// the same clock rates and temperatures.
+    /// As [`measure`](Self::measure) for several works whose samples alternate, so that they see the same clock rates
+    /// and temperatures.
     pub(crate) fn measure_in_turn(
         &self,
         samples: usize,
@@ -158,17 +139,7 @@ impl<'a> BenchClock<'a> {
         repeat: usize,
         works: &[Work<'_>],
     ) -> Result<Vec<Taken>> {
-        self.measure_all(None, samples, submission, repeat, works)
-    }
-
-    fn measure_all(
-        &self,
-        limit: Option<Deadline>,
-        samples: usize,
-        submission: Submission,
-        repeat: usize,
-        works: &[Work<'_>],
-    ) -> Result<Vec<Taken>> {
+        let limit = self.limit.map(Deadline::after);
         let stream = &self.stream;
         let mut turns = Vec::with_capacity(works.len());
         let repeated =

@@ -106,7 +106,7 @@ impl RunCommand {
         let clock = BenchClock::new(comm, Priority::Normal)?;
         let stream = &clock.stream;
         let work = |stream: &Stream| Ok(plan.run(stream)?);
-        let measure = |submission| clock.measure(self.samples.into(), submission, &work);
+        let measure = |submission| clock.measure(self.samples.into(), submission, 1, &work);
         let mut compared = Vec::new();
         let eager = measure(Submission::Eager)?;
         if let Ok(check) = &check {

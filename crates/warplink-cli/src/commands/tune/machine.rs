@@ -102,7 +102,7 @@ impl<'a> TunedMachine<'a> {
         work: WorkRef<'_>,
     ) -> Result<f64> {
         let clock = &self.clock;
-        let times = clock.measure_repeated(self.samples, submission, repeat, work)?;
+        let times = clock.measure(self.samples, submission, repeat, work)?;
         Ok(times.median)
     }
 

@@ -4,7 +4,7 @@
 mod kernels;
 
 use crate::commands::bench::case::{Case, Setup, SizeRange, by_device};
-use crate::commands::bench::clock::{BenchClock, Times, Work};
+use crate::commands::bench::clock::{BenchClock, Submission, Times, Work};
 use crate::commands::bench::report::{Figures, Live, Row, job, or_empty};
 use crate::memory;
 use crate::options::at_least;
@@ -95,7 +95,6 @@ struct ChannelRunner<'a> {
     kernels: Kernels,
     connections: Vec<Connection>,
     samples: usize,
-    limit: Duration,
     rows: Live,
 }
 
@@ -194,12 +193,14 @@ impl<'a> ChannelRunner<'a> {
             requests => comm.connect(requests)?.all().to_vec(),
         };
         let heading = row("", None, (0, 0), Times::default(), [None; 2]);
+        let mut clock = BenchClock::new(comm, Priority::Normal)?;
+        // The kernel of `words` polls for ever if its peer is missing.
+        clock.limit = Some(limit);
         Ok(Self {
-            clock: BenchClock::new(comm, Priority::Normal)?,
+            clock,
             kernels,
             connections,
             samples: setup.samples,
-            limit,
             rows: Live::new(comm, &WIDTHS, &heading, setup.json)?,
         })
     }
@@ -210,28 +211,23 @@ impl<'a> ChannelRunner<'a> {
         all.find(|connection| connection.transport() == transport)
     }
 
-    /// Times launches of the kernel `name`, by rank 0 alone if `alone`.
-    fn time(
-        &self,
-        name: &str,
-        transport: Transport,
-        launch: Launch,
-        sizes: (u32, u64),
-        alone: bool,
-    ) -> Result<Times> {
-        let times = self.time_in_turn(&[name], transport, launch, sizes, alone)?;
-        times.first().copied().context("nothing was timed")
+    /// Times each of `works`, whose samples alternate.
+    fn measure<const N: usize>(&self, works: [Work<'_>; N]) -> Result<[Times; N]> {
+        let clock = &self.clock;
+        let times = clock.measure_in_turn(self.samples, Submission::Eager, 1, &works)?;
+        let times: Vec<Times> = times.into_iter().map(|taken| taken.stream).collect();
+        times.try_into().ok().context("not all works were timed")
     }
 
-    /// Times launches of each of `names` alternately, so that they see the same clock rates.
-    fn time_in_turn(
+    /// Times launches of each of the kernels `names`, by rank 0 alone if `alone`.
+    fn time<const N: usize>(
         &self,
-        names: &[&str],
+        names: [&str; N],
         transport: Transport,
         launch: Launch,
         (rounds, bytes): (u32, u64),
         alone: bool,
-    ) -> Result<Vec<Times>> {
+    ) -> Result<[Times; N]> {
         let rank = self.clock.comm.rank();
         let arguments = self.connection(transport).map(|connection| {
             [
@@ -242,39 +238,32 @@ impl<'a> ChannelRunner<'a> {
             ]
         });
         let arguments = arguments.as_ref().filter(|_| rank == 0 || !alone);
-        let works = names.iter().map(|name| -> Result<Work<'_>> {
-            let kernel = self.kernels.get(name)?;
-            Ok(Box::new(move |stream| {
+        let works = names.map(|name| -> Work<'_> {
+            // Before the measurement, of which a search would be a part.
+            let kernel = self.kernels.get(name);
+            Box::new(move |stream| {
                 if let Some(arguments) = arguments {
+                    let kernel = kernel.with_context(|| format!("there is no kernel {name}"))?;
                     kernel.launch(stream, &launch, arguments)?;
                 }
                 Ok(())
-            }))
-        });
-        let works: Vec<Work<'_>> = works.collect::<Result<_>>()?;
-        self.clock
-            // A limit of its own: the kernel of `words` polls for ever if its peer is missing.
-            .measure_until(self.limit, self.samples, &works)
-            .with_context(|| {
-                let names = names.join("' and '");
-                format!("measure '{names}', {transport}, of {bytes} bytes")
             })
+        });
+        self.measure(works).with_context(|| {
+            let names = names.join("' and '");
+            format!("measure '{names}', {transport}, of {bytes} bytes")
+        })
     }
 
     /// Adds the times of plain words and of signals, each one way of many back and forth in one kernel.
     fn signals(&mut self, rounds: u32) -> Result<()> {
         let (names, direct) = (["words", "signals"], Transport::Direct);
-        let times = self.time_in_turn(&names, direct, Launch::new(1, 1), (rounds, 0), false)?;
-        let mut plain = None;
-        for (what, all) in names.into_iter().zip(times) {
-            let time = all.divided(2.0 * f64::from(rounds));
-            // To the time of words, which are the first of the two.
-            let ratio = plain.map(|plain| time.median / plain);
-            plain = Some(time.median);
-            self.rows
-                .add(row(what, Some(direct), (0, 1), time, [None, ratio]))?;
-        }
-        Ok(())
+        let times = self.time(names, direct, Launch::new(1, 1), (rounds, 0), false)?;
+        let [words, signals] = times.map(|all| all.divided(2.0 * f64::from(rounds)));
+        let row = |what, time, ratio| row(what, Some(direct), (0, 1), time, [None, ratio]);
+        self.rows.add(row("words", words, None))?;
+        let ratio = signals.median / words.median;
+        self.rows.add(row("signals", signals, Some(ratio)))
     }
 
     /// Adds the time of one way of many back and forth in one kernel of one block.
@@ -287,7 +276,7 @@ impl<'a> ChannelRunner<'a> {
         rounds: u32,
     ) -> Result<()> {
         let launch = Launch::new(1, threads);
-        let all = self.time(what, transport, launch, (rounds, bytes), false)?;
+        let [all] = self.time([what], transport, launch, (rounds, bytes), false)?;
         let time = all.divided(2.0 * f64::from(rounds));
         self.rows
             .add(row(what, Some(transport), (bytes, 1), time, [None; 2]))
@@ -296,14 +285,14 @@ impl<'a> ChannelRunner<'a> {
     /// Adds the time of one put of rank 0 by several blocks, and its rate, which it returns.
     fn once(&mut self, what: &str, bytes: u64, blocks: u32, plain: Option<f64>) -> Result<f64> {
         let direct = Transport::Direct;
-        let time = self.time(what, direct, Launch::new(blocks, 1024), (1, bytes), true)?;
+        let [time] = self.time([what], direct, Launch::new(blocks, 1024), (1, bytes), true)?;
         self.moved(what, Some(direct), (bytes, blocks), time, plain)
     }
 
     /// Adds the time of `puts` consecutive proxied puts until all are done, and their rate.
     fn flushed(&mut self, what: &str, bytes: u64, puts: u32, plain: f64) -> Result<f64> {
         let (launch, proxied) = (Launch::new(1, 1), Transport::Proxied);
-        let time = self.time("put_and_flush", proxied, launch, (puts, bytes), true)?;
+        let [time] = self.time(["put_and_flush"], proxied, launch, (puts, bytes), true)?;
         let time = time.divided(f64::from(puts));
         self.moved(what, Some(proxied), (bytes, 1), time, Some(plain))
     }
@@ -326,11 +315,9 @@ impl<'a> ChannelRunner<'a> {
             }
             Ok(())
         });
-        let time = self
-            .clock
-            .measure_until(self.limit, self.samples, &[work])
+        let [time] = self
+            .measure([work])
             .with_context(|| format!("measure '{what}' of {bytes} bytes"))?;
-        let time = time.first().context("nothing was timed")?;
         let time = time.divided(f64::from(copies));
         self.moved(what, None, (bytes, 0), time, None)
     }
@@ -355,8 +342,8 @@ impl<'a> ChannelRunner<'a> {
     fn triggers(&mut self, blocks: u32, all: u32) -> Result<()> {
         let each = (all / blocks).max(1);
         let (launch, proxied) = (Launch::new(blocks, 1), Transport::Proxied);
-        let time = self
-            .time("triggers", proxied, launch, (each, 0), true)
+        let [time] = self
+            .time(["triggers"], proxied, launch, (each, 0), true)
             .with_context(|| format!("{blocks} blocks"))?;
         let time = time.divided(f64::from(each * blocks));
         let rate = Some(1e-6 / time.median);

@@ -1,6 +1,6 @@
 //! The kernels of `bench channel`: CUDA C++ for GPUs, closures for the host device.
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use std::collections::BTreeMap;
 use warplink::device::{Block, Kernel, ModuleSource};
 use warplink::{Communicator, Error};
@@ -43,63 +43,53 @@ impl Kernels {
         Ok(Self(kernels.collect::<Result<_>>()?))
     }
 
-    pub(super) fn get(&self, name: &str) -> Result<Kernel> {
-        self.0
-            .get(name)
-            .cloned()
-            .with_context(|| format!("there is no kernel {name}"))
+    pub(super) fn get(&self, name: &str) -> Option<&Kernel> {
+        self.0.get(name)
     }
 }
 
 fn signals(block: &Block<'_>) -> Result<(), Error> {
-    let (channel, rank, rounds) = (block.channel(0)?, block.u32(1)?, block.u32(2)?);
-    for _ in 0..rounds {
-        if rank == 0 {
-            channel.signal()?;
-        }
-        channel.wait()?;
-        if rank != 0 {
-            channel.signal()?;
-        }
-    }
-    Ok(())
+    let channel = block.channel(0)?;
+    back_and_forth(block, |_| channel.signal(), |_| channel.wait())
 }
 
 fn puts(block: &Block<'_>) -> Result<(), Error> {
-    let (channel, rank) = (block.channel(0)?, block.u32(1)?);
-    let (rounds, bytes) = (block.u32(2)?, block.u64(3)?);
-    for _ in 0..rounds {
-        if rank == 0 {
-            channel.put_with_signal(DATA + bytes, DATA, bytes)?;
-        }
-        channel.wait()?;
-        if rank != 0 {
-            channel.put_with_signal(DATA + bytes, DATA, bytes)?;
-        }
-    }
-    Ok(())
+    let (channel, bytes) = (block.channel(0)?, block.u64(3)?);
+    let put = |_| channel.put_with_signal(DATA + bytes, DATA, bytes);
+    back_and_forth(block, put, |_| channel.wait())
 }
 
 fn packets(block: &Block<'_>) -> Result<(), Error> {
-    let (channel, rank) = (block.channel(0)?, block.u32(1)?);
-    let (rounds, bytes) = (block.u32(2)?, block.u64(3)?);
+    let (channel, bytes) = (block.channel(0)?, block.u64(3)?);
     // In memory that outlives the launch: with a flag of the launch before, its packets would pass for new ones.
     let counted = channel.here(16, 4)?;
     let mut word = [0; 4];
     block.read(&counted, &mut word)?;
-    let mut flag = u32::from_ne_bytes(word);
+    let before = u32::from_ne_bytes(word);
     let (arrived, packed) = (DATA + bytes, DATA + 2 * bytes);
-    for _ in 0..rounds {
-        flag += 1;
-        if rank == 0 {
-            channel.put_packets16(packed, DATA, bytes, flag)?;
+    let put = |round| channel.put_packets16(packed, DATA, bytes, before + round);
+    let read = |round| channel.read_packets16(arrived, packed, bytes, before + round);
+    back_and_forth(block, put, read)?;
+    block.write(&counted, &(before + block.u32(2)?).to_ne_bytes())
+}
+
+/// Rounds, from 1 on, in which rank 0 sends first and the other rank answers.
+fn back_and_forth(
+    block: &Block<'_>,
+    send: impl Fn(u32) -> Result<(), Error>,
+    receive: impl Fn(u32) -> Result<(), Error>,
+) -> Result<(), Error> {
+    let is_first = block.u32(1)? == 0;
+    for round in 1..=block.u32(2)? {
+        if is_first {
+            send(round)?;
         }
-        channel.read_packets16(arrived, packed, bytes, flag)?;
-        if rank != 0 {
-            channel.put_packets16(packed, DATA, bytes, flag)?;
+        receive(round)?;
+        if !is_first {
+            send(round)?;
         }
     }
-    block.write(&counted, &flag.to_ne_bytes())
+    Ok(())
 }
 
 fn put_once(block: &Block<'_>) -> Result<(), Error> {

@@ -117,7 +117,7 @@ impl P2pRunner<'_> {
             }
             self.await_signal(stream, submission)
         };
-        let times = self.clock.measure(samples, submission, &|stream| {
+        let times = self.clock.measure(samples, submission, 1, &|stream| {
             for _ in 0..round_trips {
                 match (rank, transfers) {
                     (0 | 1, [pair, ..]) => round_trip(rank == 0, pair).enqueue(stream)?,
@@ -156,7 +156,7 @@ impl P2pRunner<'_> {
         let remote_own = self.memory.remote_own(self.left)?.slice(0..bytes)?;
         let rank = self.clock.comm.rank();
         let (sends, receives) = (self.ring || rank == 0, self.ring || rank == 1);
-        let times = self.clock.measure(samples, submission, &|stream| {
+        let times = self.clock.measure(samples, submission, 1, &|stream| {
             match (method, &self.engine) {
                 (Method::Raw, _) => {
                     if sends {
