@@ -134,20 +134,13 @@ fn try_words(comm: &Communicator) -> Result<String> {
 fn try_transfers(comm: &Communicator, kind: AllocationKind, protocol: Protocol) -> Result<String> {
     let (rank, world) = (comm.rank(), comm.world());
     let peers: Vec<usize> = (0..world).filter(|peer| *peer != rank).collect();
-    let buffer = |fill: &dyn Fn(usize) -> Vec<u8>, peer: usize| -> Result<Region> {
+    let buffer = |bytes: &[u8]| -> Result<Region> {
         let memory = comm.device().allocate(BYTES, kind)?;
-        comm.device().upload(&memory, &fill(peer))?;
+        comm.device().upload(&memory, bytes)?;
         Ok(comm.register(&memory)?)
     };
-    let prepared = peers
-        .iter()
-        .map(|&peer| {
-            Ok((
-                buffer(&|peer| pattern(rank, peer), peer)?,
-                buffer(&|_| vec![0; BYTES], peer)?,
-            ))
-        })
-        .collect::<Result<Vec<(Region, Region)>>>();
+    let pair = |&peer| Ok((buffer(&pattern(rank, peer))?, buffer(&[0; BYTES])?));
+    let prepared = peers.iter().map(pair).collect::<Result<Vec<_>>>();
     // Agreed after every step that may fail on one rank alone: the others would wait for it until their timeout.
     let prepared = agree(comm, prepared)?;
     let mut requests = Vec::new();

@@ -1,10 +1,10 @@
 //! `warplink program cost`: estimates the time of a program on a hardware model.
 
+use super::ProgramSource;
 use super::show::describe;
-use super::{ProgramSource, Text};
 use crate::options::{Options, Unused, without_ranks};
 use crate::report::table::{Align, Table};
-use crate::report::{Object, counted, print_json, print_text};
+use crate::report::{Object, counted, print_result};
 use anyhow::{Context, Result, bail};
 use clap::Args;
 use std::path::{Path, PathBuf};
@@ -47,11 +47,7 @@ pub(super) const UNUSED: [Unused; 1] = [Unused::RanksPerGpu];
 impl Cost {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
         let read = self.source.read()?;
-        let Text {
-            program,
-            parameters,
-            ..
-        } = &read;
+        let program = &read.program;
         let world = options.ranks.unwrap_or(2);
         let streams = self.source.streams.into();
         // The simulation assumes that ranks match and nothing deadlocks.
@@ -61,7 +57,7 @@ impl Cost {
         }
         let model = self.model(options, world)?;
         let ranks = (0..world)
-            .map(|rank| unroll(program, rank, world, streams, parameters))
+            .map(|rank| unroll(program, rank, world, streams, &read.parameters))
             .collect::<warplink::Result<Vec<RankProgram>>>()?;
         let simulate = SimulateOptions {
             submission: if self.captured {
@@ -72,30 +68,27 @@ impl Cost {
             timeline: true,
         };
         let cost = simulate_with(&ranks, &model, simulate)?;
-        if options.json {
-            let chain = Bound::ALL
-                .into_iter()
-                .fold(Object::default(), |chain, bound| {
-                    chain.key(bound.name(), cost.critical.of_bound(bound))
-                });
-            print_json(
-                &Object::default()
-                    .key("program", &program.name)
-                    .key("model", &cost.model)
-                    .key("ranks", world)
-                    .key("seconds", cost.seconds)
-                    .key("bound", cost.bound)
-                    .object("chain", chain)
-                    .key("symmetric", cost.symmetric)
-                    .key("busy", &cost.busy)
-                    .key("timeline", &cost.timeline),
-            )?;
-        } else {
+        let name = &program.name;
+        let chain = Bound::ALL
+            .into_iter()
+            .fold(Object::default(), |chain, bound| {
+                chain.key(bound.name(), cost.critical.of_bound(bound))
+            });
+        let object = Object::default()
+            .key("program", name)
+            .key("model", &cost.model)
+            .key("ranks", world)
+            .key("seconds", cost.seconds)
+            .key("bound", cost.bound)
+            .object("chain", chain)
+            .key("symmetric", cost.symmetric)
+            .key("busy", &cost.busy)
+            .key("timeline", &cost.timeline);
+        print_result(options.json, &object, || {
             let timeline = timeline(&cost, &ranks);
-            let name = &program.name;
             let ranks = counted(world, "rank");
-            print_text(&format!("{name} on {ranks}: {cost}\n{timeline}"))?;
-        }
+            format!("{name} on {ranks}: {cost}\n{timeline}")
+        })?;
         Ok(ExitCode::SUCCESS)
     }
 

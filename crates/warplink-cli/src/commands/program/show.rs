@@ -1,7 +1,7 @@
 //! `warplink program show`: a program as it was read, or as one rank runs it.
 
+use super::ProgramSource;
 use super::diagnostics::{with_calls, with_site};
-use super::{ProgramSource, Text};
 use crate::options::{Options, Unused, at_least, without_ranks};
 use crate::report::{Object, print_result};
 use anyhow::{Result, ensure};
@@ -39,11 +39,7 @@ pub(super) const UNUSED: [Unused; 2] = [Unused::Device, Unused::RanksPerGpu];
 impl Show {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
         let read = self.source.read()?;
-        let Text {
-            program,
-            parameters,
-            ..
-        } = &read;
+        let program = &read.program;
         let Some(world) = options.ranks else {
             let parameters = program.parameters.iter().map(ToString::to_string);
             let result = Object::default()
@@ -60,7 +56,7 @@ impl Show {
             world - 1
         );
         let streams = self.source.streams.into();
-        let rank_program = match unroll(program, rank, world, streams, parameters) {
+        let rank_program = match unroll(program, rank, world, streams, &read.parameters) {
             Ok(rank_program) => rank_program,
             // The verifier finds at least this error, and reports it as in every command.
             Err(error) => {

@@ -2,8 +2,9 @@
 
 use super::inputs::Inputs;
 use super::{ProgramSource, Text, check, diagnostics, show};
+use crate::commands::bench::report::or_empty;
 use crate::options::{Options, without_ranks};
-use crate::report::{JsonError, Object, counted, print_json, print_text};
+use crate::report::{JsonError, Object, counted, exit_code, print_result};
 use anyhow::Result;
 use clap::Args;
 use serde_json::Value;
@@ -43,15 +44,9 @@ struct Expectations {
 impl Verify {
     pub(super) fn run(self, options: &Options) -> Result<ExitCode> {
         let read = self.source.read()?;
-        let help = read.help();
-        let Text {
-            text,
-            program: source,
-            parameters,
-        } = &read;
         let ranks = options.ranks.unwrap_or(2);
         let streams = self.source.streams.into();
-        let mut verdict = program::verify(source, ranks, streams, parameters);
+        let mut verdict = program::verify(&read.program, ranks, streams, &read.parameters);
         let mut expectations = Expectations::default();
         if verdict.is_ok() {
             match expectations.evaluate(&read, ranks, streams)? {
@@ -59,56 +54,42 @@ impl Verify {
                 unmet => verdict = Err(unmet),
             }
         }
-        if options.json {
-            let object = Object::default()
-                .key("file", &self.source.file)
-                .key("ranks", ranks)
-                .key("passed", verdict.is_ok());
-            let object = match &verdict {
-                Ok(report) => object
+        let file = &self.source.file;
+        let object = Object::default()
+            .key("file", file)
+            .key("ranks", ranks)
+            .key("passed", verdict.is_ok());
+        let (object, text) = match &verdict {
+            Ok(report) => {
+                let why = report.eager_only.as_ref();
+                let why = or_empty(why, |why| diagnostics::excerpts(why, file, &read.text));
+                let object = object
                     .object("report", counts(report))
-                    .object("expectations", expectations.object()),
-                Err(_) => object,
-            };
-            let found = verdict.as_ref().err().map_or(&[][..], Vec::as_slice);
-            let error = verdict.as_ref().err().map(|found| {
+                    .object("expectations", expectations.object())
+                    .objects("diagnostics", []);
+                (object, format!("{report}\n{}{why}", expectations.line()))
+            }
+            Err(found) => {
+                let explained = |one| diagnostics::explain(one, file, &read.text) + "\n";
+                let (explained, help) = (found.iter().map(explained), read.help());
+                let text = format!(
+                    "{}{}'{}' did not pass verification for {}\n",
+                    explained.collect::<String>(),
+                    or_empty(help.as_ref(), |help| format!("help: {help}\n")),
+                    read.program.name,
+                    counted(ranks, "rank")
+                );
                 // As of every command that fails.
-                JsonError::from(&anyhow::Error::from(read.refused(found)))
-            });
-            print_json(
-                &object
+                let error = JsonError::from(&anyhow::Error::from(read.refused(found)));
+                let object = object
                     .objects("diagnostics", found.iter().map(diagnostics::object))
                     .optional("help", help)
-                    .optional("error", error),
-            )?;
-        } else {
-            match &verdict {
-                Ok(report) => {
-                    print_text(&format!("{report}\n{}", expectations.line()))?;
-                    if let Some(why) = &report.eager_only {
-                        print_text(&diagnostics::excerpts(why, &self.source.file, text))?;
-                    }
-                }
-                Err(diagnostics) => {
-                    for diagnostic in diagnostics {
-                        let found = diagnostics::explain(diagnostic, &self.source.file, text);
-                        print_text(&format!("{found}\n"))?;
-                    }
-                    if let Some(help) = help {
-                        print_text(&format!("help: {help}\n"))?;
-                    }
-                    print_text(&format!(
-                        "'{}' did not pass verification for {}\n",
-                        source.name,
-                        counted(ranks, "rank")
-                    ))?;
-                }
+                    .key("error", error);
+                (object, text)
             }
-        }
-        Ok(match verdict {
-            Ok(_) => ExitCode::SUCCESS,
-            Err(_) => ExitCode::FAILURE,
-        })
+        };
+        print_result(options.json, &object, || text)?;
+        Ok(exit_code(verdict.is_ok()))
     }
 }
 

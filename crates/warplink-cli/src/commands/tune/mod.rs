@@ -216,19 +216,8 @@ impl Tune {
         }
         let directory = find::directory().context(NO_DIRECTORY)?;
         // The model's name may have spaces and slashes.
-        let name: String = model
-            .device
-            .model
-            .chars()
-            .map(|letter| {
-                if letter.is_ascii_alphanumeric() {
-                    letter
-                } else {
-                    '-'
-                }
-            })
-            .collect();
-        let ranks = model.device.ranks;
+        let DeviceMatch { model, ranks, .. } = &model.device;
+        let name = model.replace(|letter: char| !letter.is_ascii_alphanumeric(), "-");
         Ok(directory.join(format!("{}-{ranks}.json", name.to_lowercase())))
     }
 }
