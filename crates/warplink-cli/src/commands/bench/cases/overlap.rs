@@ -21,7 +21,6 @@ use clap::Args;
 use measure::{ShapeTimes, Shared};
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::str::FromStr;
 use warplink::device::Priority;
 use warplink::program::cost::{DeviceDescription, HardwareModel};
 use warplink::{Communicator, DType, DeviceKind};
@@ -49,8 +48,8 @@ use warplink::{Communicator, DType, DeviceKind};
 pub(crate) struct Overlap {
     /// Shape m,k,n: A is m x k, B is k x n; may be repeated [default: four shapes on cuda, two
     /// small ones on host, rounded up to what the ranks can share]
-    #[arg(long = "shape", value_name = "M,K,N")]
-    shapes: Vec<GemmShape>,
+    #[arg(long = "shape", value_name = "M,K,N", value_parser = shape)]
+    shapes: Vec<[usize; 3]>,
     /// All combinations of m, k and n from 512 to 16384, as in the DDLB benchmark
     #[arg(long, conflicts_with = "shapes")]
     ddlb: bool,
@@ -92,27 +91,14 @@ pub(crate) struct Overlap {
     traces: Option<PathBuf>,
 }
 
-/// The sizes of a GEMM.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct GemmShape {
-    m: usize,
-    k: usize,
-    n: usize,
-}
-
-impl FromStr for GemmShape {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let sizes: Vec<Option<usize>> = text
-            .split(',')
-            .map(|size| size.trim().parse().ok())
-            .collect();
-        match sizes[..] {
-            [Some(m), Some(k), Some(n)] if m > 0 && k > 0 && n > 0 => Ok(Self { m, k, n }),
-            _ => Err("expected three sizes above 0, as in 8192,8192,3584".to_owned()),
-        }
-    }
+/// The sizes m, k and n of a GEMM.
+fn shape(text: &str) -> Result<[usize; 3], String> {
+    let sizes = text.split(',').map(|size| size.trim().parse().ok());
+    let sizes: Option<Vec<usize>> = sizes.collect();
+    let shape = sizes.and_then(|sizes| sizes.try_into().ok());
+    shape
+        .filter(|shape: &[usize; 3]| !shape.contains(&0))
+        .ok_or_else(|| "expected three sizes above 0, as in 8192,8192,3584".to_owned())
 }
 
 fn positive(text: &str) -> Result<f64, String> {
@@ -224,27 +210,29 @@ impl Overlap {
             let size = max.powf(random.unit()).round() as usize;
             size.next_multiple_of(multiple)
         };
-        let shapes: Vec<(usize, usize, usize)> = (0..count)
-            .map(|_| (size(world), size(world), size(1)))
-            .collect();
         let ops = self.ops();
         let dtypes = match self.dtype {
             Some(dtype) => vec![dtype],
             None => vec![DType::BF16, DType::F16, DType::F32],
         };
-        shapes
-            .into_iter()
-            .enumerate()
-            .map(|(index, (m, k, n))| Problem {
-                // In turn and not drawn, so that a few shapes already have all operations and element types.
-                op: ops[index % ops.len()],
-                m,
-                k,
-                n,
-                dtype: dtypes[index / ops.len() % dtypes.len()],
-                transposed_b: self.transposed_b,
-            })
-            .collect()
+        let problem = |index: usize| {
+            let shape = [size(world), size(world), size(1)];
+            // In turn and not drawn, so that a few shapes already have all operations and element types.
+            let op = ops[index % ops.len()];
+            self.problem(op, shape, dtypes[index / ops.len() % dtypes.len()])
+        };
+        (0..count.into()).map(problem).collect()
+    }
+
+    fn problem(&self, op: Op, [m, k, n]: [usize; 3], dtype: DType) -> Problem {
+        Problem {
+            op,
+            m,
+            k,
+            n,
+            dtype,
+            transposed_b: self.transposed_b,
+        }
     }
 
     /// The operations to measure, at least one.
@@ -259,27 +247,23 @@ impl Overlap {
     fn problems(&self, kind: DeviceKind, world: usize) -> Vec<Problem> {
         // All ranks have the same part of the rows, or of the columns, of A.
         let round = |size: usize| size.next_multiple_of(world);
-        let shape = |(m, k, n)| GemmShape {
-            m: round(m),
-            k: round(k),
-            n,
-        };
-        let shapes: Vec<GemmShape> = match (&self.shapes[..], self.ddlb, kind) {
+        let shape = |[m, k, n]: [usize; 3]| [round(m), round(k), n];
+        let shapes: Vec<[usize; 3]> = match (&self.shapes[..], self.ddlb, kind) {
             (given @ [_, ..], ..) => given.to_vec(),
             (_, true, _) => DDLB
                 .into_iter()
                 .flat_map(|m| DDLB.into_iter().map(move |k| (m, k)))
-                .flat_map(|(m, k)| DDLB.into_iter().map(move |n| shape((m, k, n))))
+                .flat_map(|(m, k)| DDLB.into_iter().map(move |n| shape([m, k, n])))
                 .collect(),
             (_, _, DeviceKind::Cuda) => [
-                (32768, 16384, 8192),
-                (32768, 16384, 1024),
-                (16384, 8192, 1024),
-                (8192, 8192, 3584),
+                [32768, 16384, 8192],
+                [32768, 16384, 1024],
+                [16384, 8192, 1024],
+                [8192, 8192, 3584],
             ]
             .map(shape)
             .to_vec(),
-            (_, _, DeviceKind::Host) => [(256, 512, 256), (512, 512, 64)].map(shape).to_vec(),
+            (_, _, DeviceKind::Host) => [[256, 512, 256], [512, 512, 64]].map(shape).to_vec(),
         };
         let ops = self.ops();
         let dtype = self
@@ -287,14 +271,8 @@ impl Overlap {
             .unwrap_or(by_device(kind, [DType::BF16, DType::F32]));
         ops.iter()
             .flat_map(|&op| {
-                shapes.iter().map(move |&GemmShape { m, k, n }| Problem {
-                    op,
-                    m,
-                    k,
-                    n,
-                    dtype,
-                    transposed_b: self.transposed_b,
-                })
+                let shapes = shapes.iter();
+                shapes.map(move |&shape| self.problem(op, shape, dtype))
             })
             .collect()
     }
@@ -306,11 +284,10 @@ mod tests {
 
     #[test]
     fn shapes_are_read() {
-        let shape = GemmShape { m: 1, k: 2, n: 3 };
-        assert_eq!("1,2,3".parse(), Ok(shape));
-        assert_eq!("1, 2, 3".parse(), Ok(shape));
+        assert_eq!(shape("1,2,3"), Ok([1, 2, 3]));
+        assert_eq!(shape("1, 2, 3"), Ok([1, 2, 3]));
         for text in ["", "1,2", "1,2,3,4", "1,0,3", "a,b,c", "-1,2,3"] {
-            assert!(text.parse::<GemmShape>().is_err(), "{text}");
+            assert!(shape(text).is_err(), "{text}");
         }
         assert!(positive("393.6").is_ok());
         assert!(
