@@ -110,7 +110,7 @@ impl Demo {
         let samples = self.samples.map(usize::from);
         let samples = samples.unwrap_or(by_device(kind, [20, 5]));
         let seed = common_seed(comm, self.seed)?;
-        let mut gemm = DistributedGemm::new(comm, self.problem(kind, comm.world()), seed)?;
+        let gemm = DistributedGemm::new(comm, self.problem(kind, comm.world()), seed)?;
         let clock = BenchClock::new(comm, Priority::Normal)?;
 
         let named = |name: &String| gemm.problem.op.named(name);
@@ -134,13 +134,13 @@ impl Demo {
             );
         }
         let name = plan.choice().name().to_owned();
-        let overlapped = time(&mut gemm, &clock, samples, name.clone(), &|stream| {
+        let overlapped = time(&gemm, &clock, samples, name.clone(), &|stream| {
             Ok(plan.run(stream)?)
         })?;
         // Its buffers and registrations would take memory from the run it is compared with.
         drop(plan);
 
-        let plain = without_overlap(&mut gemm, &clock, samples)?;
+        let plain = without_overlap(&gemm, &clock, samples)?;
         let best = |method: &Method| method.eager.median.min(method.captured.median);
         let right = gemm.is_right(overlapped.error) && gemm.is_right(plain.error);
         let mut table = Table::new([
@@ -199,7 +199,7 @@ impl Demo {
 
 /// Times the collective engine followed by one GEMM; without an engine, the library's own all-gather.
 fn without_overlap(
-    gemm: &mut DistributedGemm<'_>,
+    gemm: &DistributedGemm<'_>,
     clock: &BenchClock<'_>,
     samples: usize,
 ) -> Result<Method> {
@@ -229,7 +229,7 @@ fn without_overlap(
 /// Checks a run of `work` over a poisoned result, times it, and checks the result of the last run. Returns
 /// the worse error.
 fn time(
-    gemm: &mut DistributedGemm<'_>,
+    gemm: &DistributedGemm<'_>,
     clock: &BenchClock<'_>,
     samples: usize,
     name: String,

@@ -6,12 +6,13 @@ mod reference;
 
 use crate::commands::bench::clock::WorkRef;
 use crate::commands::bench::peers::{allocate, download, gather, place};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use inputs::Matrix;
 pub(crate) use problem::{
     COLLECTIVE, Op, Problem, check_lowerings, gather_lowering_name, lowering_name,
 };
 use reference::Reference;
+use std::cell::OnceCell;
 use warplink::Communicator;
 use warplink::device::{DeviceSlice, Stream};
 use warplink::overlap::{AllGatherMatmulBuffers, MatmulReduceScatterBuffers, Options, OverlapPlan};
@@ -25,7 +26,7 @@ pub(crate) struct DistributedGemm<'a> {
     pub(crate) b: DeviceSlice,
     pub(crate) c: DeviceSlice,
     pub(crate) executor: Executor,
-    reference: Option<Reference>,
+    reference: OnceCell<Reference>,
     seed: u64,
 }
 
@@ -63,7 +64,7 @@ impl<'a> DistributedGemm<'a> {
             b: place(comm, &b)?,
             c: allocate(comm, result * n * dtype.size())?,
             executor: comm.executor(),
-            reference: None,
+            reference: OnceCell::new(),
             seed,
         })
     }
@@ -101,7 +102,7 @@ impl<'a> DistributedGemm<'a> {
     /// Runs `work` once over a poisoned result, and returns the relative error over all ranks: norm of the
     /// difference to a double-precision GEMM, relative to the latter's norm, over all rows of a small problem
     /// and some of a large one. Collective.
-    pub(crate) fn error_of(&mut self, stream: &Stream, work: WorkRef<'_>) -> Result<f64> {
+    pub(crate) fn error_of(&self, stream: &Stream, work: WorkRef<'_>) -> Result<f64> {
         // All bytes 0xff are NaN in every element type.
         stream.fill(&self.c, 0xff)?;
         self.comm.synchronize(stream)?;
@@ -111,27 +112,18 @@ impl<'a> DistributedGemm<'a> {
     }
 
     /// Relative error of the current result.
-    pub(crate) fn error(&mut self) -> Result<f64> {
+    pub(crate) fn error(&self) -> Result<f64> {
         let world = self.comm.world();
         // On first use: it takes seconds for large matrices, and benchmarks of the host's time need none.
-        if self.reference.is_none() {
+        let reference = self.reference.get_or_init(|| {
             let first = match self.problem.op {
                 Op::AllGatherMatmul => 0,
                 Op::MatmulReduceScatter => self.comm.rank() * (self.problem.m / world),
             };
-            let count = self.c.bytes() / self.row_bytes();
+            let part = first..first + self.c.bytes() / self.row_bytes();
             let (a, b) = matrices(&self.problem, self.seed);
-            self.reference = Some(Reference::new(
-                &a,
-                &b,
-                first..first + count,
-                world,
-                self.seed,
-            ));
-        }
-        let Some(reference) = &self.reference else {
-            bail!("the reference is missing");
-        };
+            Reference::new(&a, &b, part, world, self.seed)
+        });
         let (mut difference, mut norm) = (0.0, 0.0);
         for (at, expected) in reference.rows() {
             for (got, expected) in self.row(at)?.into_iter().zip(expected) {
@@ -169,9 +161,8 @@ impl<'a> DistributedGemm<'a> {
 
     /// Number of checked rows of this rank's result.
     pub(crate) fn checked_rows(&self) -> usize {
-        self.reference
-            .as_ref()
-            .map_or(0, |reference| reference.rows().count())
+        let reference = self.reference.get();
+        reference.map_or(0, |reference| reference.rows().count())
     }
 
     /// Whether `error` is acceptable for the problem's element type; false for NaN.

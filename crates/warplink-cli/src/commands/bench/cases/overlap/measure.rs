@@ -149,7 +149,7 @@ pub(super) fn measure(
     shared: &Shared,
 ) -> Result<ShapeTimes> {
     let (comm, world) = (clock.comm, clock.comm.world());
-    let mut gemm = DistributedGemm::new(comm, problem, shared.seed)?;
+    let gemm = DistributedGemm::new(comm, problem, shared.seed)?;
     let alone = Alone::new(&gemm)?;
     clock.warm_up(WARM_UP, &|stream| alone.whole(stream))?;
     let options = |lowering: Option<Lowering>| Options {
