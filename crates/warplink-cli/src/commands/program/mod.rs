@@ -192,7 +192,7 @@ impl ProgramSource {
 }
 
 /// `m=4096`, `n=1024,512`, `T=bf16`.
-fn parameter(text: &str) -> Result<(String, Value), String> {
+pub(crate) fn parameter(text: &str) -> Result<(String, Value), String> {
     let read = || {
         let (name, value) = text.split_once('=')?;
         let (name, value) = (name.trim(), value.trim());

@@ -6,7 +6,7 @@ use crate::commands::bench::case::{Case, Setup, SizeRange};
 use crate::commands::bench::clock::{BenchClock, Submission, Times, Work};
 use crate::commands::bench::peers::{optional, vendor};
 use crate::commands::bench::report::{Figures, Row, job, micros, or_empty};
-use crate::commands::program::{ProgramSource, Text};
+use crate::commands::program::{ProgramSource, Text, parameter};
 use crate::gemm::common_seed;
 use crate::names::name_of;
 use crate::options::{Options, at_least};
@@ -20,7 +20,9 @@ use std::process::ExitCode;
 use warplink::collective::{Call, CollectiveKind, Collectives};
 use warplink::device::{KernelResources, Priority, ReduceOp};
 use warplink::program::ir::{Role, Statement, StatementKind};
-use warplink::program::{Bindings, Executor, KernelReport, Parameters, PrepareOptions, Program};
+use warplink::program::{
+    Bindings, Executor, KernelReport, Parameters, PrepareOptions, Program, Value,
+};
 use warplink::{Communicator, ErrorKind};
 
 /// Measure a program of kernel sections
@@ -404,15 +406,11 @@ fn combinations(tried: &[(String, Vec<i64>)]) -> Vec<TriedValues> {
 
 /// `lanes=8,16`.
 fn values(text: &str) -> Result<(String, Vec<i64>), String> {
-    let read = || {
-        let (name, values) = text.split_once('=')?;
-        let values: Vec<i64> = values
-            .split(',')
-            .map(|value| value.trim().parse().ok())
-            .collect::<Option<_>>()?;
-        warplink::program::text::is_name(name.trim()).then(|| (name.trim().to_owned(), values))
-    };
-    read().ok_or_else(|| "expected a name and integers, as in lanes=8,16".to_owned())
+    match parameter(text) {
+        Ok((name, Value::Integer(value))) => Ok((name, vec![value])),
+        Ok((name, Value::List(values))) => Ok((name, values)),
+        _ => Err("expected a name and integers, as in lanes=8,16".to_owned()),
+    }
 }
 
 /// Whether the program does not take the values, on any rank.
