@@ -1,6 +1,7 @@
 //! `warplink launch`: starts the ranks of any program.
 
-use crate::launch::{self, LaunchOutcome, LaunchPlan, Output, Variable};
+use crate::launch::OutputStream::Prefixed;
+use crate::launch::{self, LaunchOutcome, LaunchPlan, Target, Variable};
 use crate::options::Options;
 use crate::report::{Object, print_json};
 use anyhow::Result;
@@ -66,9 +67,10 @@ impl LaunchCommand {
             args: command.collect(),
             env,
             output: if options.json {
-                Output::PrefixedToStderr
+                // Standard output is for the result.
+                |_| [Prefixed(Target::Stderr); 2]
             } else {
-                Output::Prefixed
+                |_| [Prefixed(Target::Stdout), Prefixed(Target::Stderr)]
             },
             grace: self.grace,
             ranks_per_gpu: options.ranks_per_gpu()?,

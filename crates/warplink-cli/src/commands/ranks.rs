@@ -1,7 +1,8 @@
 //! Subcommands that run as several ranks: the first process starts this command again for each rank, and rank
 //! 0 prints the result.
 
-use crate::launch::{self, LaunchPlan, Output, Variable};
+use crate::launch::OutputStream::{Dropped, Inherited, Kept, Prefixed};
+use crate::launch::{self, LaunchPlan, Target, Variable};
 use crate::options::Options;
 use crate::process::THIS_EXECUTABLE;
 use crate::report::{self, JsonError};
@@ -42,13 +43,12 @@ pub(crate) fn run_checked(
     body: impl FnOnce(&Communicator) -> Result<ExitCode>,
 ) -> Result<ExitCode> {
     if !is_rank() {
-        let sharing = options.ranks_per_gpu()?;
         let (kind, ranks) = (options.device(), options.ranks()?);
         // In the first process: an error in a variable would otherwise be printed by every rank.
         check_environment(kind, ranks)?;
         check(kind, ranks)?;
         let asked = Variable::new(CONSEQUENCE_VARIABLE, "1");
-        return launch_self(options, ranks, sharing, asked);
+        return launch_self(options, ranks, asked);
     }
     let config = Config::from_env()?;
     let comm = Communicator::join(&config).context("join the job")?;
@@ -85,12 +85,7 @@ fn check_environment(kind: DeviceKind, ranks: usize) -> Result<()> {
 
 /// Starts this command again as `ranks` ranks, with an additional variable. With `--json`, prints rank 0's
 /// first line, which is its result, or the root-cause error if ranks failed.
-pub(crate) fn launch_self(
-    options: &Options,
-    ranks: usize,
-    ranks_per_gpu: Option<usize>,
-    variable: Variable,
-) -> Result<ExitCode> {
+pub(crate) fn launch_self(options: &Options, ranks: usize, variable: Variable) -> Result<ExitCode> {
     let plan = LaunchPlan {
         ranks,
         program: THIS_EXECUTABLE.into(),
@@ -99,13 +94,20 @@ pub(crate) fn launch_self(
             variable,
             Variable::new("WARPLINK_DEVICE", options.device().to_string()),
         ],
+        // Only rank 0 prints a result; what others write to standard error is told apart by their rank.
         output: if options.json {
-            Output::Kept
+            |rank| match rank {
+                0 => [Kept, Inherited],
+                _ => [Kept, Prefixed(Target::Stderr)],
+            }
         } else {
-            Output::Rank0Only
+            |rank| match rank {
+                0 => [Inherited, Inherited],
+                _ => [Dropped, Prefixed(Target::Stderr)],
+            }
         },
         grace: Duration::from_secs(5),
-        ranks_per_gpu,
+        ranks_per_gpu: options.ranks_per_gpu()?,
         consequence: Some(CONSEQUENCE.into()),
     };
     let outcome = launch::run(&plan)?;

@@ -20,6 +20,7 @@ pub(crate) use environment::Variable;
 pub(crate) use gpu_service::GpuAssignment;
 pub(crate) use guard::{ending_signals, follow, guard, is_guarded};
 pub(crate) use outcome::LaunchOutcome;
+pub(crate) use output::Target;
 pub(crate) use rank::{RANK_COMMAND, RankArgs, become_rank};
 pub(crate) use service_control::ServiceControl;
 
@@ -28,7 +29,6 @@ use anyhow::Result;
 use environment::Environment;
 use gpu_service::GpuService;
 use leftovers::ProcessMark;
-use output::Target;
 use rank::Ranks;
 use std::ffi::OsString;
 use std::os::unix::process::CommandExt;
@@ -46,8 +46,8 @@ pub(crate) struct LaunchPlan {
     pub(crate) args: Vec<OsString>,
     /// Additional variables.
     pub(crate) env: Vec<Variable>,
-    /// Handling of output.
-    pub(crate) output: Output,
+    /// Handling of a rank's standard output and standard error.
+    pub(crate) output: fn(usize) -> [OutputStream; 2],
     /// Time between SIGTERM and SIGKILL.
     pub(crate) grace: Duration,
     /// Number of ranks on a GPU, if shared.
@@ -56,18 +56,26 @@ pub(crate) struct LaunchPlan {
     pub(crate) consequence: Option<i32>,
 }
 
-/// Handling of the ranks' output.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Output {
-    /// Forward both streams in whole lines, prefixed with the rank.
-    Prefixed,
-    /// The same, but all to standard error, which leaves standard output for a result.
-    PrefixedToStderr,
-    /// Rank 0 writes directly to the launcher's streams; only standard error of the others is forwarded,
-    /// prefixed.
-    Rank0Only,
-    /// The same, but standard output of ranks is captured in the [`LaunchOutcome`].
+/// Handling of one stream of one rank.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum OutputStream {
+    /// Forward it in whole lines, prefixed with the rank.
+    Prefixed(Target),
+    /// Capture it in the [`LaunchOutcome`].
     Kept,
+    /// Let the rank write to the launcher's stream.
+    Inherited,
+    Dropped,
+}
+
+impl OutputStream {
+    fn stdio(self) -> Stdio {
+        match self {
+            Self::Prefixed(_) | Self::Kept => Stdio::piped(),
+            Self::Inherited => Stdio::inherit(),
+            Self::Dropped => Stdio::null(),
+        }
+    }
 }
 
 /// Runs the plan until every rank has exited and none of its descendants is left.
@@ -112,7 +120,7 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<LaunchOutcome> {
         // After the launcher's own variables, which the user may override, and before the mark, which nobody may.
         environment.apply_extra(rank, &plan.env, &mut command);
         mark.apply(&mut command);
-        let [out, err] = targets(plan.output, rank);
+        let [out, err] = (plan.output)(rank);
         // A group for each rank, so that signals reach what it started, and the terminal's reach only the launcher.
         command.process_group(0).stdin(Stdio::null());
         command.stdout(out.stdio()).stderr(err.stdio());
@@ -130,36 +138,4 @@ pub(crate) fn run(plan: &LaunchPlan) -> Result<LaunchOutcome> {
         supervisor.watch(rank, started)?;
     }
     supervisor.see_through(ranks, plan.grace)
-}
-
-/// Handling of one stream of one rank.
-#[derive(Clone, Copy, Debug)]
-enum OutputStream {
-    Prefixed(Target),
-    Kept,
-    Inherited,
-    Dropped,
-}
-
-impl OutputStream {
-    fn stdio(self) -> Stdio {
-        match self {
-            Self::Prefixed(_) | Self::Kept => Stdio::piped(),
-            Self::Inherited => Stdio::inherit(),
-            Self::Dropped => Stdio::null(),
-        }
-    }
-}
-
-/// Handling of a rank's standard output and standard error.
-fn targets(output: Output, rank: usize) -> [OutputStream; 2] {
-    use OutputStream::{Dropped, Inherited, Kept, Prefixed};
-    match (output, rank) {
-        (Output::Prefixed, _) => [Prefixed(Target::Stdout), Prefixed(Target::Stderr)],
-        (Output::PrefixedToStderr, _) => [Prefixed(Target::Stderr), Prefixed(Target::Stderr)],
-        (Output::Rank0Only, 0) => [Inherited, Inherited],
-        (Output::Kept, 0) => [Kept, Inherited],
-        (Output::Kept, _) => [Kept, Prefixed(Target::Stderr)],
-        (Output::Rank0Only, _) => [Dropped, Prefixed(Target::Stderr)],
-    }
 }

@@ -9,7 +9,7 @@ const MAX_LINE: usize = 1 << 20;
 
 /// Destination stream of a rank's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Target {
+pub(crate) enum Target {
     Stdout,
     Stderr,
 }

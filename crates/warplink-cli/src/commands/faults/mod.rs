@@ -228,7 +228,7 @@ fn start(options: &Options, ranks: usize) -> Result<ExitCode> {
     let inner = serde_json::to_string(&InnerOptions { ranks, gpus })?;
     let inner = Variable::new(INNER, inner);
     // As one rank of a launch, which starts the multi-process service where ranks share GPUs.
-    launch_self(options, 1, options.ranks_per_gpu()?, inner)
+    launch_self(options, 1, inner)
 }
 
 /// The chosen values; all of them if none is chosen.
