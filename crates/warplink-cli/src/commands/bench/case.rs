@@ -191,7 +191,7 @@ impl<C: Case> Args for Bench<C> {
         if let Some(range) = C::SIZES {
             // Without the space, in the form that a shell passes as one word.
             let show = |size| range.show(size).replace(' ', "");
-            let [cuda, host] = range.to.map(show);
+            let [cuda, host] = range.to.map(&show);
             let to = if cuda == host {
                 cuda
             } else {
@@ -201,11 +201,7 @@ impl<C: Case> Args for Bench<C> {
                 "Largest {}, always measured [default: {to}; --from if that is larger]",
                 range.noun
             );
-            let from = format!(
-                "Smallest {} [default: {}]",
-                range.noun,
-                range.show(range.from).replace(' ', "")
-            );
+            let from = format!("Smallest {} [default: {}]", range.noun, show(range.from));
             let step = format!("Factor between sizes [default: {}]", range.step);
             let unit = if range.bytes { "BYTES" } else { "N" };
             command = Sizes::augment_args(command)

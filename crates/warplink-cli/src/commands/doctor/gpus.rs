@@ -189,14 +189,11 @@ pub(super) fn compile(gpus: &[Capabilities]) -> Found {
     }
 }
 
-/// Environment variables that affect GPUs.
-pub(super) fn environment() -> Vec<Prerequisite> {
-    let variable = |name| variables::read(name).unwrap_or_default();
-    vec![Prerequisite::new(
-        AREA,
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        connections(variable("CUDA_DEVICE_MAX_CONNECTIONS").as_deref()),
-    )]
+/// The environment variable that affects GPUs.
+pub(super) fn environment() -> Prerequisite {
+    const NAME: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+    let value = variables::read(NAME).unwrap_or_default();
+    Prerequisite::new(AREA, NAME, connections(value.as_deref()))
 }
 
 fn connections(value: Option<&str>) -> Found {

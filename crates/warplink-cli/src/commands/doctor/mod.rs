@@ -137,7 +137,7 @@ impl Doctor {
         checks.extend(found);
         progress.step("transfers between GPUs");
         if let Ok(count @ 1..) = count {
-            checks.extend(gpus::environment());
+            checks.push(gpus::environment());
             // At least two ranks, which share the GPU if there is only one: one rank alone transfers nothing.
             checks.extend(trial::on_gpus(options.ranks.unwrap_or(count).max(2), count));
         }

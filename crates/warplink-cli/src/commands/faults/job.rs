@@ -1,6 +1,6 @@
 //! The ranks of one cell: started, watched and ended.
 
-use super::cell::{Cell, Fault, RankMessage, RankReport};
+use super::cell::{Cell, Fault, RankMessage, RankReport, ReportedError};
 use super::rank::FAULT_RANK_COMMAND;
 use super::relay::Relay;
 use crate::launch::GpuAssignment;
@@ -95,6 +95,13 @@ pub(super) struct RankOutcome {
     pub(super) hung: bool,
     /// Its standard error.
     pub(super) output: String,
+}
+
+impl RankOutcome {
+    /// The error that it reported.
+    pub(super) fn error(&self) -> Option<&ReportedError> {
+        self.report.as_ref()?.error.as_ref()
+    }
 }
 
 /// Runs one cell.

@@ -50,11 +50,8 @@ pub(super) fn judge(cell: Cell, settings: &JobSettings, outcome: JobOutcome) -> 
     } = outcome;
     let mut survivors = Vec::new();
     if let Some(fault_at) = fault_at {
-        let has_error = |rank: &RankOutcome| match &rank.report {
-            Some(report) => report.error.is_some(),
-            // A rank without a report has crashed or hung.
-            None => true,
-        };
+        // A rank without a report has crashed or hung.
+        let has_error = |rank: &RankOutcome| rank.report.is_none() || rank.error().is_some();
         let failed: Vec<usize> = (0..ranks.len())
             .filter(|&rank| has_error(&ranks[rank]))
             .collect();
@@ -167,10 +164,7 @@ fn check_survivor(cell: Cell, victim: usize, failed: &[usize], survivor: &Surviv
 }
 
 fn check_victim(cell: Cell, result: &RankOutcome) -> Option<String> {
-    let error = result
-        .report
-        .as_ref()
-        .and_then(|report| report.error.as_ref());
+    let error = result.error();
     match cell.fault {
         Fault::Kill if result.code.is_some() => Some("survived SIGKILL".to_owned()),
         Fault::Exit if result.code != Some(0) => Some(format!("exited with {:?}", result.code)),
@@ -187,11 +181,9 @@ fn check_victim(cell: Cell, result: &RankOutcome) -> Option<String> {
 
 /// Description of a rank that wrote no report.
 fn describe(result: &RankOutcome) -> String {
-    let error = result
-        .report
-        .as_ref()
-        .and_then(|report| report.error.as_ref());
-    let text = error.map_or(result.output.trim(), |error| error.message.trim());
+    let text = result
+        .error()
+        .map_or(result.output.trim(), |error| error.message.trim());
     format!("ended with {:?}: {text}", result.code)
 }
 

@@ -20,7 +20,7 @@ pub(super) struct Relay {
 struct RelayShared {
     cut: bool,
     /// Sockets to the rank and to the store.
-    ends: Vec<TcpStream>,
+    ends: Vec<Arc<TcpStream>>,
 }
 
 impl Relay {
@@ -76,25 +76,17 @@ fn pass_on(rank: TcpStream, store: SocketAddr, shared: &Arc<Mutex<RelayShared>>)
             Err(_) => thread::sleep(RETRY),
         }
     };
-    let ends = (
-        rank.try_clone(),
-        store.try_clone(),
-        rank.try_clone(),
-        store.try_clone(),
-    );
-    let (Ok(kept_rank), Ok(kept_store), Ok(from_rank), Ok(from_store)) = ends else {
-        return true;
-    };
+    let (rank, store) = (Arc::new(rank), Arc::new(store));
     let mut all = lock(shared);
     // Under the same lock as the addition: a connection made during the cut would otherwise stay open.
     if all.cut {
         return false;
     }
-    all.ends.extend([kept_rank, kept_store]);
+    all.ends.extend([rank.clone(), store.clone()]);
     drop(all);
-    for (mut from, mut to) in [(from_rank, store), (from_store, rank)] {
+    for (from, to) in [(rank.clone(), store.clone()), (store, rank)] {
         let copy = move || {
-            let _ = io::copy(&mut from, &mut to);
+            let _ = io::copy(&mut &*from, &mut &*to);
             // Passes the end of one direction on, so that the other copy ends as well.
             let _ = to.shutdown(Shutdown::Both);
         };

@@ -1,5 +1,6 @@
 //! Text output of a topology.
 
+use crate::report::counted;
 use crate::report::table::{Align, Table};
 use std::collections::BTreeSet;
 use std::fmt::Write;
@@ -30,10 +31,7 @@ impl TextCell {
     }
 
     fn legend(self) -> Option<String> {
-        let links = |links| match links {
-            1 => "1 link".to_owned(),
-            _ => format!("{links} links"),
-        };
+        let links = |links| counted(links as usize, "link");
         let meaning = match self {
             Self::Itself => return None,
             Self::Links(count) => format!("{} from device to device", links(count)),

@@ -20,9 +20,7 @@ use std::process::ExitCode;
 use warplink::collective::{Call, CollectiveKind, Collectives};
 use warplink::device::{KernelResources, Priority, ReduceOp};
 use warplink::program::ir::{Role, Statement, StatementKind};
-use warplink::program::{
-    Bindings, Executor, KernelReport, Parameters, PrepareOptions, Program, Value,
-};
+use warplink::program::{Executor, KernelReport, Parameters, PrepareOptions, Program, Value};
 use warplink::{Communicator, ErrorKind};
 
 /// Measure a program of kernel sections
@@ -244,10 +242,7 @@ impl Section {
         parameters.insert(self.length.as_str(), i64::try_from(elements)?);
         let prepared = executor.prepare(program, &parameters, options)?;
         let memory = SectionBuffers::new(comm, &prepared, seed)?;
-        let mut bindings = Bindings::new();
-        bindings.insert(memory.input.0.clone(), memory.input.1.clone());
-        bindings.insert(memory.output.0.clone(), memory.output.1.clone());
-        let plan = prepared.bind(&bindings)?;
+        let plan = prepared.bind(&[memory.input.clone(), memory.output.clone()].into())?;
         let collective = self.collective(comm, &memory)?;
 
         let runs = self.runs.map_or_else(

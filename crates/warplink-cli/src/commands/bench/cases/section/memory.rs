@@ -35,18 +35,12 @@ impl SectionBuffers {
         );
         // Again, with the lengths of the program's tensors, which are not known from the options.
         memory::check(device.kind(), comm.world(), host, all)?;
-        let allocate = |bytes| allocate(comm, bytes);
-        let (source, target, expected) = (
-            allocate(bytes)?,
-            allocate(output_bytes)?,
-            allocate(output_bytes)?,
-        );
         let memory = Self {
             dtype,
             seed,
-            input: (input, source),
-            output: (output, target),
-            expected,
+            input: (input, allocate(comm, bytes)?),
+            output: (output, allocate(comm, output_bytes)?),
+            expected: allocate(comm, output_bytes)?,
         };
         memory.fill(comm, 0)?;
         Ok(memory)
