@@ -3,14 +3,13 @@
 use super::bench::case::by_device;
 use super::bench::clock::{BenchClock, Submission, Times, WorkRef};
 use super::bench::peers::{allocate, optional};
-use super::bench::report::{job, or_empty};
+use super::bench::report::{Row, job, or_empty, table};
 use super::ranks;
 use crate::gemm::{
     COLLECTIVE, DistributedGemm, Op, Problem, check_lowerings, common_seed, gather_lowering_name,
 };
 use crate::names::OneOf;
 use crate::options::{Options, at_least};
-use crate::report::table::{Align, Table};
 use crate::report::{self, Object};
 use anyhow::{Result, ensure};
 use clap::Args;
@@ -143,25 +142,20 @@ impl Demo {
         let plain = without_overlap(&gemm, &clock, samples)?;
         let best = |method: &Method| method.eager.median.min(method.captured.median);
         let right = gemm.is_right(overlapped.error) && gemm.is_right(plain.error);
-        let mut table = Table::new([
-            ("", Align::Left),
-            ("eager (ms)", Align::Right),
-            ("captured (ms)", Align::Right),
-            ("TFLOP/s", Align::Right),
-            ("error", Align::Right),
-            ("", Align::Left),
-        ]);
         let (problem, world) = (gemm.problem, comm.world());
-        for (title, method) in [("with overlap", &overlapped), ("without overlap", &plain)] {
-            table.row([
-                title.to_owned(),
-                format!("{:.3}", method.eager.median * 1e3),
-                format!("{:.3}", method.captured.median * 1e3),
-                format!("{:.3}", problem.flops(world) / best(method) / 1e12),
-                format!("{:.1e}", method.error),
-                method.name.clone(),
-            ]);
-        }
+        let methods = [("with overlap", &overlapped), ("without overlap", &plain)];
+        let table = table(&methods.map(|(title, method)| {
+            let rate = problem.flops(world) / best(method) / 1e12;
+            let millis = |times: Times| format!("{:.3}", times.median * 1e3);
+            Row::of("")
+                .words("", title)
+                .number("eager (ms)", millis(method.eager))
+                .number("captured (ms)", millis(method.captured))
+                .number("TFLOP/s", format!("{rate:.3}"))
+                .number("error", format!("{:.1e}", method.error))
+                // Not as the first column, which has no heading either.
+                .words(" ", &method.name)
+        }));
         let Problem { m, k, n, dtype, .. } = problem;
         let (ratio, rows) = (best(&plain) / best(&overlapped), gemm.checked_rows());
         let tolerance = dtype.matmul_tolerance();

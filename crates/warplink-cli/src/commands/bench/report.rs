@@ -207,7 +207,7 @@ impl Row {
 }
 
 /// The table of rows, which need not all have the same cells.
-fn table(rows: &[Row]) -> Table {
+pub(crate) fn table(rows: &[Row]) -> Table {
     let mut columns: Vec<&RowCell> = Vec::new();
     for row in rows {
         // A column that earlier rows lack is inserted after its predecessor in this row.

@@ -2,9 +2,8 @@
 
 use super::measure::{OverlapRow, ShapeTimes, Submitted};
 use crate::commands::bench::plot::{BASELINE, Bar, Bars, CHOSEN, OWN, PEER};
-use crate::commands::bench::report::or_empty;
+use crate::commands::bench::report::{Row, table};
 use crate::gemm::Problem;
-use crate::report::table::{Align, Table};
 
 /// The share of the fastest lowering's speed that a good choice reaches.
 const CLOSE: f64 = 0.95;
@@ -63,20 +62,6 @@ impl ShapeTimes {
         let Problem {
             op, m, k, n, dtype, ..
         } = self.problem;
-        let mut table = Table::new([
-            ("", Align::Left),
-            ("eager (us)", Align::Right),
-            ("captured (us)", Align::Right),
-            ("least (us)", Align::Right),
-            ("most (us)", Align::Right),
-            ("TFLOP/s", Align::Right),
-            ("of GEMM", Align::Right),
-            ("over link", Align::Right),
-            ("x collective", Align::Right),
-            ("error", Align::Right),
-            ("estimate (us)", Align::Right),
-            ("", Align::Left),
-        ]);
         let micros = |seconds: f64| format!("{:.1}", seconds * 1e6);
         let times = |name: &str, times: &Submitted, of_gemm: f64| {
             let faster = if times.captured.median <= times.eager.median {
@@ -84,38 +69,40 @@ impl ShapeTimes {
             } else {
                 times.eager
             };
-            vec![
-                name.to_owned(),
-                micros(times.eager.median),
-                micros(times.captured.median),
-                micros(faster.least),
-                micros(faster.most),
-                format!("{:.1}", self.flops / times.best() / 1e12),
-                format!("{of_gemm:.3}"),
-            ]
+            let rate = self.flops / times.best() / 1e12;
+            Row::of("")
+                .words("", name)
+                .number("eager (us)", micros(times.eager.median))
+                .number("captured (us)", micros(times.captured.median))
+                .number("least (us)", micros(faster.least))
+                .number("most (us)", micros(faster.most))
+                .number("TFLOP/s", format!("{rate:.1}"))
+                .number("of GEMM", format!("{of_gemm:.3}"))
         };
-        let chunks = &self.compute_chunks;
-        table.row(times("GEMM alone", &self.compute, 1.0));
-        let of_gemm = self.compute.best() / chunks.best();
-        table.row(times("in chunks", chunks, of_gemm));
-        table.row([
-            "link alone".to_owned(),
-            String::new(),
-            micros(self.link_limit),
-        ]);
-        for row in &self.lowerings {
+        let (link, chunks) = (self.link_limit, &self.compute_chunks);
+        let link = Row::of("")
+            .words("", "link alone")
+            .number("captured (us)", micros(link));
+        let mut rows = vec![
+            times("GEMM alone", &self.compute, 1.0),
+            times("in chunks", chunks, self.compute.best() / chunks.best()),
+            link,
+        ];
+        rows.extend(self.lowerings.iter().map(|row| {
             let mark = if row.chosen { " *" } else { "" };
-            let name = format!("{}{mark}", row.lowering);
-            let mut cells = times(&name, &row.times, row.of_compute);
-            cells.push(format!("{:.3}", row.over_link));
-            cells.push(or_empty(row.over_collective, |times| format!("{times:.3}")));
             let verdict = if row.right { "" } else { " WRONG" };
-            cells.push(format!("{:.1e}{verdict}", row.error));
-            cells.push(micros(row.expected));
-            cells.push(row.parameters.clone());
-            table.row(cells);
-        }
-        format!("{op}, m {m}, k {k}, n {n}, {dtype}\n{table}")
+            let name = format!("{}{mark}", row.lowering);
+            times(&name, &row.times, row.of_compute)
+                .number("over link", format!("{:.3}", row.over_link))
+                .number_or_empty("x collective", row.over_collective, |times| {
+                    format!("{times:.3}")
+                })
+                .number("error", format!("{:.1e}{verdict}", row.error))
+                .number("estimate (us)", micros(row.expected))
+                // Not as the first column, which has no heading either.
+                .words(" ", &row.parameters)
+        }));
+        format!("{op}, m {m}, k {k}, n {n}, {dtype}\n{}", table(&rows))
     }
 
     /// The rates of the GEMM alone and of the lowerings.
