@@ -18,19 +18,7 @@ pub(super) fn explain(diagnostic: &Diagnostic, file: &Path, text: &str) -> Strin
 /// The statements involved in a diagnostic, and their ranks and iterations.
 pub(super) fn excerpts(diagnostic: &Diagnostic, file: &Path, text: &str) -> String {
     let mut out = String::new();
-    let mut starts: Vec<(u32, u32)> = Vec::new();
-    // Where the places are, and the calls that lead to them.
-    let sites = diagnostic
-        .places
-        .iter()
-        .flat_map(|place| place.site.with_calls());
-    for site in sites {
-        let start = (site.line, site.column);
-        if !starts.contains(&start) {
-            starts.push(start);
-        }
-    }
-    for start @ (line, column) in starts {
+    for ((line, column), names) in statements(diagnostic) {
         let source = (line as usize)
             .checked_sub(1)
             .and_then(|index| text.lines().nth(index));
@@ -56,11 +44,8 @@ pub(super) fn excerpts(diagnostic: &Diagnostic, file: &Path, text: &str) -> Stri
         };
         out += &format!("{margin}--> {}:{at}\n", file.display());
         out += &format!("{number} | {source}\n");
-        out += &format!(
-            "{margin} | {blank}{} {}\n",
-            "^".repeat(width),
-            who(diagnostic, start)
-        );
+        let (marks, who) = ("^".repeat(width), who(names));
+        out += &format!("{margin} | {blank}{marks} {who}\n");
     }
     out
 }
@@ -88,28 +73,36 @@ fn extent(source: &str, column: usize) -> (usize, usize) {
     (indent, statement.trim_end().chars().count().max(1))
 }
 
-/// `rank 0 (j = 1), rank 2 (j = 3)`.
-fn who(diagnostic: &Diagnostic, start: (u32, u32)) -> String {
-    let mut names: Vec<String> = Vec::new();
-    let sites = diagnostic.places.iter().flat_map(|place| {
-        let sites = place.site.with_calls();
-        sites.map(move |site| (place.rank, site))
-    });
-    for (rank, site) in sites.filter(|(_, site)| (site.line, site.column) == start) {
-        let indices: Vec<String> = site
-            .indices
-            .iter()
-            .map(|(index, value)| format!("{index} = {value}"))
-            .collect();
-        let name = if indices.is_empty() {
-            format!("rank {rank}")
-        } else {
-            format!("rank {rank} ({})", indices.join(", "))
-        };
-        if !names.contains(&name) {
-            names.push(name);
+/// Line and column of every involved statement, and of the calls that lead to it, with the ranks and iterations there.
+fn statements(diagnostic: &Diagnostic) -> Vec<((u32, u32), Vec<String>)> {
+    let mut statements: Vec<((u32, u32), Vec<String>)> = Vec::new();
+    for place in &diagnostic.places {
+        for site in place.site.with_calls() {
+            let (start, name) = ((site.line, site.column), name(place.rank, site));
+            match statements.iter_mut().find(|(known, _)| *known == start) {
+                Some((_, names)) if names.contains(&name) => {}
+                Some((_, names)) => names.push(name),
+                None => statements.push((start, vec![name])),
+            }
         }
     }
+    statements
+}
+
+/// `rank 0 (j = 1)`.
+fn name(rank: usize, site: &Site) -> String {
+    let indices = site.indices.iter();
+    let indices: Vec<String> = indices
+        .map(|(index, value)| format!("{index} = {value}"))
+        .collect();
+    match &indices[..] {
+        [] => format!("rank {rank}"),
+        indices => format!("rank {rank} ({})", indices.join(", ")),
+    }
+}
+
+/// `rank 0 (j = 1), rank 2 (j = 3)`.
+fn who(mut names: Vec<String>) -> String {
     let more = names.len().saturating_sub(MAX_PLACES);
     names.truncate(MAX_PLACES);
     match more {
