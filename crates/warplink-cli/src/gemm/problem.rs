@@ -2,7 +2,7 @@
 
 use crate::memory;
 use crate::report::Object;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail, ensure};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::path::Path;
@@ -126,25 +126,20 @@ fn lowering_names(ops: &[Op]) -> warplink::Result<Vec<String>> {
 /// Fails if one of `names` is not a lowering of any of `ops`, or not a program.
 pub(crate) fn check_lowerings(names: &[String], ops: &[Op]) -> Result<()> {
     for name in names {
-        let mut found = false;
-        for op in ops {
-            found |= !op.select(std::slice::from_ref(name))?.is_empty();
+        let selected = ops.iter().map(|op| op.select(std::slice::from_ref(name)));
+        if !selected.collect::<Result<Vec<_>>>()?.concat().is_empty() {
+            continue;
         }
-        let either = |texts: Vec<String>| texts.join(" or ");
-        let what = either(ops.iter().map(Op::to_string).collect());
-        if name.ends_with(".wlp") {
-            let prefixes = ops.iter().map(|op| op.prefix().to_owned()).collect();
-            ensure!(
-                found,
-                "'{name}' is not a lowering of {what}; expected a program whose name starts with {}",
-                either(prefixes)
-            );
-        }
-        ensure!(
-            found,
-            "'{name}' is not a lowering of {what}; expected one of {}",
-            lowering_names(ops)?.join(", ")
-        );
+        let either =
+            |text: fn(&Op) -> String| ops.iter().map(text).collect::<Vec<_>>().join(" or ");
+        let expected = if name.ends_with(".wlp") {
+            let prefixes = either(|op| op.prefix().to_owned());
+            format!("a program whose name starts with {prefixes}")
+        } else {
+            format!("one of {}", lowering_names(ops)?.join(", "))
+        };
+        let what = either(Op::to_string);
+        bail!("'{name}' is not a lowering of {what}; expected {expected}");
     }
     Ok(())
 }
