@@ -104,16 +104,12 @@ impl RunCommand {
             )
         };
         let clock = BenchClock::new(comm, Priority::Normal)?;
-        let stream = &clock.stream;
         let work = |stream: &Stream| Ok(plan.run(stream)?);
         let measure = |submission| clock.measure(self.samples.into(), submission, 1, &work);
         let mut compared = Vec::new();
         let eager = measure(Submission::Eager)?;
         if let Ok(check) = &check {
-            let run = || -> Result<()> {
-                plan.run(stream)?;
-                Ok(comm.synchronize(stream)?)
-            };
+            let run = || clock.run(Submission::Eager, &work);
             compared.extend(check.runs(comm, &plan, (1, "in an eager run"), run)?);
         }
         let eager_only = plan.eager_only().map(ToString::to_string);
@@ -123,10 +119,9 @@ impl RunCommand {
         };
         if let (Ok(check), Some(_)) = (&check, &captured) {
             let graph = clock.capture(&work)?;
-            let run = || -> Result<()> {
-                graph.launch(stream)?;
-                Ok(comm.synchronize(stream)?)
-            };
+            // One graph for all runs.
+            let launch = |stream: &Stream| Ok(graph.launch(stream)?);
+            let run = || clock.run(Submission::Eager, &launch);
             // Other runs than the eager ones, so that their results in the outputs do not pass for those of the
             // graph.
             compared.extend(check.runs(comm, &plan, (100, "in a graph"), run)?);
