@@ -1,9 +1,8 @@
 //! Text output of a topology.
 
+use crate::commands::bench::report::{Row, table};
 use crate::report::counted;
-use crate::report::table::{Align, Table};
 use std::collections::BTreeSet;
-use std::fmt::Write;
 use warplink::device::NetworkDevice;
 use warplink::topology::{Connection, Topology};
 
@@ -50,56 +49,40 @@ pub(super) fn describe(topology: &Topology) -> String {
     let several = places
         .iter()
         .any(|place| place.machine != places[0].machine);
-    let numbers: Vec<String> = (0..world).map(|rank| rank.to_string()).collect();
-    let mut columns = vec![("rank", Align::Right)];
-    if several {
-        columns.push(("host", Align::Left));
-    }
-    columns.extend([
-        ("device", Align::Left),
-        ("address", Align::Left),
-        ("NUMA", Align::Right),
-        ("network", Align::Left),
-    ]);
-    columns.extend(numbers.iter().map(|number| (number.as_str(), Align::Right)));
-    let (mut table, mut used) = (Table::new(columns), BTreeSet::new());
+    let (mut rows, mut used) = (Vec::new(), BTreeSet::new());
     for (rank, place) in places.iter().enumerate() {
-        let mut row = vec![rank.to_string()];
+        let mut row = Row::of("").number("rank", rank);
         if several {
-            row.push(place.host.clone());
+            row = row.words("host", &place.host);
         }
-        row.extend([
-            place.device.clone(),
-            known(place.address),
-            known(place.numa_node),
-            known(place.network.as_ref().map(network)),
-        ]);
+        row = row
+            .words("device", &place.device)
+            .words("address", known(place.address))
+            .number("NUMA", known(place.numa_node))
+            .words("network", known(place.network.as_ref().map(network)));
         for peer in 0..world {
             let cell = cell(topology, rank, peer);
             used.insert(cell);
-            row.push(cell.text());
+            row = row.number(peer.to_string(), cell.text());
         }
-        table.row(row);
+        rows.push(row);
     }
-    let mut text = format!("{table}\n");
+    let mut text = format!("{}\n", table(&rows));
     for legend in used.into_iter().filter_map(TextCell::legend) {
-        text += &legend;
-        text.push('\n');
+        text += &format!("{legend}\n");
     }
     if world > 1 {
         text.push('\n');
     }
     let forced = if topology.is_forced() { ", forced" } else { "" };
-    // Writing to a string cannot fail.
-    let _ = writeln!(text, "class: {}{forced}", topology.class());
+    text += &format!("class: {}{forced}\n", topology.class());
     if let Some(positions) = topology.cube_positions() {
         let list = |ranks: &[usize]| ranks.iter().map(usize::to_string).collect::<Vec<_>>();
         let (first, second) = positions.split_at(positions.len() / 2);
         let faces = list(first).into_iter().zip(list(second));
         let faces: Vec<_> = faces.map(|(a, b)| format!("{a}-{b}")).collect();
-        let _ = writeln!(
-            text,
-            "groups: {} and {}; facing ranks: {}",
+        text += &format!(
+            "groups: {} and {}; facing ranks: {}\n",
             list(first).join(" "),
             list(second).join(" "),
             faces.join(" ")
@@ -110,7 +93,7 @@ pub(super) fn describe(topology: &Topology) -> String {
         obstacles => {
             text += "direct path: not possible\n";
             for obstacle in obstacles {
-                let _ = writeln!(text, "  {obstacle}");
+                text += &format!("  {obstacle}\n");
             }
         }
     }
