@@ -101,7 +101,7 @@ fn sizes_and_submissions_are_selected_alike() {
         ("--from 0", "--from is 0 B; expected at least 1"),
         (
             "--from 4KiB --to 1KiB",
-            "expected --from to be at most --to",
+            "--from is 4 KiB and --to is 1 KiB; expected --from to be at most --to",
         ),
         ("--submission later", "expected eager, captured or both"),
     ] {
