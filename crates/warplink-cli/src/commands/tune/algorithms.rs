@@ -71,7 +71,7 @@ fn limits(
     let rows = input_rows.max(output_rows);
     let mut limits: Vec<(u64, String)> = Vec::new();
     // A barrier has no data.
-    let fitting = |bytes: &usize| rows > 0 && *bytes <= machine.largest / rows;
+    let fitting = |bytes: &usize| rows > 0 && *bytes <= machine.selection.largest / rows;
     for bytes in machine.sizes().into_iter().filter(fitting) {
         let call = Call::new(kind, ReduceOp::Sum, dtype, bytes / dtype.size(), 0);
         let input = machine.memory.own.memory().slice(0..input_rows * bytes)?;

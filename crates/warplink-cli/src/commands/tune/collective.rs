@@ -27,7 +27,7 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
             // Every rank's part must be whole elements.
             let bytes = bytes
                 .next_multiple_of(4 * world)
-                .min(machine.largest / (4 * world) * 4 * world);
+                .min(machine.selection.largest / (4 * world) * 4 * world);
             let request = request(bytes)?;
             let most = if model.device.shared { 4 } else { 16 };
             // Bounded in bytes, so that large sizes do not take seconds for a sample.

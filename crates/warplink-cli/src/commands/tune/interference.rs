@@ -22,7 +22,7 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
     }
     let other = machine.comm.create_stream(Priority::High)?;
     let matmul = matmul(machine)?;
-    let bytes = machine.largest.min(64 << 20);
+    let bytes = machine.selection.largest.min(64 << 20);
     let beside = &mut model.interference;
     for (protocol, matmul_beside) in [
         (Protocol::Put, &mut beside.matmul_beside_put),
@@ -66,7 +66,7 @@ fn both(
         let count = (4e-3 / own).clamp(2.0, 32.0).round();
         let loads = (LONGER * count * own / others).ceil() as usize;
         let mut ratios = Vec::new();
-        for _ in 0..machine.samples {
+        for _ in 0..machine.selection.samples {
             // All ranks at once, since programs load all links at the same time.
             machine.comm.barrier()?;
             (0..loads).try_for_each(|_| load(other))?;
@@ -98,7 +98,7 @@ fn stored(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> Result<()> {
     const SIZE: usize = 2;
     let (rank, world) = (machine.comm.rank(), machine.comm.world());
     let each = ROWS * COLUMNS * SIZE;
-    if machine.largest < each * world {
+    if machine.selection.largest < each * world {
         return Ok(());
     }
     let targets = (1..world)

@@ -73,7 +73,7 @@ fn measured(machine: &TunedMachine<'_>) -> Result<Lanes> {
     let mut threads = THREADS[0];
     // Seconds for each byte that `lanes` lanes move.
     let each = |text: &str, lanes: usize, threads: usize, most: usize| -> Result<f64> {
-        let [less, more] = halves(most.min(machine.largest)).map(|bytes| LaneLaunch {
+        let [less, more] = halves(most.min(machine.selection.largest)).map(|bytes| LaneLaunch {
             lanes,
             threads,
             bytes,

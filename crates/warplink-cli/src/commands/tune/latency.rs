@@ -55,7 +55,7 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
 /// Extra seconds of a copy-engine transfer in a graph compared to eager submission, beyond the extra of a
 /// kernel.
 fn captured_copy(machine: &TunedMachine<'_>) -> Result<f64> {
-    let bytes = ENGINE_COPY.min(machine.largest);
+    let bytes = ENGINE_COPY.min(machine.selection.largest);
     let pair = pair(machine, bytes)?;
     let group: Vec<&Transfer> = pair.iter().collect();
     let kernel = machine.sum(SMALL)?;

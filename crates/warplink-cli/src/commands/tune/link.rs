@@ -31,7 +31,7 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
     model.link.get = curve(Protocol::Get, false)?;
     model.link.kernel_put = curve(Protocol::Put, true)?;
     model.link.kernel_get = curve(Protocol::Get, true)?;
-    let bytes = machine.largest.min(64 << 20);
+    let bytes = machine.selection.largest.min(64 << 20);
     let neighbour = |protocol| peers(machine, protocol, bytes, false);
     let rotated = |protocol| peers(machine, protocol, bytes, true);
     model.link.put_ring = neighbour(Protocol::Put)?;

@@ -22,7 +22,8 @@ const WARM_UP: Duration = Duration::from_millis(20);
 /// Scope of the measurements.
 pub(super) struct Selection {
     pub(super) samples: usize,
-    pub(super) largest_transfer: usize,
+    /// Largest transfer in bytes.
+    pub(super) largest: usize,
     /// Largest matrix extent.
     pub(super) largest_shape: usize,
     /// Element types of matrices.
@@ -41,9 +42,6 @@ pub(super) struct TunedMachine<'a> {
     pub(super) left: usize,
     pub(super) right: usize,
     pub(super) selection: Selection,
-    pub(super) samples: usize,
-    /// Largest transfer.
-    pub(super) largest: usize,
     /// Memory that peers read and write.
     pub(super) memory: SharedMemory,
     /// For copies by kernels.
@@ -53,17 +51,14 @@ pub(super) struct TunedMachine<'a> {
 impl<'a> TunedMachine<'a> {
     /// Collective.
     pub(super) fn new(comm: &'a Communicator, selection: Selection) -> Result<Self> {
-        let largest = selection.largest_transfer;
-        let bytes = largest as u128;
-        memory::check(comm.device().kind(), comm.world(), 0, 2 * bytes)?;
+        let largest = selection.largest;
+        memory::check(comm.device().kind(), comm.world(), 0, 2 * largest as u128)?;
         let [left, right] = neighbours(comm.rank(), comm.world());
         let machine = Self {
             clock: BenchClock::new(comm, Priority::Normal)?,
             second: SecondStream::new(comm)?,
             left,
             right,
-            samples: selection.samples,
-            largest,
             selection,
             memory: SharedMemory::new(comm, largest)?,
             counter: comm.device().allocate_signals(64)?.word(0)?,
@@ -80,7 +75,7 @@ impl<'a> TunedMachine<'a> {
     /// Sizes from 1 KiB to the largest transfer, in factors of four.
     pub(super) fn sizes(&self) -> Vec<usize> {
         std::iter::successors(Some(1024_usize), |size| size.checked_mul(4))
-            .take_while(|size| *size <= self.largest)
+            .take_while(|size| *size <= self.selection.largest)
             .collect()
     }
 
@@ -102,7 +97,7 @@ impl<'a> TunedMachine<'a> {
         work: WorkRef<'_>,
     ) -> Result<f64> {
         let clock = &self.clock;
-        let times = clock.measure(self.samples, submission, repeat, work)?;
+        let times = clock.measure(self.selection.samples, submission, repeat, work)?;
         Ok(times.median)
     }
 
@@ -151,7 +146,7 @@ impl<'a> TunedMachine<'a> {
         }
         let mut times = Vec::new();
         // Few, since a grid has hundreds of shapes.
-        for _ in 0..self.samples.min(3) {
+        for _ in 0..self.selection.samples.min(3) {
             times.push(clock.alone(repeat, work)? / repeat as f64);
         }
         Ok(median(&mut times))

@@ -15,9 +15,9 @@ pub(super) fn measure(machine: &TunedMachine<'_>, model: &mut HardwareModel) -> 
         machine.each(16, Submission::Eager, &|stream| Ok(launch.enqueue(stream)?))
     };
     model.memory.kernel = sum(MIN_BYTES)?;
-    let seconds = sum(machine.largest)? - model.memory.kernel;
+    let seconds = sum(machine.selection.largest)? - model.memory.kernel;
     // Both halves are read, and a third one is written.
-    model.memory.sum_rate = 1.5 * machine.largest as f64 / seconds.max(1e-9);
+    model.memory.sum_rate = 1.5 * machine.selection.largest as f64 / seconds.max(1e-9);
     model.memory.copy = machine.curve(machine.sizes(), |bytes| {
         let (target, source) = (into.slice(0..bytes)?, own.slice(0..bytes)?);
         machine.each(16, Submission::Eager, &|stream| {

@@ -191,16 +191,18 @@ impl Tune {
     }
 
     fn selection(&self, shared: bool) -> Result<Selection> {
-        let largest_transfer = self
+        let (transfer, shape) = if shared {
+            (1 << 20, 512)
+        } else {
+            (256 << 20, 16384)
+        };
+        let transfer = self
             .largest_transfer
-            .map_or(if shared { 1 << 20 } else { 256 << 20 }, |transfer| {
-                transfer.0
-            });
-        let largest_shape = if shared { 512 } else { 16384 };
+            .map_or(transfer, |transfer| transfer.0);
         Ok(Selection {
             samples: self.samples.into(),
-            largest_transfer: usize::try_from(largest_transfer).context("sizes fit the memory")?,
-            largest_shape: self.largest_shape.unwrap_or(largest_shape),
+            largest: usize::try_from(transfer).context("sizes fit the memory")?,
+            largest_shape: self.largest_shape.unwrap_or(shape),
             dtypes: match &self.dtypes[..] {
                 [] => vec![DType::BF16, DType::F32],
                 given => given.to_vec(),
