@@ -225,11 +225,9 @@ impl Case for CollectiveBench {
             let calls = calls.unwrap_or_else(|| default_calls(comm, bytes));
             for &place in places {
                 for &submission in &setup.submissions {
-                    let mut row = runner.row(bytes, place, submission, setup.samples, calls)?;
-                    if let Some(beside) = &self.beside {
-                        beside.add_to(&mut row);
-                    }
-                    rows.push(row.into());
+                    let samples = (setup.samples, calls);
+                    let beside = self.beside.as_ref();
+                    rows.push(runner.row(bytes, place, submission, samples, beside)?);
                     progress.step(ByteSize(bytes as u64).to_string());
                 }
             }

@@ -1,13 +1,15 @@
 //! Runs a collective of one size: once on fresh data for its result, and then for its time.
 
 use super::data::Inputs;
-use super::figures::{CollectiveRow, CollectiveTimes};
+use super::figures::{CollectiveTimes, External, with_methods};
 use super::template::{Template, TemplateKind, in_place, lengths};
 use super::{CollectivePeer, Placement};
 use crate::commands::bench::clock::{BenchClock, Submission, Work, WorkRef};
 use crate::commands::bench::peers::{allocate, neighbours, optional, total, vendor};
+use crate::commands::bench::report::Row;
 use crate::gemm::common_seed;
 use crate::names::name_of;
+use crate::report::bytes::ByteSize;
 use anyhow::{Context, Result};
 use std::cell::Cell;
 use warplink::Communicator;
@@ -81,15 +83,15 @@ impl<'a> CollectiveRunner<'a> {
         Ok(runner)
     }
 
-    /// Checks and times every method.
+    /// Checks and times every method, and adds the figures of another program for the same.
     pub(super) fn row(
         &self,
         bytes: usize,
         place: Placement,
         submission: Submission,
-        samples: usize,
-        calls: usize,
-    ) -> Result<CollectiveRow> {
+        (samples, calls): (usize, usize),
+        beside: Option<&External>,
+    ) -> Result<Row> {
         let world = self.clock.comm.world();
         let call = &self.template.call(bytes, world);
         let slices: Vec<[DeviceSlice; 2]> = self
@@ -126,8 +128,8 @@ impl<'a> CollectiveRunner<'a> {
         let times = clock.measure_in_turn(samples, submission, calls, &works)?;
         let [input, output] = lengths(call, world);
         let size = input.max(output);
-        let figures = self.methods.iter().zip(times).zip(wrong);
-        let figures = figures.map(|((method, times), wrong)| {
+        let methods = self.methods.iter().zip(times).zip(wrong);
+        let methods = methods.map(|((method, times), wrong)| {
             let bandwidth = size as f64 / times.stream.median / 1e9;
             CollectiveTimes {
                 method: method.name.clone(),
@@ -146,6 +148,10 @@ impl<'a> CollectiveRunner<'a> {
                 .path_of_messages()
                 .context("nothing sends messages between these ranks")?,
         };
+        let beside = beside.into_iter();
+        let beside = beside.flat_map(|other| other.methods(size, place, submission));
+        let methods: Vec<CollectiveTimes> = methods.chain(beside).collect();
+        // The engine and messages have no lanes.
         let (algorithm, lanes, threads) = match path {
             CollectivePath::Direct if self.template.kind == TemplateKind::SendReceive => {
                 ("messages".to_owned(), 0, 0)
@@ -160,16 +166,21 @@ impl<'a> CollectiveRunner<'a> {
             }
             CollectivePath::Engine => ("engine".to_owned(), 0, 0),
         };
-        Ok(CollectiveRow {
-            bytes: size,
-            count: call.count,
-            place,
-            submission,
-            algorithm,
-            lanes,
-            threads,
-            methods: figures.collect(),
-        })
+        let (size, submission) = (ByteSize(size as u64), name_of(&submission));
+        let group = match place {
+            Placement::Out => submission.clone(),
+            Placement::In => format!("in place, {submission}"),
+        };
+        let row = Row::of(size.to_string())
+            .key("bytes", size)
+            .number("size", size)
+            .key("count", call.count)
+            .name("place", name_of(&place))
+            .name("submission", submission)
+            .name("algorithm", algorithm)
+            .count("lanes", lanes as u64)
+            .key("threads", threads);
+        Ok(with_methods(row, &group, &methods))
     }
 
     /// Input and output.
