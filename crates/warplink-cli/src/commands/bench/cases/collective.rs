@@ -9,7 +9,7 @@ use crate::commands::bench::case::{Case, Setup, SizeRange};
 use crate::commands::bench::report::{Figures, compared, job, or_empty};
 use crate::commands::bench::shape::CallShape;
 use crate::memory;
-use crate::names::{OneOf, OneOrBoth, name_of, names_of};
+use crate::names::{OneOrBoth, name_of, names_of};
 use crate::options::{Options, at_least};
 use crate::report::Object;
 use crate::report::bytes::ByteSize;
@@ -22,10 +22,9 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use template::{Template, TemplateKind};
 use warplink::collective::Algorithm;
-use warplink::device::ReduceOp;
 use warplink::file::read_regular;
 use warplink::named::alternatives;
-use warplink::{Communicator, DType, DeviceKind};
+use warplink::{Communicator, DeviceKind};
 
 /// The largest file of figures that is read.
 const MAX_FIGURES_BYTES: usize = 16 << 20;
@@ -47,20 +46,8 @@ const MAX_FIGURES_BYTES: usize = 16 << 20;
     warplink bench collective all-gather -n 2 --from 1MiB --step 2 --place both --submission captured\n  \
     warplink bench collective all-reduce --device host -n 4 --to 64KiB --dtype i32 --op max --json")]
 pub(crate) struct CollectiveBench {
-    #[arg(value_parser = template::kind, help = format!(
-        "Which collective: {}; with the last one, each rank sends to the next one and receives from the one before",
-        template::names()
-    ))]
-    collective: TemplateKind,
-    /// Element type
-    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::ALL))]
-    dtype: DType,
-    #[arg(long, value_name = "OPERATOR", default_value = "sum",
-        help = format!("How elements are reduced: {}", ReduceOp::forms()))]
-    op: ReduceOp,
-    /// The root, for collectives that have one
-    #[arg(long, value_name = "RANK", default_value = "0", value_parser = at_least::<usize>(0))]
-    root: usize,
+    #[command(flatten)]
+    template: Template,
     /// Where the output goes: out (separate memory), in (the memory of the input) or both
     #[arg(long, value_name = "PLACE", default_value = "out")]
     place: OneOrBoth<Placement>,
@@ -133,25 +120,29 @@ impl Case for CollectiveBench {
 
     fn check(&self, setup: &Setup) -> Result<()> {
         let (kind, world) = (setup.kind, setup.world);
+        let Template {
+            kind: collective,
+            dtype,
+            op,
+            root,
+        } = self.template;
         ensure!(
-            self.root < world,
-            "--root is {}; expected a rank below {world}",
-            self.root
+            root < world,
+            "--root is {root}; expected a rank below {world}"
         );
-        let (least, element) = (self.template().unit(world), self.dtype.size());
-        let dtype = self.dtype;
+        let (least, element) = (self.template.unit(world), dtype.size());
         let each = match least / element {
             1 => format!("which is one element of {dtype}"),
             parts => format!("which is {parts} elements of {dtype}, one for each rank"),
         };
         setup.check_least(least, &each)?;
         ensure!(
-            !self.place.0.contains(&Placement::In) || self.collective.has_in_place(),
+            !self.place.0.contains(&Placement::In) || collective.has_in_place(),
             "NCCL has no in-place {} for comparison; help: use --place out",
-            template::name(self.collective)
+            template::name(collective)
         );
         if let Some(algorithm) = self.shape.algorithm {
-            let TemplateKind::Collective(kind) = self.collective else {
+            let TemplateKind::Collective(kind) = collective else {
                 bail!("--algorithm is {algorithm}; expected none, since messages have only one");
             };
             let fitting = Algorithm::ALL.into_iter();
@@ -159,7 +150,7 @@ impl Case for CollectiveBench {
             ensure!(
                 algorithm.supports(kind),
                 "--algorithm is {algorithm}, which does not implement {}; expected {}",
-                template::name(self.collective),
+                template::name(collective),
                 alternatives(&fitting)
             );
             ensure!(
@@ -168,22 +159,19 @@ impl Case for CollectiveBench {
             );
         }
         ensure!(
-            !self.bound || matches!(self.collective, TemplateKind::Collective(_)),
+            !self.bound || matches!(collective, TemplateKind::Collective(_)),
             "--bound is for collectives; expected none, since messages are not bound"
         );
-        if let Some(factor) = self.op.factor() {
+        if let Some(factor) = op.factor() {
             // Such products of small integers are exact in every type.
             let size = factor.value().abs();
             ensure!(
                 (0.0625..=16.0).contains(&size) && size.log2().fract() == 0.0,
-                "--op is {}; expected a power of two from 0.0625 to 16 as its factor, so that results are exact",
-                self.op
+                "--op is {op}; expected a power of two from 0.0625 to 16 as its factor, so that results are exact"
             );
             ensure!(
-                self.dtype.is_float(),
-                "--op is {} and --dtype is {}; expected a floating-point type",
-                self.op,
-                self.dtype
+                dtype.is_float(),
+                "--op is {op} and --dtype is {dtype}; expected a floating-point type"
             );
         }
         let peers = CollectivePeer::of(kind);
@@ -195,14 +183,14 @@ impl Case for CollectiveBench {
             );
         }
         if let Some(beside) = &self.beside {
-            beside.check(self.template(), world)?;
+            beside.check(self.template, world)?;
         }
         let largest = setup.largest() as u128;
         memory::check(kind, world, 3 * data::PIECE as u128, 2 * largest)
     }
 
     fn measure(&self, comm: &Communicator, setup: &Setup) -> Result<Figures> {
-        let template = self.template();
+        let template = self.template;
         let options = self.shape.options();
         let peers = match &self.peers[..] {
             // The first one is the default that the help documents.
@@ -250,17 +238,6 @@ impl Case for CollectiveBench {
             .key("bound", self.bound)
             .key("peers", peers);
         Ok(Figures::of_rows(title, object, rows))
-    }
-}
-
-impl CollectiveBench {
-    fn template(&self) -> Template {
-        Template {
-            kind: self.collective,
-            dtype: self.dtype,
-            op: self.op,
-            root: self.root,
-        }
     }
 }
 

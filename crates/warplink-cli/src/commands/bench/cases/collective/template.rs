@@ -1,6 +1,9 @@
 //! The measured call without its size, and the sizes and bandwidths that nccl-tests define for it.
 
 use crate::commands::bench::peers::neighbours;
+use crate::names::OneOf;
+use crate::options::at_least;
+use clap::Args;
 use std::ops::Range;
 use warplink::collective::{Call, CollectiveKind, Collectives, Message};
 use warplink::device::{DeviceSlice, ReduceOp, Stream};
@@ -16,11 +19,21 @@ pub(super) enum TemplateKind {
 }
 
 /// The call that is measured, without its size.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Args)]
 pub(super) struct Template {
+    #[arg(value_name = "COLLECTIVE", value_parser = kind, help = format!(
+        "Which collective: {}; with the last one, each rank sends to the next one and receives from the one before",
+        names()
+    ))]
     pub(super) kind: TemplateKind,
+    /// Element type
+    #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::ALL))]
     pub(super) dtype: DType,
+    #[arg(long, value_name = "OPERATOR", default_value = "sum",
+        help = format!("How elements are reduced: {}", ReduceOp::forms()))]
     pub(super) op: ReduceOp,
+    /// The root, for collectives that have one
+    #[arg(long, value_name = "RANK", default_value = "0", value_parser = at_least::<usize>(0))]
     pub(super) root: usize,
 }
 
