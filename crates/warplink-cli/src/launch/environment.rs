@@ -11,17 +11,10 @@ use std::process::Command;
 use std::str::FromStr;
 use warplink::bootstrap::{HeldPort, UniqueId};
 
-/// Variables that only the launcher sets.
-const RESERVED: [&str; 8] = [
-    "WARPLINK_RANK",
-    "WARPLINK_WORLD",
-    "WARPLINK_LOCAL_RANK",
-    "WARPLINK_ID",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-];
+/// Variables that only the launcher sets: to the rank, to the number of ranks, and to the id.
+const OF_RANK: [&str; 4] = ["WARPLINK_RANK", "WARPLINK_LOCAL_RANK", "RANK", "LOCAL_RANK"];
+const OF_WORLD: [&str; 3] = ["WARPLINK_WORLD", "WORLD_SIZE", "LOCAL_WORLD_SIZE"];
+const ID: &str = "WARPLINK_ID";
 
 /// A variable for the ranks, whose value may depend on the rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,8 +46,9 @@ impl FromStr for Variable {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
+        let reserved = |name| OF_RANK.contains(&name) || OF_WORLD.contains(&name) || name == ID;
         match text.split_once('=') {
-            Some((name, _)) if RESERVED.contains(&name) => Err(format!(
+            Some((name, _)) if reserved(name) => Err(format!(
                 "{name} is set by the launcher; expected another name"
             )),
             Some((name, value)) if !name.is_empty() => Ok(Self::new(name, value)),
@@ -92,14 +86,9 @@ impl Environment {
 
     /// Sets the environment of `rank`.
     pub(super) fn apply(&self, rank: usize, command: &mut Command) {
-        let (rank_text, world) = (rank.to_string(), self.world.to_string());
-        for name in ["WARPLINK_RANK", "WARPLINK_LOCAL_RANK", "RANK", "LOCAL_RANK"] {
-            command.env(name, &rank_text);
-        }
-        for name in ["WARPLINK_WORLD", "WORLD_SIZE", "LOCAL_WORLD_SIZE"] {
-            command.env(name, &world);
-        }
-        command.env("WARPLINK_ID", &self.id);
+        command.envs(OF_RANK.map(|name| (name, rank.to_string())));
+        command.envs(OF_WORLD.map(|name| (name, self.world.to_string())));
+        command.env(ID, &self.id);
         // Defaults only, so that values which the user has set for PyTorch's own store stay.
         set_default(command, "MASTER_ADDR", Ipv4Addr::LOCALHOST.to_string());
         set_default(command, "MASTER_PORT", self.master_port.to_string());

@@ -1,7 +1,7 @@
 //! Rows and columns of the table, and messages of the ranks.
 
 use crate::names::name_of;
-use clap::ValueEnum;
+use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use warplink::{Error, ErrorKind};
@@ -53,9 +53,11 @@ pub(super) enum Phase {
 }
 
 /// One fault in one phase.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Args, Serialize)]
 pub(super) struct Cell {
+    #[arg(long)]
     pub(super) fault: Fault,
+    #[arg(long)]
     pub(super) phase: Phase,
 }
 

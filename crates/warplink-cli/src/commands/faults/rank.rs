@@ -1,6 +1,6 @@
 //! One rank of one cell, as a process.
 
-use super::cell::{Cell, Fault, Phase, RankMessage, RankReport, ReportedError, now};
+use super::cell::{Cell, Phase, RankMessage, RankReport, ReportedError, now};
 use super::inflict::{Inflicted, inflict, send};
 use super::leftovers::HeldResources;
 use super::phases::{Player, go_on, is_loss};
@@ -20,10 +20,8 @@ const SERVED: usize = 4;
 /// The arguments of that subcommand.
 #[derive(Debug, Args)]
 pub(crate) struct FaultRank {
-    #[arg(long)]
-    fault: Fault,
-    #[arg(long)]
-    phase: Phase,
+    #[command(flatten)]
+    cell: Cell,
     #[arg(long)]
     victim: usize,
 }
@@ -33,10 +31,7 @@ impl FaultRank {
         let config = Config::from_env()?;
         let before = HeldResources::now();
         let rank = Rank {
-            cell: Cell {
-                fault: self.fault,
-                phase: self.phase,
-            },
+            cell: self.cell,
             is_victim: config.join.rank == self.victim,
             config,
         };
