@@ -61,6 +61,7 @@ class HostCollectives:
     def __init__(self, communicator: warplink.Communicator, works: Works, timeout: float) -> None:
         self.communicator = communicator
         self.rank, self.size = communicator.rank, communicator.size
+        self._others = [peer for peer in range(self.size) if peer != self.rank]
         self.timeout = timeout
         self._engine = communicator.collective_engine()
         self._stream = communicator.create_stream()
@@ -149,11 +150,10 @@ class HostCollectives:
         number = self._number
         self._number += 1
         said = []
-        for peer in range(self.size):
-            if peer != self.rank:
-                to, back = (bytes_of.get(peer, (0, 0))[1] for bytes_of in (outward, inward))
-                told = HEADER.pack(number, root, to, back, what, kind)
-                said.append((peer, told, HEADER.pack(number, root, back, to, what, kind)))
+        for peer in self._others:
+            to, back = (bytes_of.get(peer, (0, 0))[1] for bytes_of in (outward, inward))
+            told = HEADER.pack(number, root, to, back, what, kind)
+            said.append((peer, told, HEADER.pack(number, root, back, to, what, kind)))
         to_send, to_receive = (
             [(peer, at, count) for peer, (at, count) in ends.items() if count and direct is None]
             for ends in (outward, inward)
@@ -171,6 +171,27 @@ class HostCollectives:
             direct.send_receive(self._stream, outgoing, incoming)
             self._stream.synchronize(limit)
 
+    def _move(
+        self,
+        name: str,
+        dtype: torch.dtype,
+        sends: dict[int, torch.Tensor],
+        receives: dict[int, torch.Tensor],
+        limit: float,
+        root: int = -1,
+        direct: warplink.Collectives | None = None,
+    ) -> None:
+        """Sends contiguous tensors to ranks and receives tensors from ranks, as ``_exchange`` does. A tensor for this rank
+        itself is copied."""
+        own = sends.pop(self.rank, None)
+        target = receives.pop(self.rank, None)
+        written = [(peer, writable(tensor)) for peer, tensor in receives.items()]
+        self._exchange(name, dtype, list(sends.items()), written, limit, root, direct=direct)
+        if own is not None and target is not None:
+            target.detach().copy_(own.view(target.shape))
+        for (_, result), tensor in zip(written, receives.values()):
+            settle(tensor, result)
+
     def _reduce_received(
         self,
         what: str,
@@ -183,17 +204,16 @@ class HostCollectives:
     ) -> torch.Tensor:
         """The reduction of what each peer sends with ``own``, in the order of ranks; in ``target``, as long as ``own``, if
         that is given, which may be what is sent."""
-        others = [peer for peer in range(self.size) if peer != self.rank]
         kind = DTYPES[own.dtype] if own.dtype in SAME_BITS else None
         exact = name != "avg" or own.is_floating_point()
-        if kind is not None and name in REDUCTIONS and exact and others and own.numel():
+        if kind is not None and name in REDUCTIONS and exact and self._others and own.numel():
             total = torch.empty_like(own) if target is None else target
             reduction = (REDUCTIONS[name], kind, own.data_ptr(), total.data_ptr())
-            receives = [(peer, total) for peer in others]
+            receives = [(peer, total) for peer in self._others]
             self._exchange(what, own.dtype, sends, receives, limit, root, reduction)
             return total
         parts = own.new_empty((self.size, *own.shape))
-        self._exchange(what, own.dtype, sends, [(p, parts[p]) for p in others], limit, root)
+        self._exchange(what, own.dtype, sends, [(p, parts[p]) for p in self._others], limit, root)
         total = reduce_parts([own if p == self.rank else parts[p] for p in range(self.size)], name)
         return total if target is None else target.copy_(total)
 
@@ -202,15 +222,9 @@ class HostCollectives:
     def broadcast(self, tensors: list[torch.Tensor], root: int, timeout: float | None) -> HostWork:
         def body(limit: float) -> Result:
             for tensor in tensors:
-                if self.rank == root:
-                    source = readable(tensor)
-                    sends = [(peer, source) for peer in range(self.size) if peer != root]
-                    self._exchange("broadcast", tensor.dtype, sends, [], limit, root)
-                else:
-                    target = writable(tensor)
-                    receives = [(root, target)]
-                    self._exchange("broadcast", tensor.dtype, [], receives, limit, root)
-                    settle(tensor, target)
+                sends = dict.fromkeys(self._others, readable(tensor)) if self.rank == root else {}
+                receives = {} if self.rank == root else {root: tensor}
+                self._move("broadcast", tensor.dtype, sends, receives, limit, root)
             return tensors
 
         if self.rank == root:
@@ -238,25 +252,23 @@ class HostCollectives:
     def _all_reduced_in_place(self, flat: torch.Tensor, name: str, limit: float) -> None:
         """A flat tensor becomes its reduction over all ranks, the same bits on each."""
         what = f"all_reduce {name}"
-        others = [peer for peer in range(self.size) if peer != self.rank]
         # Of two ranks, each sends as much in two shots.
-        if self.size == 2 or flat.numel() * flat.element_size() <= ONE_SHOT_BYTES:
-            self._reduce_received(what, name, [(peer, flat) for peer in others], flat, flat, limit)
+        if self.size == 2 or flat.nbytes <= ONE_SHOT_BYTES:
+            self._reduce_received(what, name, [(peer, flat) for peer in self._others], flat, flat, limit)
             return
         # Two shots: each rank reduces a piece, then all gather the pieces.
         bounds = [flat.numel() * peer // self.size for peer in range(self.size + 1)]
         pieces = [flat[bounds[peer] : bounds[peer + 1]] for peer in range(self.size)]
         own = pieces[self.rank]
-        self._reduce_received(what, name, [(p, pieces[p]) for p in others], own, own, limit)
+        self._reduce_received(what, name, [(p, pieces[p]) for p in self._others], own, own, limit)
         self._gather_into(what, pieces, own, limit)
 
     def _gather_into(
         self, what: str, targets: list[torch.Tensor], own: torch.Tensor, limit: float
     ) -> None:
         """Rank p's ``own`` becomes ``targets[p]`` on every rank, but for this rank's."""
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        sends = [(peer, own) for peer in others]
-        self._exchange(what, own.dtype, sends, [(p, targets[p]) for p in others], limit)
+        sends = [(peer, own) for peer in self._others]
+        self._exchange(what, own.dtype, sends, [(p, targets[p]) for p in self._others], limit)
 
     def _all_reduce_sparse(self, tensor: torch.Tensor, limit: float) -> None:
         own = tensor.detach().coalesce()
@@ -303,14 +315,8 @@ class HostCollectives:
 
         def body(limit: float) -> Result:
             for targets, source in zip(outputs, inputs, strict=True):
-                own = readable(source)
-                written = [writable(target) for target in targets]
-                self._gather_into("all_gather", written, own, limit)
-                for peer, (target, result) in enumerate(zip(targets, written)):
-                    if peer == self.rank:
-                        target.detach().copy_(own.view(target.shape))
-                    else:
-                        settle(target, result)
+                sends = dict.fromkeys(range(self.size), readable(source))
+                self._move("all_gather", source.dtype, sends, dict(enumerate(targets)), limit)
             return outputs
 
         for targets, source in zip(outputs, inputs, strict=True):
@@ -362,17 +368,9 @@ class HostCollectives:
         """``outputs[p]`` becomes rank p's ``inputs[this rank]``."""
 
         def body(limit: float) -> Result:
-            pieces = [readable(source) for source in inputs]
-            written = [writable(target) for target in outputs]
-            others = [peer for peer in range(self.size) if peer != self.rank]
-            sends = [(peer, pieces[peer]) for peer in others]
-            receives = [(peer, written[peer]) for peer in others]
-            # Different lengths were reported before this, with the names of the ranks' calls.
-            self._exchange("all_to_all", pieces[0].dtype, sends, receives, limit, direct=self.direct)
-            own = pieces[self.rank]
-            outputs[self.rank].detach().copy_(own.view(outputs[self.rank].shape))
-            for peer in others:
-                settle(outputs[peer], written[peer])
+            sends = {peer: readable(source) for peer, source in enumerate(inputs)}
+            # Different lengths are reported before data moves, with the names of the ranks' calls.
+            self._move("all_to_all", inputs[0].dtype, sends, dict(enumerate(outputs)), limit, direct=self.direct)
             return outputs
 
         check_alike(outputs[self.rank], inputs[self.rank])
@@ -384,24 +382,13 @@ class HostCollectives:
         """On ``root``, ``outputs[p]`` becomes rank p's ``source``."""
 
         def body(limit: float) -> Result:
-            own = readable(source)
-            if self.rank != root:
-                self._exchange("gather", own.dtype, [(root, own)], [], limit, root)
-                return []
-            written = [writable(target) for target in outputs]
-            receives = [(peer, written[peer]) for peer in range(self.size) if peer != root]
-            self._exchange("gather", own.dtype, [], receives, limit, root)
-            for peer, target in enumerate(outputs):
-                if peer == root:
-                    target.detach().copy_(own.view(target.shape))
-                else:
-                    settle(target, written[peer])
-            return outputs
+            self._move("gather", source.dtype, {root: readable(source)}, dict(enumerate(written)), limit, root)
+            return written
 
+        written = outputs if self.rank == root else []
         if self.rank == root:
             check_alike(outputs[root], source)
-            return self.submit("gather", body, timeout, [source], outputs)
-        return self.submit("gather", body, timeout, [source])
+        return self.submit("gather", body, timeout, [source], written)
 
     def scatter(
         self, target: torch.Tensor, inputs: list[torch.Tensor], root: int, timeout: float | None
@@ -409,20 +396,14 @@ class HostCollectives:
         """``target`` becomes the root's ``inputs[this rank]``."""
 
         def body(limit: float) -> Result:
-            if self.rank == root:
-                pieces = [readable(source) for source in inputs]
-                sends = [(peer, pieces[peer]) for peer in range(self.size) if peer != root]
-                self._exchange("scatter", target.dtype, sends, [], limit, root)
-                target.detach().copy_(pieces[root].view(target.shape))
-            else:
-                written = writable(target)
-                self._exchange("scatter", target.dtype, [], [(root, written)], limit, root)
-                settle(target, written)
+            sends = {peer: readable(one) for peer, one in enumerate(sent)}
+            self._move("scatter", target.dtype, sends, {root: target}, limit, root)
             return [target]
 
+        sent = inputs if self.rank == root else []
         if self.rank == root:
             check_alike(target, inputs[root])
-        return self.submit("scatter", body, timeout, inputs if self.rank == root else [], [target])
+        return self.submit("scatter", body, timeout, sent, [target])
 
     def barrier(self, timeout: float | None) -> HostWork:
         def body(limit: float) -> Result:
