@@ -1,9 +1,9 @@
 //! Execution of programs.
 
-use crate::array::{self, Array};
-use crate::errors::{captured, raise};
+use crate::array::{self, Array, Reader};
+use crate::errors::{captured, invalid, raise};
 use crate::memory::Memory;
-use crate::overlap::{Choices, OverlapPlan, plan_all_gather_matmul, plan_matmul_reduce_scatter};
+use crate::overlap::OverlapPlan;
 use crate::owner::Detached;
 use crate::place::Place;
 use crate::program::{Program, read_parameters};
@@ -12,8 +12,13 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use warplink::Error;
+use warplink::device::DeviceSlice;
+use warplink::overlap::{
+    AllGatherMatmul, AllGatherMatmulBuffers, AllGatherMatmulLowering, Leading, MatmulReduceScatter,
+    MatmulReduceScatterBuffers, MatmulReduceScatterLowering, Options,
+};
 use warplink::program::PrepareOptions;
+use warplink::{DType, Error};
 
 /// Runs programs on one rank. Every rank prepares and binds the same programs in the same order.
 #[pyclass(frozen, module = "warplink")]
@@ -121,25 +126,61 @@ impl Executor {
         streams: usize,
         trials: bool,
     ) -> PyResult<OverlapPlan> {
-        let resolve = |array: &Bound<'_, PyAny>| Array::resolve(array, &self.place, None);
-        let target = |array: &Bound<'_, PyAny>| Array::resolve_target(array, &self.place, None);
-        let all = |arrays: &[Bound<'_, PyAny>]| arrays.iter().map(resolve).collect();
-        let targets: PyResult<Vec<Array>> = c.iter().map(target).collect();
-        let bias: Option<PyResult<Vec<Array>>> = bias.as_deref().map(all);
-        plan_all_gather_matmul(
-            py,
-            (&self.executor()?, &self.place),
-            &resolve(a)?,
-            [all(&b)?, targets?, bias.transpose()?.unwrap_or_default()],
-            gathered.as_ref().map(target).transpose()?,
-            Choices {
-                dim,
-                transposed_b,
-                lowering,
-                streams,
-                trials,
-            },
-        )
+        let (executor, sources) = (self.executor()?, Reader::new(&self.place, None));
+        let all = |reader: Reader<'_>, arrays: &[Bound<'_, PyAny>]| -> PyResult<Vec<Array>> {
+            let each = arrays.iter().map(|array| reader.read(array, "an array"));
+            each.collect()
+        };
+        let (a, b) = (sources.read(a, "an array")?, all(sources, &b)?);
+        let targets = sources.for_targets();
+        let c = all(targets, &c)?;
+        let bias = all(sources, &bias.unwrap_or_default())?;
+        let gathered = gathered.map(|array| targets.read(&array, "the target"));
+        let gathered = gathered.transpose()?;
+        let operands = [&a].into_iter().chain(&b).chain(&c).chain(&bias);
+        let dtype = common_type(operands.chain(&gathered))?;
+        let mut whole = a.shape.clone();
+        if let Some(extent) = whole.get_mut(dim) {
+            // An overflow becomes a shape that no operand has, and is rejected below.
+            *extent = extent.saturating_mul(executor.world());
+        }
+        let leading = Leading::of(&whole, dim).map_err(raise)?;
+        let n = b
+            .iter()
+            .map(|b| columns_of("b", b, leading.columns, transposed_b));
+        let n = n.collect::<PyResult<Vec<usize>>>()?;
+        for (c, n) in c.iter().zip(&n) {
+            has_shape("c", c, &with_last(&whole, *n))?;
+        }
+        if let Some(gathered) = &gathered {
+            has_shape("gathered", gathered, &whole)?;
+        }
+        let problem = AllGatherMatmul {
+            m: leading.rows,
+            k: leading.columns,
+            n,
+            dtype,
+            transposed_b,
+            bias: !bias.is_empty(),
+            keep: gathered.is_some(),
+        };
+        let lowering = lowering.map(|name| name.parse::<AllGatherMatmulLowering>()?.lowering());
+        let options = Options {
+            lowering: lowering.transpose().map_err(raise)?,
+            streams,
+            outer: leading.outer,
+            trials,
+            ..Options::default()
+        };
+        let buffers = AllGatherMatmulBuffers {
+            a: a.slice,
+            b: slices(b),
+            bias: slices(bias),
+            c: slices(c),
+            gathered: gathered.map(|gathered| gathered.slice),
+        };
+        let plan = py.detach(|| problem.plan(&executor, &options, &buffers));
+        Ok(OverlapPlan::new(plan.map_err(raise)?, &self.place))
     }
 
     /// Plans `c = reduce_scatter(a @ b) + bias`, overlapped.
@@ -162,24 +203,50 @@ impl Executor {
         streams: usize,
         trials: bool,
     ) -> PyResult<OverlapPlan> {
-        let resolve = |array: &Bound<'_, PyAny>| Array::resolve(array, &self.place, None);
-        plan_matmul_reduce_scatter(
-            py,
-            (&self.executor()?, &self.place),
-            [
-                &resolve(a)?,
-                &resolve(b)?,
-                &Array::resolve_target(c, &self.place, None)?,
-            ],
-            bias.as_ref().map(resolve).transpose()?,
-            Choices {
-                dim,
-                transposed_b,
-                lowering,
-                streams,
-                trials,
-            },
-        )
+        let (executor, sources) = (self.executor()?, Reader::new(&self.place, None));
+        let (a, b) = (sources.read(a, "an array")?, sources.read(b, "an array")?);
+        let c = sources.for_targets().read(c, "the target")?;
+        let bias = bias.map(|array| sources.read(&array, "an array"));
+        let bias = bias.transpose()?;
+        let dtype = common_type([&a, &b, &c].into_iter().chain(&bias))?;
+        let world = executor.world();
+        let leading = Leading::of(&a.shape, dim).map_err(raise)?;
+        let n = columns_of("b", &b, leading.columns, transposed_b)?;
+        let mut part = with_last(&a.shape, n);
+        if let Some(extent) = part.get_mut(dim) {
+            if !extent.is_multiple_of(world) {
+                return Err(invalid(format!(
+                    "dimension {dim} of a has {extent} rows; expected a multiple of the {world} ranks"
+                )));
+            }
+            *extent /= world;
+        }
+        has_shape("c", &c, &part)?;
+        let problem = MatmulReduceScatter {
+            m: leading.rows,
+            // The problem is stated for the whole operands; each rank passes its part of the summed dimension.
+            k: leading.columns * world,
+            n,
+            dtype,
+            transposed_b,
+            bias: bias.is_some(),
+        };
+        let lowering = lowering.map(|name| name.parse::<MatmulReduceScatterLowering>()?.lowering());
+        let options = Options {
+            lowering: lowering.transpose().map_err(raise)?,
+            streams,
+            outer: leading.outer,
+            trials,
+            ..Options::default()
+        };
+        let buffers = MatmulReduceScatterBuffers {
+            a: a.slice,
+            b: b.slice,
+            bias: bias.map(|bias| bias.slice),
+            c: c.slice,
+        };
+        let plan = py.detach(|| problem.plan(&executor, &options, &buffers));
+        Ok(OverlapPlan::new(plan.map_err(raise)?, &self.place))
     }
 }
 
@@ -296,4 +363,58 @@ impl CapturedPlan {
         let (captured, stream) = (self.0.get("captured plan")?, stream.live()?);
         py.detach(|| captured.launch(stream)).map_err(raise)
     }
+}
+
+fn slices(arrays: Vec<Array>) -> Vec<DeviceSlice> {
+    arrays.into_iter().map(|array| array.slice).collect()
+}
+
+/// The common element type of `arrays`.
+fn common_type<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> PyResult<DType> {
+    let mut common = None;
+    for array in arrays {
+        let dtype = array.element("an operand")?.dtype()?;
+        if *common.get_or_insert(dtype) != dtype {
+            return Err(raise(Error::invalid(format!(
+                "an operand is {dtype}; expected the same element type for all"
+            ))));
+        }
+    }
+    common.ok_or_else(|| invalid("there is no operand"))
+}
+
+/// The number of columns of a right operand with `rows` rows, which may be transposed in memory.
+fn columns_of(name: &str, array: &Array, rows: usize, transposed: bool) -> PyResult<usize> {
+    match (&array.shape[..], transposed) {
+        (&[own, columns], false) | (&[columns, own], true) if own == rows => Ok(columns),
+        _ => {
+            let expected = if transposed {
+                format!("[n, {rows}]")
+            } else {
+                format!("[{rows}, n]")
+            };
+            Err(invalid(format!(
+                "{name} has shape {:?}; expected {expected}",
+                array.shape
+            )))
+        }
+    }
+}
+
+fn with_last(shape: &[usize], last: usize) -> Vec<usize> {
+    let mut shape = shape.to_vec();
+    if let Some(extent) = shape.last_mut() {
+        *extent = last;
+    }
+    shape
+}
+
+fn has_shape(name: &str, array: &Array, expected: &[usize]) -> PyResult<()> {
+    if array.shape == expected {
+        return Ok(());
+    }
+    Err(invalid(format!(
+        "{name} has shape {:?}; expected {expected:?}",
+        array.shape
+    )))
 }

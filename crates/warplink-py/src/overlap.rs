@@ -8,13 +8,9 @@ use crate::stream::{Stream, Turns};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::sync::Arc;
+use warplink::Error;
 use warplink::device::DeviceSlice;
-use warplink::overlap::{
-    self, AllGatherMatmul, AllGatherMatmulBuffers, AllGatherMatmulLowering, Leading, Lowering,
-    MatmulReduceScatter, MatmulReduceScatterBuffers, MatmulReduceScatterLowering, Options,
-};
-use warplink::program::Executor;
-use warplink::{DType, Error};
+use warplink::overlap;
 
 /// An overlapped matmul on given memory, for any number of runs. Every rank creates the same plans in the same order.
 /// Drop it when the streams that it ran on are done.
@@ -56,23 +52,8 @@ struct Launched {
     written: bool,
 }
 
-/// Options of a plan.
-#[derive(Clone, Copy)]
-pub(crate) struct Choices<'a> {
-    /// The dimension that is divided.
-    pub(crate) dim: usize,
-    /// Whether right operands are `[n, k]`.
-    pub(crate) transposed_b: bool,
-    /// The only lowering allowed, by name.
-    pub(crate) lowering: Option<&'a str>,
-    /// The number of streams that the matmuls are distributed over.
-    pub(crate) streams: usize,
-    /// Whether lowerings of similar predicted cost are timed on the machine.
-    pub(crate) trials: bool,
-}
-
 impl OverlapPlan {
-    fn new(plan: overlap::OverlapPlan, place: &Place) -> Self {
+    pub(crate) fn new(plan: overlap::OverlapPlan, place: &Place) -> Self {
         Self {
             place: place.clone(),
             lowering: plan.choice().name().to_owned(),
@@ -276,178 +257,4 @@ impl CapturedOverlap {
         let (captured, stream) = (self.0.get("captured plan")?, stream.live()?);
         py.detach(|| captured.launch(stream)).map_err(raise)
     }
-}
-
-/// See `Executor.all_gather_matmul` in Python.
-pub(crate) fn plan_all_gather_matmul(
-    py: Python<'_>,
-    (executor, place): (&Executor, &Place),
-    a: &Array,
-    [b, c, bias]: [Vec<Array>; 3],
-    gathered: Option<Array>,
-    choices: Choices<'_>,
-) -> PyResult<OverlapPlan> {
-    let dtype = common_type(
-        [a].into_iter()
-            .chain(&b)
-            .chain(&c)
-            .chain(&bias)
-            .chain(&gathered),
-    )?;
-    let (world, dim) = (executor.world(), choices.dim);
-    let mut whole = a.shape.clone();
-    if let Some(extent) = whole.get_mut(dim) {
-        // An overflow becomes a shape that no operand has, and is rejected below.
-        *extent = extent.saturating_mul(world);
-    }
-    let leading = Leading::of(&whole, dim).map_err(raise)?;
-    let n = b
-        .iter()
-        .map(|b| columns_of("b", b, leading.columns, choices.transposed_b));
-    let n = n.collect::<PyResult<Vec<usize>>>()?;
-    for (c, n) in c.iter().zip(&n) {
-        has_shape("c", c, &with_last(&whole, *n))?;
-    }
-    if let Some(gathered) = &gathered {
-        has_shape("gathered", gathered, &whole)?;
-    }
-    let problem = AllGatherMatmul {
-        m: leading.rows,
-        k: leading.columns,
-        n,
-        dtype,
-        transposed_b: choices.transposed_b,
-        bias: !bias.is_empty(),
-        keep: gathered.is_some(),
-    };
-    let lowering = choices.lowering.map(|name| {
-        let known: AllGatherMatmulLowering = name.parse()?;
-        known.lowering()
-    });
-    let options = options(lowering, leading.outer, choices)?;
-    let buffers = AllGatherMatmulBuffers {
-        a: a.slice.clone(),
-        b: slices(b),
-        bias: slices(bias),
-        c: slices(c),
-        gathered: gathered.map(|gathered| gathered.slice),
-    };
-    let plan = py.detach(|| problem.plan(executor, &options, &buffers));
-    Ok(OverlapPlan::new(plan.map_err(raise)?, place))
-}
-
-/// See `Executor.matmul_reduce_scatter` in Python.
-pub(crate) fn plan_matmul_reduce_scatter(
-    py: Python<'_>,
-    (executor, place): (&Executor, &Place),
-    [a, b, c]: [&Array; 3],
-    bias: Option<Array>,
-    choices: Choices<'_>,
-) -> PyResult<OverlapPlan> {
-    let dtype = common_type([a, b, c].into_iter().chain(&bias))?;
-    let (world, dim) = (executor.world(), choices.dim);
-    let leading = Leading::of(&a.shape, dim).map_err(raise)?;
-    let n = columns_of("b", b, leading.columns, choices.transposed_b)?;
-    let mut part = with_last(&a.shape, n);
-    if let Some(extent) = part.get_mut(dim) {
-        if !extent.is_multiple_of(world) {
-            return Err(invalid(format!(
-                "dimension {dim} of a has {extent} rows; expected a multiple of the {world} ranks"
-            )));
-        }
-        *extent /= world;
-    }
-    has_shape("c", c, &part)?;
-    let problem = MatmulReduceScatter {
-        m: leading.rows,
-        // The problem is stated for the whole operands; each rank passes its part of the summed dimension.
-        k: leading.columns * world,
-        n,
-        dtype,
-        transposed_b: choices.transposed_b,
-        bias: bias.is_some(),
-    };
-    let lowering = choices.lowering.map(|name| {
-        let known: MatmulReduceScatterLowering = name.parse()?;
-        known.lowering()
-    });
-    let options = options(lowering, leading.outer, choices)?;
-    let buffers = MatmulReduceScatterBuffers {
-        a: a.slice.clone(),
-        b: b.slice.clone(),
-        bias: bias.map(|bias| bias.slice),
-        c: c.slice.clone(),
-    };
-    let plan = py.detach(|| problem.plan(executor, &options, &buffers));
-    Ok(OverlapPlan::new(plan.map_err(raise)?, place))
-}
-
-fn options(
-    lowering: Option<Result<Lowering, Error>>,
-    outer: usize,
-    Choices {
-        streams, trials, ..
-    }: Choices<'_>,
-) -> PyResult<Options> {
-    Ok(Options {
-        lowering: lowering.transpose().map_err(raise)?,
-        streams,
-        outer,
-        trials,
-        ..Options::default()
-    })
-}
-
-fn slices(arrays: Vec<Array>) -> Vec<DeviceSlice> {
-    arrays.into_iter().map(|array| array.slice).collect()
-}
-
-/// The common element type of `arrays`.
-fn common_type<'a>(arrays: impl IntoIterator<Item = &'a Array>) -> PyResult<DType> {
-    let mut common = None;
-    for array in arrays {
-        let dtype = array.element("an operand")?.dtype()?;
-        if *common.get_or_insert(dtype) != dtype {
-            return Err(raise(Error::invalid(format!(
-                "an operand is {dtype}; expected the same element type for all"
-            ))));
-        }
-    }
-    common.ok_or_else(|| invalid("there is no operand"))
-}
-
-/// The number of columns of a right operand with `rows` rows, which may be transposed in memory.
-fn columns_of(name: &str, array: &Array, rows: usize, transposed: bool) -> PyResult<usize> {
-    match (&array.shape[..], transposed) {
-        (&[own, columns], false) | (&[columns, own], true) if own == rows => Ok(columns),
-        _ => {
-            let expected = if transposed {
-                format!("[n, {rows}]")
-            } else {
-                format!("[{rows}, n]")
-            };
-            Err(invalid(format!(
-                "{name} has shape {:?}; expected {expected}",
-                array.shape
-            )))
-        }
-    }
-}
-
-fn with_last(shape: &[usize], last: usize) -> Vec<usize> {
-    let mut shape = shape.to_vec();
-    if let Some(extent) = shape.last_mut() {
-        *extent = last;
-    }
-    shape
-}
-
-fn has_shape(name: &str, array: &Array, expected: &[usize]) -> PyResult<()> {
-    if array.shape == expected {
-        return Ok(());
-    }
-    Err(invalid(format!(
-        "{name} has shape {:?}; expected {expected:?}",
-        array.shape
-    )))
 }
