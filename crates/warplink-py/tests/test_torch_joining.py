@@ -56,7 +56,7 @@ def test_a_rank_that_fails_when_others_have_joined_leaves_all_without(dist, rank
 
 def as_on_gpus(rank, world, place, monkeypatch, make_workspace):
     """A group that has yet to join for messages of CUDA tensors, and how often it tried."""
-    from warplink.torch import group as module, workspaces
+    from warplink.torch import routes as module, workspaces
 
     dist = start(rank, world, place, timeout=10)
     group = dist.group.WORLD
@@ -106,7 +106,7 @@ def test_a_rank_that_cannot_make_a_workspace_leaves_all_without_and_none_tries_a
 @as_ranks(2)
 def test_a_rank_that_fails_behind_the_workspace_leaves_all_without(rank, world, place):
     from warplink.errors import DriverError
-    from warplink.torch import group as module, workspaces
+    from warplink.torch import routes as module, workspaces
 
     def make(space, collectives, limit, source):
         if rank == 0:
@@ -129,7 +129,7 @@ def test_a_rank_that_fails_behind_the_workspace_leaves_all_without(rank, world, 
 
 @as_ranks(2)
 def test_calls_take_short_ways_once_it_is_known_which_go_direct(rank, world, place):
-    from warplink.torch import group as module
+    from warplink.torch import routes as module
 
     class Made:
         def __init__(self, space, collectives, limit, source):
@@ -159,7 +159,7 @@ def test_calls_take_short_ways_once_it_is_known_which_go_direct(rank, world, pla
 
 @as_ranks(2)
 def test_members_join_in_a_barrier_once_each_has_a_gpu(rank, world, place):
-    from warplink.torch import group as module
+    from warplink.torch import routes as module
 
     class Made:
         def __init__(self, space, collectives, limit, source):

@@ -13,8 +13,9 @@ from torch.distributed import distributed_c10d as c10d
 from warplink.errors import InvalidArgumentError
 from warplink.torch.direct_collectives import reduction
 from warplink.torch.modes import seen_as
+from warplink.torch.routes import GroupRoutes
 from warplink.torch.shapes import bytes_of_parts, count, limit_of, root_of, share, split
-from warplink.torch.works import Noted, WorkGroup, Works
+from warplink.torch.works import WorkGroup
 
 
 def _is_async(opts: Any) -> bool:
@@ -22,47 +23,17 @@ def _is_async(opts: Any) -> bool:
     return getattr(opts, "asyncOp", True)
 
 
-class GroupCalls:
+def _are_alike(lists: list[list[torch.Tensor]], ones: list[torch.Tensor]) -> bool:
+    """Whether tensors in lists have the type and the length of the one tensor of each list."""
+    return all(
+        tensor.dtype == one.dtype and tensor.numel() == one.numel()
+        for tensors, one in zip(lists, ones)
+        for tensor in tensors
+    )
+
+
+class GroupCalls(GroupRoutes):
     """Collectives, sends and receives of a group whose parts its subclass makes."""
-
-    _rank: int
-    _size: int
-    #: Executes calls on CPU tensors on the host device; only such calls get here.
-    _host: Any
-    _messages: Any
-    _gloo: Any
-    #: Creates the works of CPU tensors.
-    _host_works: Works
-    #: Where those of direct calls are noted.
-    _direct_works: Noted
-
-    def _check(self) -> None:
-        """Raises where the group cannot be used any more."""
-        raise NotImplementedError
-
-    def _backend_of(self, tensors: list[torch.Tensor], by_all: bool = True) -> Any:
-        """Backend of ``tensors``: None for the host device, else NCCL or Gloo."""
-        raise NotImplementedError
-
-    def direct_messages(self, device: torch.device, by_all: bool = True) -> Any:
-        """Executor of direct all-to-alls and batches on ``device``; None where a backend executes them."""
-        raise NotImplementedError
-
-    def direct_collectives(self, device: torch.device) -> Any:
-        """Executor of direct collectives on ``device``; None where a backend executes them."""
-        raise NotImplementedError
-
-    def _joined_collectives(self) -> Any:
-        """Executor of direct collectives of CUDA tensors, if members have joined for that."""
-        raise NotImplementedError
-
-    def _join_in_barrier(self, device: torch.device | None) -> None:
-        """Has members join for direct calls, if that is still open."""
-        raise NotImplementedError
-
-    def _backend_for(self, kind: str) -> Any:
-        """Backend of tensors on devices of ``kind``; see ``_backend_of``."""
-        raise NotImplementedError
 
     def _past(self, backend: Any, tensor: torch.Tensor) -> Any:
         """Executor of an all-to-all of ``tensor`` past ``backend``; None where that, or the host, executes it."""
@@ -153,21 +124,16 @@ class GroupCalls:
         opts = opts if opts is not None else c10d.AllgatherOptions()
         if isinstance(input_tensors, torch.Tensor):
             output_tensors, input_tensors = [output_tensors], [input_tensors]
-        if (backend := self._backend_of(input_tensors)) is not None:
-            alike = all(
-                output.dtype == input.dtype and output.numel() == input.numel()
-                for outputs, input in zip(output_tensors, input_tensors)
-                for output in outputs
-            )
-            direct = self._direct(input_tensors) if alike else None
-            if direct is None:
-                return backend.allgather(output_tensors, input_tensors, opts)
-            for outputs in output_tensors:
-                count(self._size, outputs, "outputs")
-            pairs = list(zip(output_tensors, input_tensors, strict=True))
-            return self._done([direct.all_gather(o, i, _is_async(opts)) for o, i in pairs])
+        backend = self._backend_of(input_tensors)
+        alike = backend is not None and _are_alike(output_tensors, input_tensors)
+        direct = self._direct(input_tensors) if alike else None
+        if backend is not None and direct is None:
+            return backend.allgather(output_tensors, input_tensors, opts)
         for outputs in output_tensors:
             count(self._size, outputs, "outputs")
+        if direct is not None:
+            pairs = list(zip(output_tensors, input_tensors, strict=True))
+            return self._done([direct.all_gather(o, i, _is_async(opts)) for o, i in pairs])
         return self._host.all_gather(output_tensors, input_tensors, limit_of(opts))
 
     @seen_as("_allgather_base_")
@@ -213,22 +179,14 @@ class GroupCalls:
             output_tensors, input_tensors = [output_tensors], [input_tensors]
         if (backend := self._backend_of(output_tensors)) is not None:
             direct, how = self._reduction(output_tensors, opts.reduceOp)
-            alike = all(
-                input.dtype == output.dtype and input.numel() == output.numel()
-                for output, inputs in zip(output_tensors, input_tensors)
-                for input in inputs
-            )
-            if direct is None or not alike:
+            if direct is None or not _are_alike(input_tensors, output_tensors):
                 return backend.reduce_scatter(output_tensors, input_tensors, opts)
-            for inputs in input_tensors:
-                count(self._size, inputs, "inputs")
-            pairs = list(zip(output_tensors, input_tensors, strict=True))
-            return self._done([direct.reduce_scatter(o, i, how, _is_async(opts)) for o, i in pairs])
         for inputs in input_tensors:
             count(self._size, inputs, "inputs")
-        return self._host.reduce_scatter(
-            output_tensors, input_tensors, opts.reduceOp, limit_of(opts)
-        )
+        if backend is None:
+            return self._host.reduce_scatter(output_tensors, input_tensors, opts.reduceOp, limit_of(opts))
+        pairs = list(zip(output_tensors, input_tensors, strict=True))
+        return self._done([direct.reduce_scatter(o, i, how, _is_async(opts)) for o, i in pairs])
 
     @seen_as("_reduce_scatter_base_")
     def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> Any:

@@ -8,7 +8,6 @@ buffers that the other ranks reach, and the fused operations.
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import sys
 import threading
@@ -20,19 +19,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import warplink
-from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError, WarplinkError
-from warplink.torch import agreement, direct, joining, profiling, shortcuts
+from warplink.errors import InvalidArgumentError, WarplinkError
+from warplink.torch import direct, joining, profiling, shortcuts
 from warplink.torch.calls import GroupCalls
-from warplink.torch.direct import GpuMessages, HostBatches
-from warplink.torch.direct_collectives import GpuCollectives
+from warplink.torch.direct import HostBatches
 from warplink.torch.host import HostCollectives
 from warplink.torch.host_backend import HostBackend
 from warplink.torch.messages import Messages
 from warplink.torch.monitored import monitored_barrier
 from warplink.torch.options import Options
 from warplink.torch.works import Noted, Works, given_to
-from warplink.torch.workspace import Workspace, is_recording
-from warplink.torch.workspaces import GroupWorkspaces
 
 #: Seconds for which a process that ends waits for the others to leave too.
 LEAVE_AT_EXIT_SECONDS = 1.0
@@ -41,7 +37,7 @@ _CPU = torch.device("cpu")
 _CUDA = torch.device("cuda")
 
 
-class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # type: ignore[misc]
+class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
     """A process group of the backend ``warplink``; ``torch.distributed`` makes it.
 
     Every member makes one at the same time. Methods are those of ``ProcessGroup``.
@@ -76,21 +72,21 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         self._closed = False
         self._monitored = self._barriers = 0
         self._job: warplink.Job | None = None
-        self._communicator: warplink.Communicator | None = None
+        self._communicator = None
         everyone = list(global_ranks or range(size))
         self._source = profiling.Source("warplink", rank, size, name, ranks=everyone)
         self._host_works = Works(self._source)
         self._direct_works = Noted()
-        self._host: HostCollectives | None = None
-        self._messages: Messages | None = None
-        self._batches: HostBatches | None = None
-        self._on_gpu: GpuCollectives | None = None
+        self._host = None
+        self._messages = None
+        self._batches = None
+        self._on_gpu = None
         self._may_go_direct = False
         self._gloo = gloo
-        self._nccl: Any = None
-        self._workspaces: dict[str, Workspace] = {}
+        self._nccl = None
+        self._workspaces = {}
         self._workspaces_begun = 0
-        self._apart: set[str] = set()
+        self._apart = set()
         self._global_ranks = global_ranks or []
         self._group_name = name
         self._group_desc = "undefined"
@@ -177,140 +173,6 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
         register(_CUDA, dist.ProcessGroup.BackendType.NCCL, self._nccl)
         if not self._may_go_direct:
             self._open_short_ways()
-
-    # Selection of a backend
-
-    def _check(self) -> None:
-        if self._closed:
-            raise ClosedError("the process group was destroyed")
-        if os.getpid() != self._process:
-            raise UnsupportedError(
-                "the process group was made in another process; "
-                "expected no use of it after a fork; help: start ranks with spawn"
-            )
-
-    def _backend_of(self, tensors: list[torch.Tensor], by_all: bool = True) -> Any:
-        """Backend of ``tensors``: None for the host device, else NCCL or Gloo. ``by_all`` is whether all members make
-        this call, whose first one they join in for messages that go direct."""
-        self._check()
-        kind = tensors[0].device.type if len(tensors) == 1 else _common_kind(tensors)
-        backend = self._backend_for(kind)
-        if kind == "cuda" and by_all:
-            self._direct_on(tensors[0].device)
-        return backend
-
-    def _backend_for(self, kind: str) -> Any:
-        if kind == "cpu":
-            if self._host is not None:
-                return None
-            if self._gloo is not None:
-                return self._gloo
-            raise InvalidArgumentError(
-                "the group has no backend for CPU tensors; "
-                "help: name one, such as 'cpu:gloo,cuda:warplink'"
-            )
-        if kind == "cuda" and self._nccl is not None:
-            return self._nccl
-        raise InvalidArgumentError(
-            f"the group has no backend for {kind} tensors; "
-            "expected CPU tensors, or CUDA tensors where PyTorch has NCCL"
-        )
-
-    def direct_messages(self, device: torch.device, by_all: bool = True) -> HostBatches | GpuMessages | None:
-        """Warplink's executor of batches of tensors on ``device``; None where a backend executes them, on
-        all members alike. On GPUs, every member makes the group's first call at the same time, as PyTorch asks for
-        batches, and not in a graph. It is the call that decides, whatever comes of it. A call that is not surely
-        ``by_all`` does not decide where a barrier was before it."""
-        if device.type != "cuda":
-            return self._batches
-        if not self._options.direct_messages or self._may_go_direct and self._barriers and not by_all:
-            return None
-        return self._direct_on(device)
-
-    def direct_collectives(self, device: torch.device) -> GpuCollectives | None:
-        """Executor of collectives of tensors on ``device``, likewise."""
-        if device.type != "cuda" or not self._options.direct_collectives:
-            return None
-        return self._direct_on(device)
-
-    def _joined_collectives(self) -> GpuCollectives | None:
-        return self._on_gpu if self._options.direct_collectives else None
-
-    def _direct_on(self, device: torch.device) -> GpuCollectives | None:
-        """Direct executor on a GPU; the first call decides."""
-        if self._on_gpu is not None:
-            return self._on_gpu
-        if not self._may_go_direct or self._nccl is None or is_recording(device):
-            return None
-        with self._lock:
-            if self._may_go_direct:
-                # Members that tried again would wait for those that do not.
-                self._may_go_direct = False
-                self._on_gpu = self._join_on_gpu(device)
-                self._open_short_ways()
-            return self._on_gpu
-
-    def _join_in_barrier(self, device: torch.device | None) -> None:
-        """Has members join for direct calls in a barrier, which all of them make: after it, a few of them may exchange messages
-        alone. They join on ``device``, or on their current GPUs where all have one that is in use and no two the same,
-        unless there are too few."""
-        if not self._may_go_direct or self._nccl is None:
-            return
-        if device is None and torch.cuda.is_initialized():
-            device = torch.device("cuda", torch.cuda.current_device())
-        if device is not None and is_recording(device):
-            return
-        known = "" if device is None else f"{device.index or 0} {torch.cuda.device_count()}"
-        self._barriers += 1
-        key = f"barrier/{self._barriers}"
-        limit = self._timeout.total_seconds()
-        told = joining.all_gather(self._store, self._rank, self._size, key, known, limit, "barrier")
-        if device is None or not all(told):
-            return
-        devices, counts = zip(*(map(int, one.split()) for one in told), strict=True)
-        if len(set(devices)) == self._size or min(counts) < self._size:
-            self._direct_on(device)
-
-    def _open_short_ways(self) -> None:
-        """Opens the short ways of calls on CUDA tensors, once it is known which go direct; under the lock."""
-        if self._closed:
-            return
-        shortcuts.open_to(self, self._nccl)
-        if (made := self._on_gpu) is not None:
-            messages, collectives = self._options.direct_messages, self._options.direct_collectives
-            shortcuts.open_past(self, made, self._direct_works, messages, collectives)
-
-    def _join_on_gpu(self, device: torch.device) -> GpuCollectives | None:
-        """Direct executor on ``device``; None, on all members alike, where one of them cannot."""
-        limit = self._timeout.total_seconds()
-
-        def make() -> Workspace:
-            return self.workspace(device)
-
-        # It may be there, and be on another GPU of this member.
-        space = agreement.made_without_communicator(
-            self._store, self._rank, self._size, "joining for direct calls", make, limit / 2
-        )
-        if space is None:
-            return None
-        joined = direct.join(space.communicator)
-        if joined is None:
-            return None
-        made = functools.partial(GpuCollectives, space, joined, limit, self._source)
-        return agreement.made_by_all(space.communicator, "making direct calls", made)
-
-    @property
-    def messages_path(self) -> str:
-        """Path of all-to-alls and batches of sends and receives: "direct", or "backend" where the group does not let
-        Warplink do them, or nothing has been called yet."""
-        on_gpu = self._on_gpu is not None and self._options.direct_messages
-        return "direct" if self._batches is not None or on_gpu else "backend"
-
-    @property
-    def collectives_path(self) -> str:
-        """Path of the collectives of CUDA tensors, likewise."""
-        on_gpu = self._on_gpu is not None and self._options.direct_collectives
-        return "direct" if on_gpu else "backend"
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -575,13 +437,3 @@ class ProcessGroupWarplink(GroupCalls, GroupWorkspaces, dist.ProcessGroup):  # t
 
     def __repr__(self) -> str:
         return f"ProcessGroupWarplink(rank={self._rank}, size={self._size})"
-
-
-def _common_kind(tensors: list[torch.Tensor]) -> str:
-    """The kind of device that all ``tensors`` are on."""
-    kinds = {tensor.device.type for tensor in tensors}
-    if len(kinds) != 1:
-        raise InvalidArgumentError(
-            f"the tensors are on {sorted(kinds)}; expected tensors of one device"
-        )
-    return kinds.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import warplink
-from warplink.errors import InvalidArgumentError, UnsupportedError
+from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError
 from warplink.torch import joining
 from warplink.torch.agreement import made_without_communicator, new_in_a_graph
 from warplink.torch.options import Options
@@ -20,6 +21,9 @@ from warplink.torch.workspace import Workspace, is_recording
 class GroupWorkspaces:
     """The direct operations of a group, whose parts its subclass makes."""
 
+    _closed: bool
+    #: The process that made the group.
+    _process: int
     _rank: int
     _size: int
     _store: dist.Store
@@ -41,7 +45,13 @@ class GroupWorkspaces:
 
     def _check(self) -> None:
         """Raises where the group cannot be used any more."""
-        raise NotImplementedError
+        if self._closed:
+            raise ClosedError("the process group was destroyed")
+        if os.getpid() != self._process:
+            raise UnsupportedError(
+                "the process group was made in another process; "
+                "expected no use of it after a fork; help: start ranks with spawn"
+            )
 
     def workspace(self, device: str | torch.device | None = None) -> Workspace:
         """Warplink's direct operations on ``device``. The first call is made by every member at the
