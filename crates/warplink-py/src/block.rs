@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 use std::cell::Cell;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
-use warplink::device::{self, At};
+use warplink::device;
 use warplink::{Error, Result};
 
 thread_local! {
@@ -240,7 +240,6 @@ impl BlockChannel {
 
     /// Memory of `nbytes` bytes in this rank's region.
     fn here(&self, py: Python<'_>, at: PlaceInRegion, nbytes: u64) -> PyResult<Memory> {
-        let at = At::from(at);
         let slice = self.call(py, |channel| channel.here(at, nbytes))?;
         Ok(Memory::new(slice, &self.place))
     }
@@ -253,7 +252,6 @@ impl BlockChannel {
         source: PlaceInRegion,
         nbytes: u64,
     ) -> PyResult<()> {
-        let (target, source) = (At::from(target), At::from(source));
         self.call(py, |channel| channel.put(target, source, nbytes))
     }
 
@@ -265,7 +263,6 @@ impl BlockChannel {
         source: PlaceInRegion,
         nbytes: u64,
     ) -> PyResult<()> {
-        let (target, source) = (At::from(target), At::from(source));
         self.call(py, |channel| channel.get(target, source, nbytes))
     }
 
@@ -277,7 +274,6 @@ impl BlockChannel {
         source: PlaceInRegion,
         nbytes: u64,
     ) -> PyResult<()> {
-        let (target, source) = (At::from(target), At::from(source));
         self.call(py, |channel| {
             channel.put_with_signal(target, source, nbytes)
         })
@@ -291,7 +287,6 @@ impl BlockChannel {
         source: PlaceInRegion,
         nbytes: u64,
     ) -> PyResult<()> {
-        let (target, source) = (At::from(target), At::from(source));
         self.call(py, |channel| {
             channel.put_with_signal_and_flush(target, source, nbytes)
         })
@@ -338,7 +333,6 @@ impl BlockChannel {
         nbytes: u64,
         flag: u32,
     ) -> PyResult<()> {
-        let (target, source) = (At::from(target), At::from(source));
         self.call(py, |channel| {
             channel.put_packets16(target, source, nbytes, flag)
         })
@@ -354,7 +348,6 @@ impl BlockChannel {
         nbytes: u64,
         flag: u32,
     ) -> PyResult<()> {
-        let (target, source) = (At::from(target), At::from(source));
         self.call(py, |channel| {
             channel.read_packets16(target, source, nbytes, flag)
         })

@@ -257,8 +257,8 @@ impl DirectCalls {
         Ok(true)
     }
 
-    /// Makes a call on `stream` behind other kernels of the device.
-    fn behind_others(
+    /// Makes a call on `stream` behind other kernels of the device. Raises failures of earlier calls, too.
+    pub(crate) fn behind_others(
         &self,
         py: Python<'_>,
         stream: &Stream,
@@ -267,7 +267,7 @@ impl DirectCalls {
         let collectives = self.collectives.bind(py);
         self.order.get().follow(collectives.as_any(), stream)?;
         call(collectives.get())?;
-        // Failures of earlier calls, as a wait would raise them.
+        // As a wait would raise them: this call's data would be wrong.
         self.watch
             .as_ref()
             .map_or(Ok(()), |watch| watch.get().check())

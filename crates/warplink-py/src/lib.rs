@@ -54,60 +54,34 @@ use std::sync::OnceLock;
 #[pymodule]
 mod _warplink {
     #[pymodule_export]
-    use super::block::{Block, BlockChannel};
-    #[pymodule_export]
-    use super::bound_call::BoundCall;
-    #[pymodule_export]
-    use super::call_state::CallState;
-    #[pymodule_export]
-    use super::channel::{Connect, Connection, Connections};
-    #[pymodule_export]
-    use super::collectives::Collectives;
-    #[pymodule_export]
-    use super::communicator::Communicator;
-    #[pymodule_export]
-    use super::direct_calls::DirectCalls;
-    #[pymodule_export]
-    use super::element::element_types;
-    #[pymodule_export]
-    use super::engine::CollectiveEngine;
-    #[pymodule_export]
-    use super::executor::{CapturedPlan, Executor, Plan, Prepared};
-    #[pymodule_export]
-    use super::experts::{Experts, Routing};
-    #[pymodule_export]
-    use super::job::{Job, UniqueId};
-    #[pymodule_export]
-    use super::kernel::{Kernel, Module};
-    #[pymodule_export]
-    use super::memory::{Memory, View};
-    #[pymodule_export]
-    use super::operators::{GatherOperator, ScatterOperator};
-    #[pymodule_export]
-    use super::order::Order;
-    #[pymodule_export]
-    use super::overlap::{CapturedOverlap, OverlapLauncher, OverlapPlan};
-    #[pymodule_export]
-    use super::pair::RecentPair;
-    #[pymodule_export]
-    use super::program::{Program, Report};
-    #[pymodule_export]
-    use super::recent::{RecentCall, RecentCalls};
-    #[pymodule_export]
-    use super::region::{Region, RemoteRegion};
-    #[pymodule_export]
-    use super::stream::{Event, Graph, Stream, Turns};
-    #[pymodule_export]
-    use super::transfer::{Receive, Send, StreamBarrier, Transfer, post_all, wait_all};
-
-    #[pymodule_export]
-    use super::watch::Watch;
-    #[pymodule_export]
-    use super::xla::XlaGroup;
-
-    #[pymodule_export]
-    use super::version;
-
+    use super::{
+        block::{Block, BlockChannel},
+        bound_call::BoundCall,
+        call_state::CallState,
+        channel::{Connect, Connection, Connections},
+        collectives::Collectives,
+        communicator::Communicator,
+        direct_calls::DirectCalls,
+        element::element_types,
+        engine::CollectiveEngine,
+        executor::{CapturedPlan, Executor, Plan, Prepared},
+        experts::{Experts, Routing},
+        job::{Job, UniqueId},
+        kernel::{Kernel, Module},
+        memory::{Memory, View},
+        operators::{GatherOperator, ScatterOperator},
+        order::Order,
+        overlap::{CapturedOverlap, OverlapLauncher, OverlapPlan},
+        pair::RecentPair,
+        program::{Program, Report},
+        recent::{RecentCall, RecentCalls},
+        region::{Region, RemoteRegion},
+        stream::{Event, Graph, Stream, Turns},
+        transfer::{Receive, Send, StreamBarrier, Transfer, post_all, wait_all},
+        version,
+        watch::Watch,
+        xla::XlaGroup,
+    };
     use pyo3::prelude::*;
 
     #[pymodule_init]

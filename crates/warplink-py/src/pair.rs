@@ -2,11 +2,9 @@
 
 use crate::call_state::CallState;
 use crate::collective_options;
-use crate::collectives::Collectives;
-use crate::order::Order;
+use crate::direct_calls::DirectCalls;
 use crate::recent::{Layout, address, finished};
 use crate::stream::Stream;
-use crate::watch::Watch;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyList, PyTuple, PyWeakrefMethods, PyWeakrefReference};
@@ -77,7 +75,7 @@ impl RecentPair {
     }
 
     /// Runs on the caller's current stream with the contiguous left operand `left`. Returns None, if there are no
-    /// collectives on the device of `state`.
+    /// collectives on the device of `state`, or none with a fast path.
     pub(crate) fn run(
         &self,
         state: &CallState,
@@ -90,6 +88,15 @@ impl RecentPair {
         let Some(direct) = self.direct(state, py)? else {
             return Ok(None);
         };
+        // Python's path blocks where waits do, and records what the flight recorder sees.
+        let quick = direct.getattr(intern!(py, "_quick"))?;
+        let Ok(quick) = quick.cast::<DirectCalls>() else {
+            return Ok(None);
+        };
+        let collective = |target: &Bound<'_, PyAny>, source: &Bound<'_, PyAny>| {
+            let memory = [address(target)?, address(source)?];
+            self.collective(&direct, quick.get(), stream.get(), memory)
+        };
         let left = match &self.matrix {
             Some(sizes) => &left.call_method1(intern!(py, "view"), (sizes,))?,
             None => left,
@@ -99,9 +106,7 @@ impl RecentPair {
             // Allocated by PyTorch on the current stream, which the collective runs in: its allocator orders any
             // reuse.
             let whole = self.target.new_like(left)?;
-            if !self.collective(&direct, stream, [&whole, left])? {
-                return Ok(None);
-            }
+            collective(&whole, left)?;
             for b in bs {
                 results.append(product(&whole, &b)?)?;
             }
@@ -111,9 +116,7 @@ impl RecentPair {
         } else {
             let whole = product(left, &bs.get_item(0)?)?;
             let part = self.target.new_like(&whole)?;
-            if !self.collective(&direct, stream, [&part, &whole])? {
-                return Ok(None);
-            }
+            collective(&part, &whole)?;
             results.append(part)?;
         }
         finished(&results, self, self.finish.as_ref()).map(Some)
@@ -141,42 +144,26 @@ impl RecentPair {
         Ok(Some(direct))
     }
 
-    /// Enqueues the collective between a target and a source. Raises what went wrong so far. Returns false, with nothing
-    /// done, where calls block.
+    /// Enqueues the collective between memory at two addresses, which PyTorch keeps until the stream is past it. Raises
+    /// what went wrong so far.
     fn collective(
         &self,
         direct: &Bound<'_, PyAny>,
-        stream: &Bound<'_, Stream>,
-        [target, source]: [&Bound<'_, PyAny>; 2],
-    ) -> PyResult<bool> {
+        quick: &DirectCalls,
+        stream: &Stream,
+        memory: [u64; 2],
+    ) -> PyResult<()> {
         let py = direct.py();
-        // Blocking waits need a deadline and a host wait per call, which Python's path has.
-        if direct.getattr(intern!(py, "_waits_block"))?.is_truthy()? {
-            return Ok(false);
-        }
-        let collectives = direct.getattr(intern!(py, "_collectives"))?;
-        let watch = direct.getattr(intern!(py, "_watch"))?;
-        let (collectives, watch) = (collectives.cast::<Collectives>()?, watch.cast::<Watch>()?);
-        // PyTorch keeps their memory until the stream is past it.
-        let memory = [address(target)?, address(source)?];
-        let order = direct.getattr(intern!(py, "_order"))?;
-        let order = order.cast::<Order>()?.get();
-        order.follow(collectives.as_any(), stream.get())?;
-        let enqueued = collectives
-            .get()
-            .enqueue_at(py, &self.call, stream.get(), memory);
+        let enqueued = quick.behind_others(py, stream, |collectives| {
+            collectives.enqueue_at(py, &self.call, stream, memory)
+        });
         if let Err(error) = enqueued {
             // Raises the first failure, if that is why.
             direct.call_method0(intern!(py, "_check"))?;
             return Err(error);
         }
-        // An earlier call failed meanwhile, so that this one's data would be wrong.
-        if watch.get().has_failed() {
-            direct.call_method0(intern!(py, "_check"))?;
-        }
         // PyTorch's CPU tensors have no streams: the caller reads the result as soon as this returns.
-        stream.get().settle(py)?;
-        Ok(true)
+        stream.settle(py)
     }
 }
 
