@@ -281,14 +281,13 @@ class GpuMessages:
         name: str,
         inputs: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
-        messages: Sequence[Message] = (),
+        messages: Sequence[Message],
     ) -> flight_recorder.Call | None:
         """The call ``name`` in the flight recorder, unless a graph records it: that runs when nobody sees it."""
         if self._recorder is None or is_recording(self._device):
             return None
-        if messages:
-            return self._recorder.record_batch(self._source, [one.recorded for one in messages], self.timeout)
-        return self._recorder.record(self._source, name, inputs, outputs, self.timeout)
+        batch = [one.recorded for one in messages]
+        return self._recorder.record(self._source, name, inputs, outputs, self.timeout, messages=batch)
 
     def _run(
         self,

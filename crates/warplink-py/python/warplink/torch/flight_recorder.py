@@ -42,6 +42,9 @@ NAMES = {
 #: Calls whose tensors are inputs and outputs in the format, on every rank.
 IN_PLACE = ("all_reduce", "broadcast", "reduce", "send", "recv")
 
+#: A message of a batch: "send" or "recv", the peer, and the tensor.
+Message = tuple[str, int, torch.Tensor]
+
 _log = logging.getLogger(__name__)
 _package = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 
@@ -96,16 +99,15 @@ class Recorder:
         outputs: Sequence[torch.Tensor],
         limit: float,
         peer: int | None = None,
+        messages: Sequence[Message] = (),
     ) -> Call | None:
-        """Records a call of ``source``, with ``peer`` if it is a message; None where the format has no such call."""
+        """Records a call of ``source``, with ``peer`` if it is a message, or with the ``messages`` of a batch; None where the
+        format has no such call."""
+        if messages:
+            return self._add(source, [self._entry(source, kind, [one], [], limit, to) for kind, to, one in messages])
         if kind not in NAMES:
             return None
         return self._add(source, [self._entry(source, kind, inputs, outputs, limit, peer)])
-
-    def record_batch(self, source: Source, messages: Sequence[tuple[str, int, torch.Tensor]], limit: float) -> Call:
-        """Records messages: "send" or "recv", the peer, and the tensor of each."""
-        entries = [self._entry(source, kind, [tensor], [], limit, peer) for kind, peer, tensor in messages]
-        return self._add(source, entries)
 
     def _entry(
         self,

@@ -399,6 +399,23 @@ def _gains(group_name: str, tensors: tuple[torch.Tensor, ...], call: Callable[[i
     return decision is None or any(decision)
 
 
+def like_gathered(
+    a: torch.Tensor, bs: list[torch.Tensor], kinds: list[torch.dtype], dim: int, group_name: str
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Memory with the shapes and strides of the gathered ``a``, and of its product of an element type with each of ``bs``."""
+    size = group_size(group_name)
+    if dim == a.dim() - 1:
+        leading, columns, dim = list(a.shape[:-1]), a.shape[-1] * size, 0
+    else:
+        first, *others, columns = a.movedim(dim, 0).shape
+        leading = [first * size, *others]
+
+    def made(columns: int, kind: torch.dtype) -> torch.Tensor:
+        return a.new_empty([*leading, columns], dtype=kind).movedim(0, dim)
+
+    return made(columns, a.dtype), [made(b.shape[1], kind) for b, kind in zip(bs, kinds)]
+
+
 def _meta_all_gather_matmul(
     A: torch.Tensor,
     Bs: list[torch.Tensor],
@@ -409,15 +426,8 @@ def _meta_all_gather_matmul(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Shapes and strides only."""
     _check(A, Bs, gather_dim, "gather_dim")
-    size = group_size(group_name)
-    if gather_dim == A.dim() - 1:
-        shape = [*A.shape[:-1], A.shape[-1] * size]
-        results = [A.new_empty([*shape[:-1], b.shape[1]]) for b in Bs]
-        return A.new_empty(shape) if return_A else None, results
-    front = list(A.movedim(gather_dim, 0).shape)
-    front[0] *= size
-    results = [A.new_empty([*front[:-1], b.shape[1]]).movedim(0, gather_dim) for b in Bs]
-    return A.new_empty(front).movedim(0, gather_dim) if return_A else None, results
+    gathered, results = like_gathered(A, Bs, [A.dtype] * len(Bs), gather_dim, group_name)
+    return gathered if return_A else None, results
 
 
 def _meta_matmul_reduce_scatter(

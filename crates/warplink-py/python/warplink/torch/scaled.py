@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from warplink.torch.agreement import Call
-from warplink.torch.ops import compared, direct_workspace, library
+from warplink.torch.ops import compared, direct_workspace, library, like_gathered
 from warplink.torch.pipeline import GatherPipeline, ScatterPipeline
 from warplink.torch.plans import copied_back, moved_back, span, to_front
 from warplink.torch.scaled_checks import (
@@ -333,18 +333,8 @@ def _meta_all_gather_scaled_matmul(
     use_fast_accum: list[bool],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Shapes and strides only."""
-    size = group_size(group_name)
     kinds = [result_dtype(given, A.dtype) for given in out_dtypes]
-    if gather_dim == A.dim() - 1:
-        outs = [A.new_empty([*A.shape[:-1], b.shape[1]], dtype=kind) for b, kind in zip(Bs, kinds)]
-        return A.new_empty([*A.shape[:-1], A.shape[-1] * size]), outs
-    front = list(A.movedim(gather_dim, 0).shape)
-    front[0] *= size
-    results = [
-        A.new_empty([*front[:-1], b.shape[1]], dtype=kind).movedim(0, gather_dim)
-        for b, kind in zip(Bs, kinds)
-    ]
-    return A.new_empty(front).movedim(0, gather_dim), results
+    return like_gathered(A, Bs, kinds, gather_dim, group_name)
 
 
 def _meta_scaled_matmul_reduce_scatter(

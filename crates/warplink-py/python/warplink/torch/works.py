@@ -42,7 +42,23 @@ def bare(error: BaseException) -> BaseException:
     return made if made is error else made.with_traceback(None)
 
 
-class HostWork(dist.Work):
+class _Work(dist.Work):
+    """Methods of a work that follow from others."""
+
+    _result: Result = None
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def result(self) -> Result:
+        self.wait()
+        return self._result
+
+
+class HostWork(_Work):
     """An operation on CPU tensors under way; what works on it does so in the mode of the thread that made it."""
 
     def __init__(
@@ -63,7 +79,6 @@ class HostWork(dist.Work):
         self._has_ended = False
         #: Set once it has ended and its future, if there is one, has its value.
         self._done = threading.Event()
-        self._result: Result = None
         self._error: BaseException | None = None
         self._source = -1
         self._future: torch.futures.Future[Any] | None = None
@@ -127,21 +142,11 @@ class HostWork(dist.Work):
             raise again(self._error)
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return self._done.is_set()
 
-    def is_success(self) -> bool:
-        return self._done.is_set() and self._error is None
-
     def exception(self) -> BaseException | None:
         return self._error
-
-    def result(self) -> Result:
-        self.wait()
-        return self._result
 
     def source_rank(self) -> int:
         self.wait()
@@ -164,7 +169,7 @@ class HostWork(dist.Work):
         return future
 
 
-class GpuWork(dist.Work):
+class GpuWork(_Work):
     """An operation of ``space`` that was enqueued on a stream, which PyTorch and Warplink know as ``streams``.
 
     ``event`` marks its end; None where the caller's own stream did it, which is asked only if need be. ``check`` raises
@@ -213,9 +218,6 @@ class GpuWork(dist.Work):
             current.wait_event(self._done())
         return True
 
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         try:
             return self._done().is_reached()
@@ -223,19 +225,12 @@ class GpuWork(dist.Work):
             # A failure ends the stream's waits, too.
             return self.exception() is not None
 
-    def is_success(self) -> bool:
-        return self.is_completed() and self.exception() is None
-
     def exception(self) -> BaseException | None:
         try:
             self._check()
         except WarplinkError as error:
             return error
         return None
-
-    def result(self) -> Result:
-        self.wait()
-        return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
         if self._future is None:
@@ -386,17 +381,14 @@ class Works:
         inputs: Sequence[torch.Tensor] = (),
         outputs: Sequence[torch.Tensor] = (),
         peer: int | None = None,
-        messages: Sequence[tuple[str, int, torch.Tensor]] = (),
+        messages: Sequence[flight_recorder.Message] = (),
     ) -> HostWork:
         """A work of an operation that begins, with ``peer`` if it is a message, or with the ``messages`` of a batch, and may
         take ``limit`` seconds; noted where calls are coalesced."""
         event = profiling.begin(self.source, name, inputs, outputs)
         recorded = None
         if self._recorder is not None:
-            if messages:
-                recorded = self._recorder.record_batch(self.source, messages, limit)
-            else:
-                recorded = self._recorder.record(self.source, name, inputs, outputs, limit, peer)
+            recorded = self._recorder.record(self.source, name, inputs, outputs, limit, peer, messages)
         work = HostWork(name, self.source.rank, self._completer, event, recorded)
         self.noted.extend([work])
         return work

@@ -33,7 +33,7 @@ from warplink.torch.fusion.nodes import (
     users_of,
     value,
 )
-from warplink.torch.fusion.report import Fusion, Unfit, fused
+from warplink.torch.fusion.report import Unfit
 from warplink.torch.ops import gather_gains
 
 KIND = "all-gather + matmul"
@@ -98,13 +98,8 @@ class Plan:
     keep: bool
 
 
-def fuse(collective: Node) -> Fusion:
-    """Replaces ``collective`` and its matmuls, if it can be done."""
-    group = arguments(collective)["group_name"]
-    return fused(KIND, collective, group, lambda: _plan(_read(collective)), _replace)
-
-
-def _read(collective: Node) -> Gather:
+def read(collective: Node) -> Plan:
+    """The plan for ``collective`` and its matmuls. Raises :class:`Unfit` where there is none."""
     given = arguments(collective)
     gather = Gather(
         collective, given["group_name"], given["group_size"], given["input"], collective, 0
@@ -118,7 +113,7 @@ def _read(collective: Node) -> Gather:
     _follow_trim(gather)
     _follow_bytes(gather)
     _follow_trim(gather)
-    return gather
+    return _plan(gather)
 
 
 def _follow_dimension(gather: Gather) -> None:
@@ -282,7 +277,8 @@ def _alike(matmuls: list[Matmul]) -> list[Matmul]:
     return [one for one in matmuls if kind(one) is kind(matmuls[0])]
 
 
-def _replace(plan: Plan) -> int:
+def replace(plan: Plan) -> int:
+    """Replaces the collective and its matmuls. Returns their number."""
     gather, matmuls = plan.gather, plan.matmuls
     brought = arguments(gather.collective)["input"]
     graph = gather.result.graph

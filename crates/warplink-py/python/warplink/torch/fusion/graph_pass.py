@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 
 from warplink.torch.fusion import gathers, norms, scatters
 from warplink.torch.fusion.nodes import arguments
-from warplink.torch.fusion.report import Fusion, decisions, source_of
+from warplink.torch.fusion.report import Fusion, Unfit, decisions, source_of
 
 _SEVERAL = "it is coalesced with others"
 _OUT = "it writes into a tensor that it is given"
@@ -32,11 +33,32 @@ def passes_of(configured: Any) -> tuple[Any, ...] | None:
     return None if separate is None else tuple(separate(configured))
 
 
+def _reported(kind: str, node: torch.fx.Node, replaced: bool, **found: Any) -> Fusion:
+    group = str(arguments(node)["group_name"])
+    return Fusion(kind, node.name, group, replaced, **found, source=source_of(node))
+
+
+def _fuse(part: Any, node: torch.fx.Node) -> Fusion:
+    """Has ``part`` read what is around a collective and replace it.
+
+    Reading changes nothing, so whatever goes wrong there leaves a program as it was.
+    """
+    try:
+        found = part.read(node)
+    except Unfit as unfit:
+        return _reported(part.KIND, node, False, reason=str(unfit))
+    except Exception as failure:
+        reason = f"its surroundings were not understood ({type(failure).__name__}: {failure})"
+        return _reported(part.KIND, node, False, reason=reason)
+    # Replacing erases the node, and what names it.
+    report = _reported(part.KIND, node, True)
+    return dataclasses.replace(report, matmuls=part.replace(found))
+
+
 def _left(node: torch.fx.Node) -> Fusion:
     """The report on a collective that is not considered."""
     kind, reason = _LEFT[node.target]
-    group = str(arguments(node)["group_name"])
-    return Fusion(kind, node.name, group, False, reason=reason, source=source_of(node))
+    return _reported(kind, node, False, reason=reason)
 
 
 class FusionPass(CustomGraphPass):
@@ -54,7 +76,7 @@ class FusionPass(CustomGraphPass):
         given = set(graph.nodes)
         # Replacing one collective changes what is around others: each is read when its turn comes.
         made = [
-            part.fuse(node)
+            _fuse(part, node)
             for part in (gathers, scatters, norms)
             for node in [node for node in graph.nodes if node.target is part.TARGET and node in given]
         ]

@@ -16,13 +16,15 @@ from warplink.torch.fusion.nodes import (
     aten,
     call,
     check_group,
+    descendants,
+    erase,
     same,
     same_sizes,
     shape,
     users_of,
     value,
 )
-from warplink.torch.fusion.report import Fusion, Unfit, fused
+from warplink.torch.fusion.report import Unfit
 
 KIND = "all-reduce + norm"
 
@@ -55,12 +57,6 @@ class Norm:
     quantized: Node | None = None
     #: All that the fused operation computes.
     inner: set[Node] = field(default_factory=set)
-
-
-def fuse(collective: Node) -> Fusion:
-    """Replaces ``collective`` and what follows it, if it can be done."""
-    group = arguments(collective)["group_name"]
-    return fused(KIND, collective, group, lambda: _read(collective), _replace)
 
 
 def _users(node: Node, fits: Callable[[Node], bool]) -> list[Node]:
@@ -100,7 +96,8 @@ def _plain_add(node: Node) -> bool:
     return sums and _is_number(node.kwargs.get("alpha", 1), 1)
 
 
-def _read(collective: Node) -> Norm:
+def read(collective: Node) -> Norm:
+    """The norm behind ``collective``. Raises :class:`Unfit` where there is none that can be fused."""
     given = arguments(collective)
     check_group(given["group_name"])
     if given["reduce_op"] != "sum":
@@ -236,12 +233,7 @@ def _limited(node: Node) -> Node | None:
 
 def _between(start: Node, ends: set[Node]) -> set[Node]:
     """``start``, ``ends`` and all on the paths between them."""
-    below, open_ = {start}, [start]
-    while open_:
-        for user in open_.pop().users:
-            if user not in below:
-                below.add(user)
-                open_.append(user)
+    below = descendants(start)
     found, above = set(ends), list(ends)
     while above:
         for node in above.pop().all_input_nodes:
@@ -263,7 +255,8 @@ def _outside(node: Node, norm: Norm) -> bool:
     return any(user not in norm.inner for user in node.users)
 
 
-def _replace(norm: Norm) -> int:
+def replace(norm: Norm) -> int:
+    """Replaces the collective and the norm. Returns the number of matmuls that are replaced with them."""
     graph = norm.collective.graph
     wanted: list[tuple[str, Node]] = []
     if norm.added is not norm.total and _outside(norm.total, norm):
@@ -302,7 +295,5 @@ def _replace(norm: Norm) -> int:
             result = call(graph, operator.getitem, (made, place), value(node))
         previous = result
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in norm.inner)
-    for node in reversed([node for node in graph.nodes if node in norm.inner]):
-        if not node.users and not node._erased:
-            graph.erase_node(node)
+    erase(reversed([node for node in graph.nodes if node in norm.inner]))
     return 0

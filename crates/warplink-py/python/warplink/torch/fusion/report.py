@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Callable
-
 from torch.fx import Node
 
 
@@ -43,24 +41,6 @@ def source_of(node: Node) -> str | None:
     lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
     places = [line for line in lines if line.startswith("File ") and "/torch/" not in line]
     return places[-1] if places else None
-
-
-def fused(
-    kind: str, collective: Node, group: Any, read: Callable[[], Any], replace: Callable[[Any], int]
-) -> Fusion:
-    """Reads what is around ``collective`` and replaces it; ``replace`` returns the number of matmuls.
-
-    Reading changes nothing, so whatever goes wrong there leaves a program as it was.
-    """
-    place, source = (kind, collective.name, str(group)), source_of(collective)
-    try:
-        found = read()
-    except Unfit as unfit:
-        return Fusion(*place, False, reason=str(unfit), source=source)
-    except Exception as failure:
-        reason = f"its surroundings were not understood ({type(failure).__name__}: {failure})"
-        return Fusion(*place, False, reason=reason, source=source)
-    return Fusion(*place, True, replace(found), source=source)
 
 
 #: Decisions of the pass in this process, in order.

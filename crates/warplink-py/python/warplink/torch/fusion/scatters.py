@@ -29,7 +29,7 @@ from warplink.torch.fusion.nodes import (
     users_of,
     value,
 )
-from warplink.torch.fusion.report import Fusion, Unfit, fused
+from warplink.torch.fusion.report import Unfit
 from warplink.torch.ops import scatter_gains
 
 KIND = "matmul + reduce-scatter"
@@ -66,19 +66,14 @@ class Plan:
     sizes: list[Any]
 
 
-def fuse(collective: Node) -> Fusion:
-    """Replaces ``collective`` and its matmul, if it can be done."""
-    group = arguments(collective)["group_name"]
-    return fused(KIND, collective, group, lambda: _plan(_read(collective)), _replace)
-
-
-def _read(collective: Node) -> Scatter:
+def read(collective: Node) -> Plan:
+    """The plan for ``collective`` and its matmul. Raises :class:`Unfit` where there is none."""
     given = arguments(collective)
     scatter = Scatter(
         collective, given["group_name"], given["reduce_op"], given["input"], 0, [collective]
     )
     _follow_dimension(scatter, given["group_size"])
-    return scatter
+    return _plan(scatter)
 
 
 def _follow_dimension(scatter: Scatter, size: int) -> None:
@@ -130,7 +125,8 @@ def _plan(scatter: Scatter) -> Plan:
     return Plan(scatter, matmul, inner, waits[0], sizes)
 
 
-def _replace(plan: Plan) -> int:
+def replace(plan: Plan) -> int:
+    """Replaces the collective and its matmul. Returns the number of matmuls."""
     scatter, matmul, wait = plan.scatter, plan.matmul, plan.wait
     graph = scatter.collective.graph
     with graph.inserting_before(wait):
