@@ -4,7 +4,7 @@
 //! threads.
 
 use crate::channel::PlaceInRegion;
-use crate::errors::raise;
+use crate::errors::{detached, raise};
 use crate::memory::Memory;
 use crate::owner::Owner;
 use crate::place::Place;
@@ -193,8 +193,9 @@ impl Block {
     fn barrier(&self, py: Python<'_>, argument: usize) -> PyResult<()> {
         let number = self.number;
         // Blocks of other ranks may run Python functions in this process, and need the interpreter's lock to arrive.
-        py.detach(|| running(number, |block| block.barrier(&block.channels(argument)?)))
-            .map_err(raise)
+        detached(py, || {
+            running(number, |block| block.barrier(&block.channels(argument)?))
+        })
     }
 }
 
@@ -227,7 +228,7 @@ impl BlockChannel {
             })
         };
         // The wait may be for another block, whose Python function needs the interpreter's lock to get there.
-        py.detach(work).map_err(raise)
+        detached(py, work)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Collectives bound to fixed memory.
 
 use crate::collective_options::told;
-use crate::errors::raise;
+use crate::errors::detached;
 use crate::owner::Detached;
 use crate::stream::Stream;
 use crate::watch::Watched;
@@ -50,7 +50,7 @@ impl BoundCall {
     /// Raises PeerLostError if a rank was lost before.
     fn enqueue(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
-        py.detach(|| inner.enqueue(live)).map_err(raise)?;
+        detached(py, || inner.enqueue(live))?;
         self.watched.made();
         Ok(())
     }

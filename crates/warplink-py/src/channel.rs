@@ -1,7 +1,7 @@
 //! Connections, whose channels are passed to kernels.
 
 use crate::array::Array;
-use crate::errors::{invalid, raise};
+use crate::errors::{detached, invalid, raise};
 use crate::number::whole;
 use crate::owner::Detached;
 use crate::place::Place;
@@ -108,10 +108,7 @@ impl Connection {
     ) -> PyResult<()> {
         let from = Array::resolve(source, &self.place, Some(stream.raw_handle()))?;
         let (inner, stream) = (self.inner.get("connection")?, stream.live()?);
-        source
-            .py()
-            .detach(|| inner.write(stream, offset, from.slice))
-            .map_err(raise)
+        detached(source.py(), || inner.write(stream, offset, from.slice))
     }
 
     /// Enqueues a copy from byte `offset` of the peer's region to `target`, an array; see `write`.
@@ -124,10 +121,7 @@ impl Connection {
     ) -> PyResult<()> {
         let into = Array::resolve_target(target, &self.place, Some(stream.raw_handle()))?;
         let (inner, stream) = (self.inner.get("connection")?, stream.live()?);
-        target
-            .py()
-            .detach(|| inner.read(stream, into.slice, offset))
-            .map_err(raise)
+        detached(target.py(), || inner.read(stream, into.slice, offset))
     }
 
     fn __repr__(&self) -> String {
@@ -150,7 +144,7 @@ impl Connections {
     /// Their channels, for the arguments of a kernel.
     pub(crate) fn channels(&self, py: Python<'_>) -> PyResult<Argument> {
         let inner = self.inner.get("list of connections")?;
-        py.detach(|| inner.channels()).map_err(raise)
+        detached(py, || inner.channels())
     }
 
     fn all(&self) -> PyResult<Vec<Connection>> {

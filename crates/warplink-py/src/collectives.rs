@@ -4,7 +4,7 @@ use crate::array::Reader;
 use crate::bound_call::BoundCall;
 use crate::collective_options::{call, call_on, told};
 use crate::element::type_name;
-use crate::errors::raise;
+use crate::errors::{detached, raise};
 use crate::experts::Experts;
 use crate::fused::described;
 use crate::owner::Detached;
@@ -125,8 +125,8 @@ impl Collectives {
         let source = reader.read(source, "the source")?;
         let op = op.map(|op| (op, factor));
         let call = call_on(kind, [&target, &source], op, root, self.world)?;
-        let bound = py.detach(|| inner.bind(&call, &target.slice, &source.slice));
-        Ok(BoundCall::new(bound.map_err(raise)?, &self.watched))
+        let bound = detached(py, || inner.bind(&call, &target.slice, &source.slice))?;
+        Ok(BoundCall::new(bound, &self.watched))
     }
 
     /// Path of the collective named `kind`, such as "all_reduce", as in `path`; in a hybrid cube mesh, the path differs
@@ -164,7 +164,7 @@ impl Collectives {
         root: Option<Rank>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let (inner, call) = (self.inner()?, call(kind, count, &dtype, op, root)?);
-        let choice = py.detach(|| inner.choice(&call)).map_err(raise)?;
+        let choice = detached(py, || inner.choice(&call))?;
         told(py, choice)
     }
 
@@ -365,7 +365,7 @@ impl Collectives {
     /// the device's work, such as PeerLostError, if there is one.
     fn barrier(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (inner, live) = (self.inner()?, stream.live()?);
-        py.detach(|| inner.barrier(live)).map_err(raise)?;
+        detached(py, || inner.barrier(live))?;
         self.watched.made();
         Ok(())
     }
@@ -446,11 +446,10 @@ impl Collectives {
         let (dtype, each) = unit(&target, &source)?;
         let received = Cut::new(target_counts, target_displacements, each);
         let sent = Cut::new(source_counts, source_displacements, each);
-        py.detach(|| {
+        detached(py, || {
             let output = (&target.slice, received.parts());
             inner.all_to_all_v(output, (&source.slice, sent.parts()), dtype, live)
-        })
-        .map_err(raise)?;
+        })?;
         self.watched.made();
         Ok(())
     }

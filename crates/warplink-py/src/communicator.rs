@@ -6,7 +6,7 @@ use crate::collective_options;
 use crate::collectives::Collectives;
 use crate::element::type_name;
 use crate::engine::CollectiveEngine;
-use crate::errors::raise;
+use crate::errors::{detached, raise};
 use crate::executor::Executor;
 use crate::kernel::Module;
 use crate::memory::{Memory, View};
@@ -152,7 +152,7 @@ impl Communicator {
         #[pyo3(from_py_with = whole)] nbytes: usize,
     ) -> PyResult<Region> {
         let inner = self.inner()?;
-        let region = py.detach(|| inner.alloc(nbytes)).map_err(raise)?;
+        let region = detached(py, || inner.alloc(nbytes))?;
         Ok(Region::new(region, &self.place))
     }
 
@@ -170,7 +170,7 @@ impl Communicator {
         let inner = self.inner()?;
         // A region may be written by any peer, so that a read-only array cannot become one.
         let array = Array::resolve_target(array, &self.place, stream.map(Stream::raw_handle))?;
-        let region = py.detach(|| inner.register(&array.slice)).map_err(raise)?;
+        let region = detached(py, || inner.register(&array.slice))?;
         Ok(Region::new(region, &self.place))
     }
 
@@ -209,9 +209,7 @@ impl Communicator {
         peer: usize,
     ) -> PyResult<Bound<'py, PyBytes>> {
         let (inner, region) = (self.inner()?, region.registered()?);
-        let handle = py
-            .detach(|| inner.export_handle(&region, peer))
-            .map_err(raise)?;
+        let handle = detached(py, || inner.export_handle(&region, peer))?;
         Ok(PyBytes::new(py, &handle))
     }
 
@@ -220,9 +218,7 @@ impl Communicator {
     fn open_handle(&self, py: Python<'_>, peer: usize, handle: &[u8]) -> PyResult<RemoteRegion> {
         // Copied, since the bytes object is not accessible without the interpreter's lock.
         let (inner, handle) = (self.inner()?, handle.to_vec());
-        let region = py
-            .detach(|| inner.open_handle(peer, &handle))
-            .map_err(raise)?;
+        let region = detached(py, || inner.open_handle(peer, &handle))?;
         Ok(RemoteRegion {
             region,
             place: self.place.clone(),
@@ -234,7 +230,7 @@ impl Communicator {
     /// on all ranks: PeerFailedError on those that succeeded.
     fn share(&self, py: Python<'_>, region: &Region) -> PyResult<Vec<Option<RemoteRegion>>> {
         let (inner, region) = (self.inner()?, region.registered()?);
-        let shared = py.detach(|| inner.share(&region)).map_err(raise)?;
+        let shared = detached(py, || inner.share(&region))?;
         let place = &self.place;
         let shared = shared.into_iter().map(|region| {
             region.map(|region| RemoteRegion {
@@ -254,7 +250,7 @@ impl Communicator {
         } else {
             Priority::Normal
         };
-        let stream = py.detach(|| inner.create_stream(priority)).map_err(raise)?;
+        let stream = detached(py, || inner.create_stream(priority))?;
         Ok(Stream::new(stream, inner, &self.place))
     }
 
@@ -281,7 +277,7 @@ impl Communicator {
     /// peers have requested their ends. Raises MismatchError if transports differ.
     fn connect(&self, py: Python<'_>, requests: Vec<Bound<'_, Connect>>) -> PyResult<Connections> {
         let (inner, requests) = (self.inner()?, channel::requests(&requests));
-        let made = py.detach(|| inner.connect(&requests)).map_err(raise)?;
+        let made = detached(py, || inner.connect(&requests))?;
         Ok(Connections::new(made, &self.place))
     }
 
@@ -344,9 +340,7 @@ impl Communicator {
             Some(timeout) => Deadline::after(seconds(timeout)?),
             None => inner.deadline(),
         };
-        let made = py
-            .detach(|| inner.exchange_until(&requests, deadline))
-            .map_err(raise)?;
+        let made = detached(py, || inner.exchange_until(&requests, deadline))?;
         Ok(made.into_iter().map(Transfer::new).collect())
     }
 
@@ -363,8 +357,7 @@ impl Communicator {
         tag: u64,
     ) -> PyResult<()> {
         let (inner, region, stream) = (self.inner()?, region.registered()?, stream.live()?);
-        py.detach(|| inner.send(&region, peer, tag, stream))
-            .map_err(raise)
+        detached(py, || inner.send(&region, peer, tag, stream))
     }
 
     /// Receives into `region` once from `peer`; see `send`. Raises the same.
@@ -378,8 +371,7 @@ impl Communicator {
         tag: u64,
     ) -> PyResult<()> {
         let (inner, region, stream) = (self.inner()?, region.registered()?, stream.live()?);
-        py.detach(|| inner.receive(&region, peer, tag, stream))
-            .map_err(raise)
+        detached(py, || inner.receive(&region, peer, tag, stream))
     }
 
     /// Performs every transfer (`Send` and `Receive`) once, as one group, in any order; see `send`. Raises the same.
@@ -391,14 +383,14 @@ impl Communicator {
     ) -> PyResult<()> {
         let (inner, stream) = (self.inner()?, stream.live()?);
         let requests = transfer::requests(&requests)?;
-        py.detach(|| inner.once(&requests, stream)).map_err(raise)
+        detached(py, || inner.once(&requests, stream))
     }
 
     /// A barrier of streams, which can be enqueued any number of times. Collective: blocks until every rank has called
     /// it. Raises TimeoutError after the job's timeout, and PeerLostError if a rank is lost.
     fn stream_barrier(&self, py: Python<'_>) -> PyResult<StreamBarrier> {
         let inner = self.inner()?;
-        let barrier = py.detach(|| inner.stream_barrier()).map_err(raise)?;
+        let barrier = detached(py, || inner.stream_barrier())?;
         Ok(StreamBarrier(barrier))
     }
 
@@ -474,7 +466,7 @@ impl Communicator {
     /// until all ranks have made it. Raises LibraryMissingError without the library.
     fn collective_engine(&self, py: Python<'_>) -> PyResult<CollectiveEngine> {
         let inner = self.inner()?;
-        let engine = py.detach(|| inner.collective_engine()).map_err(raise)?;
+        let engine = detached(py, || inner.collective_engine())?;
         Ok(CollectiveEngine::new(engine, &self.place, inner.world()))
     }
 
@@ -493,7 +485,7 @@ impl Communicator {
     /// Unmaps memory that no transfer uses, and notifies its owners. Blocks until they were notified.
     fn release_idle(&self, py: Python<'_>) -> PyResult<()> {
         let inner = self.inner()?;
-        py.detach(|| inner.release_idle()).map_err(raise)
+        detached(py, || inner.release_idle())
     }
 
     /// Closes the communicator: blocks until every rank of it has. Closing the communicator of all ranks leaves the
@@ -501,7 +493,7 @@ impl Communicator {
     /// and PeerLostError if one is lost; it is closed in any case.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         match self.inner.take() {
-            Some(inner) => py.detach(|| inner.close()).map_err(raise),
+            Some(inner) => detached(py, || inner.close()),
             None => Ok(()),
         }
     }

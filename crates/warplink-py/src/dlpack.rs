@@ -76,33 +76,32 @@ trait Managed: Sized {
     /// The name of an unused capsule.
     const NAME: &'static CStr;
 
-    /// A tensor without a context, which `deleter` frees.
-    fn new(tensor: DLTensor, read_only: bool, deleter: unsafe extern "C" fn(*mut Self)) -> Self;
-    fn tensor(&mut self) -> &mut DLTensor;
-    fn context(&mut self) -> &mut *mut c_void;
-    fn deleter(&self) -> Option<unsafe extern "C" fn(*mut Self)>;
+    /// A tensor that `deleter` frees, with its `context`.
+    fn new(tensor: DLTensor, read_only: bool, context: *mut c_void, deleter: Deleter<Self>)
+    -> Self;
+    fn context(&self) -> *mut c_void;
+    fn deleter(&self) -> Option<Deleter<Self>>;
 }
+
+/// Frees a tensor.
+type Deleter<M> = unsafe extern "C" fn(*mut M);
 
 impl Managed for DLManagedTensor {
     const NAME: &'static CStr = NAME;
 
-    fn new(tensor: DLTensor, _: bool, deleter: unsafe extern "C" fn(*mut Self)) -> Self {
+    fn new(tensor: DLTensor, _: bool, context: *mut c_void, deleter: Deleter<Self>) -> Self {
         Self {
             tensor,
-            context: std::ptr::null_mut(),
+            context,
             deleter: Some(deleter),
         }
     }
 
-    fn tensor(&mut self) -> &mut DLTensor {
-        &mut self.tensor
+    fn context(&self) -> *mut c_void {
+        self.context
     }
 
-    fn context(&mut self) -> &mut *mut c_void {
-        &mut self.context
-    }
-
-    fn deleter(&self) -> Option<unsafe extern "C" fn(*mut Self)> {
+    fn deleter(&self) -> Option<Deleter<Self>> {
         self.deleter
     }
 }
@@ -110,26 +109,27 @@ impl Managed for DLManagedTensor {
 impl Managed for DLManagedTensorVersioned {
     const NAME: &'static CStr = VERSIONED;
 
-    fn new(tensor: DLTensor, read_only: bool, deleter: unsafe extern "C" fn(*mut Self)) -> Self {
+    fn new(
+        tensor: DLTensor,
+        read_only: bool,
+        context: *mut c_void,
+        deleter: Deleter<Self>,
+    ) -> Self {
         Self {
             major: VERSION.0,
             minor: VERSION.1,
-            context: std::ptr::null_mut(),
+            context,
             deleter: Some(deleter),
             flags: if read_only { READ_ONLY } else { 0 },
             tensor,
         }
     }
 
-    fn tensor(&mut self) -> &mut DLTensor {
-        &mut self.tensor
+    fn context(&self) -> *mut c_void {
+        self.context
     }
 
-    fn context(&mut self) -> &mut *mut c_void {
-        &mut self.context
-    }
-
-    fn deleter(&self) -> Option<unsafe extern "C" fn(*mut Self)> {
+    fn deleter(&self) -> Option<Deleter<Self>> {
         self.deleter
     }
 }
@@ -143,9 +143,8 @@ pub(crate) struct Shared<'a> {
     pub(crate) read_only: bool,
 }
 
-/// An exported tensor, which the deleter frees.
-struct Handed<M, K> {
-    managed: M,
+/// The context of an exported tensor, which the deleter frees.
+struct Held<K> {
     shape: Vec<i64>,
     strides: Vec<i64>,
     _keep: K,
@@ -258,49 +257,35 @@ fn hand_out_as<'py, M: Managed, K: Send + 'static>(
         // As NumPy and PyTorch do for empty arrays: a stride of 0 would look like a broadcast dimension.
         strides[index - 1] = strides[index] * shape[index].max(1);
     }
-    let mut handed = Box::new(Handed {
-        managed: M::new(
-            DLTensor {
-                data: memory.address as *mut c_void,
-                device_type: memory.device.0,
-                device_id: memory.device.1,
-                dimensions: shape.len() as i32,
-                code: memory.element.code,
-                bits: memory.element.bits,
-                lanes: 1,
-                shape: std::ptr::null_mut(),
-                strides: std::ptr::null_mut(),
-                byte_offset: 0,
-            },
-            memory.read_only,
-            delete::<M, K>,
-        ),
+    let mut held = Box::new(Held {
         shape,
         strides,
         _keep: keep,
     });
-    // Set after boxing; the vectors' heap blocks do not move with the struct, so that these stay valid until
-    // `delete`.
-    handed.managed.tensor().shape = handed.shape.as_mut_ptr();
-    handed.managed.tensor().strides = handed.strides.as_mut_ptr();
-    let handed = Box::into_raw(handed);
-    // SAFETY: `handed` is valid until `delete`. The pointer stored in the tensor is that of the whole box, so that
-    // `delete` frees all of it and not only its first field.
-    let managed = unsafe {
-        *(*handed).managed.context() = handed.cast();
-        &raw mut (*handed).managed
+    let tensor = DLTensor {
+        data: memory.address as *mut c_void,
+        device_type: memory.device.0,
+        device_id: memory.device.1,
+        dimensions: held.shape.len() as i32,
+        code: memory.element.code,
+        bits: memory.element.bits,
+        lanes: 1,
+        // The vectors' heap blocks do not move, so that these stay valid until `delete`.
+        shape: held.shape.as_mut_ptr(),
+        strides: held.strides.as_mut_ptr(),
+        byte_offset: 0,
     };
-    let Some(pointer) = NonNull::new(managed.cast::<c_void>()) else {
-        return Err(invalid("the DLPack tensor could not be allocated"));
-    };
+    let context = Box::into_raw(held).cast();
+    let managed = M::new(tensor, memory.read_only, context, delete::<M, K>);
+    let managed = NonNull::from(Box::leak(Box::new(managed)));
     // SAFETY: the pointer is to an `M`, as consumers of a capsule of this name expect, and `destroy` frees it only if
     // no consumer has taken it.
     let capsule = unsafe {
-        PyCapsule::new_with_pointer_and_destructor(py, pointer, M::NAME, Some(destroy::<M>))
+        PyCapsule::new_with_pointer_and_destructor(py, managed.cast(), M::NAME, Some(destroy::<M>))
     };
     capsule.inspect_err(|_| {
         // SAFETY: the tensor was not published.
-        unsafe { delete::<M, K>(managed) }
+        unsafe { delete::<M, K>(managed.as_ptr()) }
     })
 }
 
@@ -308,8 +293,11 @@ fn hand_out_as<'py, M: Managed, K: Send + 'static>(
 ///
 /// # Safety `managed` must come from [`hand_out_as`] with the same types, and must not be used afterwards.
 unsafe extern "C" fn delete<M: Managed, K>(managed: *mut M) {
-    // SAFETY: guaranteed by the caller: the context is the box created by `hand_out_as`.
-    drop(unsafe { Box::from_raw((*(*managed).context()).cast::<Handed<M, K>>()) });
+    // SAFETY: guaranteed by the caller: both are boxes that `hand_out_as` created.
+    unsafe {
+        let managed = Box::from_raw(managed);
+        drop(Box::from_raw(managed.context().cast::<Held<K>>()));
+    }
 }
 
 /// Frees the tensor of a capsule that was never consumed.

@@ -1,7 +1,7 @@
 //! The vendor's library for collectives.
 
 use crate::array::Reader;
-use crate::errors::raise;
+use crate::errors::{detached, raise};
 use crate::place::Place;
 use crate::region::seconds;
 use crate::stream::Stream;
@@ -71,8 +71,7 @@ impl CollectiveEngine {
             receives: reader.for_targets().ends("receives", &receives)?,
         };
         let stream = stream.live()?;
-        py.detach(|| self.engine.enqueue(stream, &request))
-            .map_err(raise)
+        detached(py, || self.engine.enqueue(stream, &request))
     }
 
     /// Exchanges a description of the call with each peer, `(peer, sent description, expected description)`, and then
@@ -118,8 +117,7 @@ impl CollectiveEngine {
             reduction: reduction.transpose()?,
         };
         let deadline = Deadline::after(seconds(timeout)?);
-        let other = py.detach(|| self.engine.call(&call, deadline));
-        let other = other.map_err(raise)?;
+        let other = detached(py, || self.engine.call(&call, deadline))?;
         Ok(other.map(|(peer, said)| (peer, PyBytes::new(py, &said).unbind())))
     }
 

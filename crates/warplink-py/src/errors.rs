@@ -54,6 +54,14 @@ fn build<'py>(
     )
 }
 
+/// Result of `call`, which may block, without the interpreter's lock.
+pub(crate) fn detached<T: Send>(
+    py: Python<'_>,
+    call: impl FnOnce() -> warplink::Result<T> + Send,
+) -> PyResult<T> {
+    py.detach(call).map_err(raise)
+}
+
 /// An exception for an invalid argument.
 pub(crate) fn invalid(message: impl Into<String>) -> PyErr {
     raise(Error::invalid(message.into()))

@@ -1,7 +1,7 @@
 //! Execution of programs.
 
 use crate::array::{self, Array, Reader};
-use crate::errors::{captured, invalid, raise};
+use crate::errors::{captured, detached, invalid, raise};
 use crate::memory::Memory;
 use crate::overlap::OverlapPlan;
 use crate::owner::Detached;
@@ -90,9 +90,7 @@ impl Executor {
             multiprocessors,
             library: false,
         };
-        let prepared = py
-            .detach(|| executor.prepare(&program.0, &parameters, options))
-            .map_err(raise)?;
+        let prepared = detached(py, || executor.prepare(&program.0, &parameters, options))?;
         Ok(Prepared {
             inner: Detached::new(Arc::new(prepared)),
             place: self.place.clone(),
@@ -179,8 +177,8 @@ impl Executor {
             c: slices(c),
             gathered: gathered.map(|gathered| gathered.slice),
         };
-        let plan = py.detach(|| problem.plan(&executor, &options, &buffers));
-        Ok(OverlapPlan::new(plan.map_err(raise)?, &self.place))
+        let plan = detached(py, || problem.plan(&executor, &options, &buffers))?;
+        Ok(OverlapPlan::new(plan, &self.place))
     }
 
     /// Plans `c = reduce_scatter(a @ b) + bias`, overlapped.
@@ -245,8 +243,8 @@ impl Executor {
             bias: bias.map(|bias| bias.slice),
             c: c.slice,
         };
-        let plan = py.detach(|| problem.plan(&executor, &options, &buffers));
-        Ok(OverlapPlan::new(plan.map_err(raise)?, &self.place))
+        let plan = detached(py, || problem.plan(&executor, &options, &buffers))?;
+        Ok(OverlapPlan::new(plan, &self.place))
     }
 }
 
@@ -262,9 +260,7 @@ impl Prepared {
         // Only outputs need writable memory; inputs may be read-only arrays.
         let is_output = |name: &str| prepared.rank_program().is_output(name);
         let bound = array::bindings(bindings, &self.place, None, is_output)?;
-        let plan = py
-            .detach(|| prepared.bind(&bound.bindings))
-            .map_err(raise)?;
+        let plan = detached(py, || prepared.bind(&bound.bindings))?;
         Ok(Plan {
             inner: Detached::new(Arc::new(plan)),
             read_only: bound.read_only,
@@ -330,8 +326,7 @@ impl Plan {
         let (plan, raw, stream) = (self.plan()?, stream.raw_handle(), stream.live()?);
         let is_output = |name: &str| plan.is_output(name);
         let memory = array::bindings(memory, &self.place, Some(raw), is_output)?;
-        py.detach(|| plan.run_on(stream, &memory.bindings))
-            .map_err(raise)
+        detached(py, || plan.run_on(stream, &memory.bindings))
     }
 
     /// Captures the plan into one graph, which replaces it. Blocks while the graph is prepared. Raises
@@ -339,7 +334,7 @@ impl Plan {
     fn capture(&self, py: Python<'_>) -> PyResult<CapturedPlan> {
         // Taken out rather than shared: an eager run and the graph would use the same buffers and signals unordered.
         let plan = self.inner.take_unused(captured)?;
-        let captured = py.detach(|| plan.capture()).map_err(raise)?;
+        let captured = detached(py, || plan.capture())?;
         Ok(CapturedPlan(Detached::new(Arc::new(captured))))
     }
 
@@ -348,7 +343,7 @@ impl Plan {
     /// run is complete on all ranks.
     fn trace(&self, py: Python<'_>, stream: &Stream) -> PyResult<Option<String>> {
         let (plan, stream) = (self.plan()?, stream.live()?);
-        let trace = py.detach(|| plan.trace(stream)).map_err(raise)?;
+        let trace = detached(py, || plan.trace(stream))?;
         let text = trace.map(|trace| serde_json::to_string(&trace.to_perfetto()));
         text.transpose()
             .map_err(|error| raise(Error::internal(format!("write the trace: {error}"))))
@@ -361,7 +356,7 @@ impl CapturedPlan {
     /// PeerLostError, if there is one.
     fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (captured, stream) = (self.0.get("captured plan")?, stream.live()?);
-        py.detach(|| captured.launch(stream)).map_err(raise)
+        detached(py, || captured.launch(stream))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Mixture-of-experts layers.
 
 use crate::array::{Array, Reader};
-use crate::errors::{invalid, raise};
+use crate::errors::{detached, invalid, raise};
 use crate::memory::View;
 use crate::owner::Detached;
 use crate::place::Place;
@@ -115,9 +115,9 @@ impl Experts {
         options: ExpertOptions,
         (place, world, nothing): (&Place, usize, &DeviceSlice),
     ) -> PyResult<Self> {
-        let made = py.detach(|| collectives.experts(&options));
+        let made = detached(py, || collectives.experts(&options))?;
         Ok(Self {
-            inner: Detached::new(made.map_err(raise)?),
+            inner: Detached::new(made),
             options,
             place: place.clone(),
             world,
@@ -284,7 +284,7 @@ impl Experts {
             weights: weights.as_ref().map(|it| &it.slice),
             ..collective::Tokens::new(&tokens.slice, &experts.slice)
         };
-        let done = py.detach(|| {
+        let routing = detached(py, || {
             // Unless somebody else has it, the memory of the last routing is used again.
             let last = self.last.lock().map(|mut last| last.take());
             drop(last);
@@ -293,8 +293,7 @@ impl Experts {
                 *last = Some(routing.clone());
             }
             Ok(routing)
-        });
-        let routing = done.map_err(raise)?;
+        })?;
         Ok(Routing {
             tokens: routing.tokens(),
             inner: Detached::new(routing),
@@ -361,8 +360,9 @@ impl Experts {
         };
         let (target, results) = (&target.slice, &results.slice);
         let weights = weights.as_ref().map(|it| &it.slice);
-        py.detach(|| inner.combine(target, results, &routing, weights, live))
-            .map_err(raise)
+        detached(py, || {
+            inner.combine(target, results, &routing, weights, live)
+        })
     }
 
     fn __repr__(&self) -> String {

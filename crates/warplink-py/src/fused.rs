@@ -2,7 +2,7 @@
 
 use crate::array::Array;
 use crate::collectives::Collectives;
-use crate::errors::{invalid, raise};
+use crate::errors::{detached, invalid, raise};
 use crate::stream::Stream;
 use pyo3::prelude::*;
 use warplink::collective::{Epilogue, Fused, FusedKind, FusedMemory, Quantization, Wire};
@@ -97,8 +97,7 @@ impl Collectives {
             scale: slice(&scale),
             global_scale: slice(&global_scale),
         };
-        py.detach(|| inner.fused(&call, &memory, live))
-            .map_err(raise)?;
+        detached(py, || inner.fused(&call, &memory, live))?;
         self.watched.made();
         Ok(())
     }

@@ -3,7 +3,7 @@
 use crate::array::Array;
 use crate::block;
 use crate::channel::{Connection, Connections};
-use crate::errors::raise;
+use crate::errors::{detached, raise};
 use crate::owner::{OfProcess, Owner};
 use crate::place::Place;
 use crate::stream::Stream;
@@ -50,9 +50,9 @@ impl Module {
         }
         // SAFETY: the caller guarantees, as documented in Python, that kernels access only memory that their arguments
         // refer to; host kernels only have the calls of `block`.
-        let module = py.detach(|| unsafe { place.device.load_module(&source) });
+        let module = detached(py, || unsafe { place.device.load_module(&source) })?;
         Ok(Self {
-            module: OfProcess::new(module.map_err(raise)?),
+            module: OfProcess::new(module),
             place: place.clone(),
         })
     }
@@ -112,8 +112,7 @@ impl Kernel {
             shape = shape.with_all_blocks_together();
         }
         let (kernel, stream) = (self.kernel.get()?, stream.live()?);
-        py.detach(|| kernel.launch(stream, &shape, &arguments))
-            .map_err(raise)
+        detached(py, || kernel.launch(stream, &shape, &arguments))
     }
 
     fn __repr__(&self) -> String {

@@ -2,7 +2,7 @@
 
 use crate::dlpack;
 use crate::element::{Element, type_name};
-use crate::errors::{invalid, raise};
+use crate::errors::{detached, invalid, raise};
 use crate::number::whole;
 use crate::place::Place;
 use pyo3::exceptions::PyAttributeError;
@@ -259,8 +259,7 @@ pub(crate) fn upload(
         let bytes = PyMemoryView::from(data)?.call_method0("tobytes")?;
         bytes.cast::<PyBytes>()?.as_bytes().to_vec()
     };
-    py.detach(|| place.device.upload(slice, &bytes))
-        .map_err(raise)
+    detached(py, || place.device.upload(slice, &bytes))
 }
 
 /// The bytes of `slice`.
@@ -270,9 +269,9 @@ pub(crate) fn download<'py>(
     slice: &DeviceSlice,
 ) -> PyResult<Bound<'py, PyBytes>> {
     // The bytes object is created after the copy: Python objects cannot be written without the interpreter's lock.
-    let bytes = py.detach(|| {
+    let bytes = detached(py, || {
         let mut bytes = vec![0; slice.bytes()];
         place.device.download(slice, &mut bytes).map(|()| bytes)
-    });
-    Ok(PyBytes::new(py, &bytes.map_err(raise)?))
+    })?;
+    Ok(PyBytes::new(py, &bytes))
 }

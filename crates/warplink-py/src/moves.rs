@@ -2,7 +2,7 @@
 
 use crate::collective_options::call_on;
 use crate::collectives::Collectives;
-use crate::errors::{invalid, raise};
+use crate::errors::{detached, invalid};
 use crate::parts::{Cut, check_counts, unit};
 use crate::stream::Stream;
 use pyo3::prelude::*;
@@ -27,8 +27,9 @@ impl Collectives {
         let target = reader.for_targets().read(target, "the target")?;
         let source = reader.read(source, "the source")?;
         let call = call_on(kind, [&target, &source], op, root, self.world)?;
-        py.detach(|| inner.enqueue(&call, &target.slice, &source.slice, live))
-            .map_err(raise)?;
+        detached(py, || {
+            inner.enqueue(&call, &target.slice, &source.slice, live)
+        })?;
         // Only after success: a call that was rejected enqueued nothing to wait for.
         self.watched.made();
         Ok(())
@@ -58,8 +59,7 @@ impl Collectives {
         };
         let source = memory(source, input_rows)?;
         let target = memory(target, output_rows)?;
-        py.detach(|| inner.enqueue(call, &target, &source, live))
-            .map_err(raise)?;
+        detached(py, || inner.enqueue(call, &target, &source, live))?;
         self.watched.made();
         Ok(())
     }
@@ -86,11 +86,10 @@ impl Collectives {
         let source = memory(source, &sent)?;
         let received = Cut::new(received, None, 1);
         let sent = Cut::new(sent, None, 1);
-        py.detach(|| {
+        detached(py, || {
             let output = (&target, received.parts());
             inner.all_to_all_v(output, (&source, sent.parts()), DType::U8, live)
-        })
-        .map_err(raise)?;
+        })?;
         self.watched.made();
         Ok(())
     }
@@ -125,8 +124,7 @@ impl Collectives {
         let receives = receives.iter();
         let receives = receives.map(|(peer, data)| Message::receive(*peer, data));
         let messages: Vec<Message<'_>> = sends.chain(receives).collect();
-        py.detach(|| inner.send_receive(&messages, live))
-            .map_err(raise)?;
+        detached(py, || inner.send_receive(&messages, live))?;
         self.watched.made();
         Ok(())
     }
@@ -157,12 +155,11 @@ impl Collectives {
                 each * dtype.size()
             )));
         }
-        py.detach(|| {
+        detached(py, || {
             let output = (&target.slice, &received.slice);
             let input = (&source.slice, &sent.slice);
             inner.all_to_all_v_on_device(output, input, dtype, max_count, live)
-        })
-        .map_err(raise)?;
+        })?;
         self.watched.made();
         Ok(())
     }

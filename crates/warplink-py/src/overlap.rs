@@ -1,7 +1,7 @@
 //! Matmuls overlapped with communication.
 
 use crate::array::{self, Array};
-use crate::errors::{captured, invalid, raise};
+use crate::errors::{captured, detached, invalid};
 use crate::owner::Detached;
 use crate::place::Place;
 use crate::stream::{Stream, Turns};
@@ -118,8 +118,7 @@ impl OverlapPlan {
         let (plan, raw, stream) = (self.inner()?, stream.raw_handle(), stream.live()?);
         let is_output = |name: &str| plan.is_output(name);
         let memory = array::bindings(memory, &self.place, Some(raw), is_output)?;
-        py.detach(|| plan.run_on(stream, &memory.bindings))
-            .map_err(raise)
+        detached(py, || plan.run_on(stream, &memory.bindings))
     }
 
     /// Launcher of the plan on the tensors `names`, with lengths `nbytes`; `own` has the plan's memory of tensors that
@@ -170,7 +169,7 @@ impl OverlapPlan {
     fn capture(&self, py: Python<'_>) -> PyResult<CapturedOverlap> {
         // Fails while a launcher shares the plan: its launches and the graph's would use the same memory and signals.
         let plan = self.plan.take_unused(captured)?;
-        let captured = py.detach(|| plan.capture()).map_err(raise)?;
+        let captured = detached(py, || plan.capture())?;
         Ok(CapturedOverlap(Detached::new(Arc::new(captured))))
     }
 
@@ -255,6 +254,6 @@ impl CapturedOverlap {
     /// PeerLostError, if there is one.
     fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (captured, stream) = (self.0.get("captured plan")?, stream.live()?);
-        py.detach(|| captured.launch(stream)).map_err(raise)
+        detached(py, || captured.launch(stream))
     }
 }

@@ -1,7 +1,7 @@
 //! Memory that peers may access.
 
 use crate::element::type_name;
-use crate::errors::raise;
+use crate::errors::{detached, raise};
 use crate::memory::{Memory, View, download, upload};
 use crate::number::whole;
 use crate::owner::Detached;
@@ -116,8 +116,7 @@ impl Region {
         let Some(region) = self.region.take() else {
             return Ok(());
         };
-        py.detach(|| region.close(Deadline::after(limit)))
-            .map_err(raise)
+        detached(py, || region.close(Deadline::after(limit)))
     }
 
     fn __repr__(&self) -> String {

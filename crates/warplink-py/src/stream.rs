@@ -1,7 +1,7 @@
 //! Streams, events and graphs.
 
 use crate::array::Array;
-use crate::errors::raise;
+use crate::errors::{detached, raise};
 use crate::owner::{Detached, OfProcess};
 use crate::place::Place;
 use crate::region::seconds;
@@ -162,52 +162,47 @@ impl Stream {
         let into = Array::resolve_target(target, &self.place, Some(self.raw_handle()))?;
         let from = Array::resolve(source, &self.place, Some(self.raw_handle()))?;
         let stream = self.live()?;
-        target
-            .py()
-            .detach(|| stream.copy(&into.slice, &from.slice))
-            .map_err(raise)
+        detached(target.py(), || stream.copy(&into.slice, &from.slice))
     }
 
     /// Sets every byte of `target` to `byte`. Raises InvalidArgumentError for a target that is read-only.
     fn fill(&self, target: &Bound<'_, PyAny>, byte: u8) -> PyResult<()> {
         let into = Array::resolve_target(target, &self.place, Some(self.raw_handle()))?;
         let stream = self.live()?;
-        let filled = target.py().detach(|| stream.fill(&into.slice, byte));
-        filled.map_err(raise)
+        detached(target.py(), || stream.fill(&into.slice, byte))
     }
 
     /// Records `event` at this point of the stream, replacing an earlier record.
     fn record(&self, py: Python<'_>, event: &Event) -> PyResult<()> {
         let (stream, event) = (self.live()?, event.0.get()?);
-        py.detach(|| stream.record(event)).map_err(raise)
+        detached(py, || stream.record(event))
     }
 
     /// Makes the stream wait for the point last recorded in `event` at the time of this call.
     fn wait_event(&self, py: Python<'_>, event: &Event) -> PyResult<()> {
         let (stream, event) = (self.live()?, event.0.get()?);
-        py.detach(|| stream.wait_event(event)).map_err(raise)
+        detached(py, || stream.wait_event(event))
     }
 
     /// Makes the stream wait for all work enqueued on `other` so far.
     pub(crate) fn follow(&self, py: Python<'_>, other: &Self) -> PyResult<()> {
         let (stream, other) = (self.live()?, other.live()?);
-        let followed = py.detach(|| {
+        detached(py, || {
             let reached = self.place.device.create_event(false)?;
             other.record(&reached)?;
             stream.wait_event(&reached)
-        });
-        followed.map_err(raise)
+        })
     }
 
     /// A new event, recorded at this point of the stream.
     pub(crate) fn mark(&self, py: Python<'_>) -> PyResult<Event> {
         let stream = self.live()?;
-        let marked = py.detach(|| {
+        let marked = detached(py, || {
             let event = self.place.device.create_event(false)?;
             stream.record(&event)?;
             Ok(event)
         });
-        marked.map(Event::new).map_err(raise)
+        marked.map(Event::new)
     }
 
     /// Blocks until all work enqueued so far is complete, at most `timeout` seconds (the job's if None). Raises
@@ -239,7 +234,7 @@ impl Stream {
         if takes_long && !limit.passed() {
             interruptible(py, wait)
         } else {
-            py.detach(wait).map_err(raise)
+            detached(py, wait)
         }
     }
 
@@ -256,7 +251,7 @@ impl Stream {
     /// Ends the capture and makes the graph ready to launch. Blocks while it is prepared.
     fn end_capture(&self, py: Python<'_>) -> PyResult<Graph> {
         let stream = self.live()?;
-        let graph = py.detach(|| stream.end_capture()).map_err(raise)?;
+        let graph = detached(py, || stream.end_capture())?;
         Ok(Graph(OfProcess::new(graph)))
     }
 
@@ -284,7 +279,7 @@ impl Graph {
     /// Enqueues the graph on `stream`.
     fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (graph, stream) = (self.0.get()?, stream.live()?);
-        py.detach(|| graph.launch(stream)).map_err(raise)
+        detached(py, || graph.launch(stream))
     }
 
     /// The number of operations in the graph.

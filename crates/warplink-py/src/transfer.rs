@@ -1,6 +1,6 @@
 //! Sends and receives that are exchanged once and posted any number of times.
 
-use crate::errors::raise;
+use crate::errors::{detached, raise};
 use crate::number::whole;
 use crate::owner::Detached;
 use crate::region::Region;
@@ -94,14 +94,14 @@ impl Transfer {
     /// wait in between, and the error that ended the device's work, such as PeerLostError, if there is one.
     fn post(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (transfer, stream) = (self.inner()?, stream.live()?);
-        py.detach(|| transfer.post(stream)).map_err(raise)
+        detached(py, || transfer.post(stream))
     }
 
     /// Enqueues the wait for every post so far on `stream`. Does not block. Raises the error that ended the device's
     /// work, such as PeerLostError, if there is one.
     fn wait(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (transfer, stream) = (self.inner()?, stream.live()?);
-        py.detach(|| transfer.wait(stream)).map_err(raise)
+        detached(py, || transfer.wait(stream))
     }
 
     /// The other rank, in the communicator.
@@ -149,7 +149,7 @@ impl StreamBarrier {
     /// PeerLostError, if there is one.
     fn enqueue(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let stream = stream.live()?;
-        py.detach(|| self.0.enqueue(stream)).map_err(raise)
+        detached(py, || self.0.enqueue(stream))
     }
 }
 
@@ -162,12 +162,11 @@ pub(crate) fn post_all(
     stream: &Stream,
 ) -> PyResult<()> {
     let (transfers, stream) = (all(&transfers)?, stream.live()?);
-    py.detach(|| {
+    detached(py, || {
         // One batch: its members complete in whatever order ranks list them, and small ones share a kernel.
         let posts = transfers.iter().map(|transfer| &**transfer);
         Batch::new().post(posts).enqueue(stream)
     })
-    .map_err(raise)
 }
 
 /// Waits on `stream` for every post so far of `transfers`. Does not block. Raises the errors of `Transfer.wait`.
@@ -178,11 +177,10 @@ pub(crate) fn wait_all(
     stream: &Stream,
 ) -> PyResult<()> {
     let (transfers, stream) = (all(&transfers)?, stream.live()?);
-    py.detach(|| {
+    detached(py, || {
         let waits = transfers.iter().map(|transfer| &**transfer);
         Batch::new().wait(waits).enqueue(stream)
     })
-    .map_err(raise)
 }
 
 fn all(

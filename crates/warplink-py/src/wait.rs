@@ -3,7 +3,7 @@
 //! Python runs signal handlers only on its main thread, between instructions. A wait in the library would delay them,
 //! so it runs on a separate thread, which is abandoned if a handler raises.
 
-use crate::errors::raise;
+use crate::errors::{detached, raise};
 use pyo3::prelude::*;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::Duration;
@@ -19,7 +19,7 @@ pub(crate) fn interruptible<T: Send + 'static>(
 ) -> PyResult<T> {
     if !on_main_thread(py)? {
         // Handlers run on the main thread only, so that a thread to wait would be of no use here.
-        return py.detach(wait).map_err(raise);
+        return detached(py, wait);
     }
     let mut ended = begin(wait)?;
     loop {

@@ -1,6 +1,6 @@
 //! Detection of failed calls on streams that no host thread waits for.
 
-use crate::errors::raise;
+use crate::errors::{detached, raise};
 use crate::owner::OfProcess;
 use crate::place::Place;
 use crate::region::seconds;
@@ -268,8 +268,8 @@ impl Watched {
         precede: impl Fn(&Stream) -> Result<()> + Send + 'static,
         (place, limits): (&Place, Limits),
     ) -> PyResult<Watch> {
-        let started = py.detach(|| start(communicator, Box::new(precede), place, limits));
-        let (watch, calls) = started.map_err(raise)?;
+        let (watch, calls) =
+            detached(py, || start(communicator, Box::new(precede), place, limits))?;
         // The replaced watch's thread ends with its `Watch`.
         *self.lock() = Some(calls);
         Ok(watch)
