@@ -10,7 +10,7 @@ ranks get the same bits where the kernel does it. They have no gradients.
 from __future__ import annotations
 
 import math
-from typing import Any, Sequence
+from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -18,7 +18,6 @@ import torch.distributed._functional_collectives as funcol
 from warplink.torch import quantizations
 from warplink.torch.ops import direct_workspace, library
 from warplink.torch.quantizations import GIVEN_SCALE, QUANTIZATIONS
-from warplink.torch.workspace import Workspace
 
 #: Element types of rows.
 ROW_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -78,24 +77,30 @@ library.define(
 )
 
 
-def _check(
-    input: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    outputs: Sequence[str],
-    norm: str | None,
-    quantization: str | None,
-    wire: str = "exact",
-) -> None:
+class _Epilogue(NamedTuple):
+    """What is computed of the sum; see ``fused_all_reduce``."""
+
+    residual: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    scale: torch.Tensor | None
+    norm: str | None
+    eps: float
+    weight_bias: bool
+    quantization: str | None
+    wire: str = "exact"
+
+
+def _check(input: torch.Tensor, outputs: Sequence[str], of: _Epilogue) -> None:
+    norm, quantization, scale = of.norm, of.quantization, of.scale
     if input.dim() < 1:
         raise ValueError("the input has no dimensions; expected rows")
     if norm not in (None, "rms", "layer"):
         raise ValueError(f"norm is '{norm}'; expected rms or layer")
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise ValueError(f"quantization is '{quantization}'; expected {', '.join(QUANTIZATIONS)}")
-    if wire not in WIRES:
-        raise ValueError(f"wire is '{wire}'; expected {' or '.join(WIRES)}")
+    if of.wire not in WIRES:
+        raise ValueError(f"wire is '{of.wire}'; expected {' or '.join(WIRES)}")
     unknown = [name for name in outputs if name not in OUTPUTS]
     if unknown or len(set(outputs)) != len(outputs) or not outputs:
         raise ValueError(f"outputs are {list(outputs)}; expected some of {', '.join(OUTPUTS)}, each once")
@@ -105,12 +110,12 @@ def _check(
             f"quantization is {quantization} and outputs are {list(outputs)}; expected 'quantized' exactly with it, and "
             "'scale' where it is computed"
         )
-    if (weight is None) != (norm is None) or bias is not None and norm is None:
+    if (of.weight is None) != (norm is None) or of.bias is not None and norm is None:
         raise ValueError("expected a weight exactly with a norm, and a bias only with one")
     for name, tensor, sizes in (
-        ("the residual", residual, input.shape),
-        ("the weight", weight, input.shape[-1:]),
-        ("the bias", bias, input.shape[-1:]),
+        ("the residual", of.residual, input.shape),
+        ("the weight", of.weight, input.shape[-1:]),
+        ("the bias", of.bias, input.shape[-1:]),
     ):
         if tensor is None:
             continue
@@ -119,42 +124,55 @@ def _check(
                 f"{name} is {list(tensor.shape)} of {tensor.dtype} on {tensor.device}; expected {list(sizes)} of "
                 f"{input.dtype} on {input.device}"
             )
+    if (scale is not None) != (quantization in GIVEN_SCALE):
+        raise ValueError(f"expected a scale exactly with the quantizations {' and '.join(GIVEN_SCALE)}")
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
+        raise ValueError(f"the scale is {list(scale.shape)} of {scale.dtype}; expected one float32")
+
+
+def _form(input: torch.Tensor, name: str, quantization: str | None) -> tuple[list[int], torch.dtype]:
+    """Sizes and type of a result."""
+    sizes = list(input.shape)
+    if name == "quantized":
+        return quantizations.of_codes(sizes, quantization or "static")
+    if name == "scale":
+        return quantizations.of_scales(sizes, quantization or "per_token")
+    return sizes, input.dtype
 
 
 def _made(input: torch.Tensor, name: str, quantization: str | None) -> torch.Tensor:
     """Memory for a result."""
-    sizes, dtype = list(input.shape), input.dtype
-    if name == "quantized":
-        sizes, dtype = quantizations.of_codes(sizes, quantization or "static")
-    elif name == "scale":
-        sizes, dtype = quantizations.of_scales(sizes, quantization or "per_token")
+    sizes, dtype = _form(input, name, quantization)
     return input.new_empty(sizes, dtype=dtype)
 
 
-def _enqueue(
-    space: Workspace,
-    input: torch.Tensor,
-    given: dict[str, torch.Tensor | None],
-    how: dict[str, Any],
-) -> None:
-    """Gives the current stream the kernel."""
-    arrays: dict[str, Any] = {}
-    for name, tensor in given.items():
-        if tensor is not None:
-            plain = tensor.detach()
-            # DLPack has had no name for floats of 8 and 4 bits for long.
-            arrays[name] = plain.view(torch.uint8) if plain.itemsize == 1 else plain
-    with space.turn() as stream:
-        space.collectives().fused(stream, input.detach(), **arrays, **how)
-    space.settle(stream)
-
-
-def _space(input: torch.Tensor, group_name: str) -> Workspace | None:
+def _results(
+    input: torch.Tensor, of: _Epilogue, group_name: str, memory: Callable[[], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """Results by their names: in ``memory`` by the kernel, or all of them by PyTorch's operations."""
     fuses = input.dtype in ROW_DTYPES and input.numel() > 0
-    return direct_workspace(group_name, input.device, fuses=fuses) if fuses else None
+    space = direct_workspace(group_name, input.device, fuses=fuses) if fuses else None
+    if space is None:
+        return _unfused(input, of, group_name)
+    targets = memory()
+    arrays: dict[str, Any] = dict(targets)
+    for name, tensor in (("residual", of.residual), ("weight", of.weight), ("bias", of.bias)):
+        if tensor is not None:
+            arrays[name] = tensor.contiguous()
+    if of.scale is not None:
+        # A scale that is read.
+        arrays["scale" if of.quantization == "static" else "global_scale"] = of.scale
+    for name, tensor in arrays.items():
+        plain = tensor.detach()
+        # DLPack has had no name for floats of 8 and 4 bits for long.
+        arrays[name] = plain.view(torch.uint8) if plain.itemsize == 1 else plain
+    how = {name: getattr(of, name) for name in ("norm", "eps", "weight_bias", "quantization", "wire")}
+    with space.turn() as stream:
+        space.collectives().fused(stream, input.contiguous().detach(), **arrays, **how)
+    space.settle(stream)
+    return targets
 
 
-@torch.no_grad()
 def fused_all_reduce(
     input: torch.Tensor,
     residual: torch.Tensor | None,
@@ -182,70 +200,37 @@ def fused_all_reduce(
     it, for an error that docs/fused.md states; all ranks get the same bits either way.
     Raises ValueError where sizes, types or names do not fit.
     """
-    _check(input, residual, weight, bias, outputs, norm, quantization, wire)
-    _check_scale(scale, quantization)
-    space = _space(input, group_name)
-    if space is None:
-        results = unfused(
-            input, residual, weight, bias, scale, group_name, norm, eps, weight_bias, quantization
-        )
-        return [results[name] for name in outputs]
-    made = {name: _made(input, name, quantization) for name in outputs}
-    given = {"residual": residual, "weight": weight, "bias": bias}
-    given = {name: None if tensor is None else tensor.contiguous() for name, tensor in given.items()}
-    given.update(made)
-    if quantization is not None:
-        given.update(_given_scale(scale, quantization))
-    how = {"norm": norm, "eps": eps, "weight_bias": weight_bias, "quantization": quantization, "wire": wire}
-    _enqueue(space, input.contiguous(), given, how)
-    return [made[name] for name in outputs]
+    of = _Epilogue(residual, weight, bias, scale, norm, eps, weight_bias, quantization, wire)
+    _check(input, outputs, of)
+
+    def made() -> dict[str, torch.Tensor]:
+        return {name: _made(input, name, quantization) for name in outputs}
+
+    # The compiler asks for shapes and types only.
+    results = made() if input.is_meta else _results(input, of, group_name, made)
+    return [results[name] for name in outputs]
 
 
-def _given_scale(scale: torch.Tensor | None, quantization: str) -> dict[str, torch.Tensor | None]:
-    """A scale that is read, by its name in the kernel's call."""
-    if quantization not in GIVEN_SCALE:
-        return {}
-    return {"scale" if quantization == "static" else "global_scale": scale}
-
-
-def _check_scale(scale: torch.Tensor | None, quantization: str | None) -> None:
-    if (scale is not None) != (quantization in GIVEN_SCALE):
-        raise ValueError(f"expected a scale exactly with the quantizations {' and '.join(GIVEN_SCALE)}")
-    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
-        raise ValueError(f"the scale is {list(scale.shape)} of {scale.dtype}; expected one float32")
-
-
-def unfused(
-    input: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    group_name: str,
-    norm: str | None,
-    eps: float,
-    weight_bias: bool,
-    quantization: str | None,
-) -> dict[str, torch.Tensor]:
+def _unfused(input: torch.Tensor, of: _Epilogue, group_name: str) -> dict[str, torch.Tensor]:
     """The same as an all-reduce and PyTorch's operations; every result by its name."""
     name: Any = group_name
     # Added in single precision, as the kernel does.
     wide = input.float() if input.dtype in ROW_DTYPES else input
     total: torch.Tensor = funcol.wait_tensor(funcol.all_reduce(wide.contiguous(), "sum", name))
-    added = total if residual is None else total + residual.to(total.dtype)
+    added = total if of.residual is None else total + of.residual.to(total.dtype)
     results = {"sum": total.to(input.dtype), "residual_out": added.to(input.dtype)}
     row = results["residual_out"].to(total.dtype)
-    if norm == "layer":
+    if of.norm == "layer":
         row = row - row.mean(-1, keepdim=True)
-    if norm is not None and weight is not None:
-        row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + eps)
-        row = row * (weight.to(row.dtype) + (1 if weight_bias else 0))
-    if bias is not None:
-        row = row + bias.to(row.dtype)
+    if of.norm is not None and of.weight is not None:
+        row = row * torch.rsqrt(row.square().mean(-1, keepdim=True) + of.eps)
+        row = row * (of.weight.to(row.dtype) + (1 if of.weight_bias else 0))
+    if of.bias is not None:
+        row = row + of.bias.to(row.dtype)
     results["output"] = row.to(input.dtype)
-    if quantization is None:
+    if of.quantization is None:
         return results
-    results["quantized"], scales = quantizations.quantize(row, quantization, scale)
+    results["quantized"], scales = quantizations.quantize(row, of.quantization, of.scale)
     if scales is not None:
         results["scale"] = scales
     return results
@@ -307,14 +292,12 @@ def allreduce_fusion(
         if scale_out is None:
             raise ValueError("expected scale_out")
         wanted.append("scale")
-    _check(input, residual_in, rms_gamma, None, wanted, norm, quantization)
-    _check_scale(scale_factor, quantization)
+    of = _Epilogue(residual_in, rms_gamma, None, scale_factor, norm, rms_eps, weight_bias == 1, quantization)
+    _check(input, wanted, of)
     rows, width = math.prod(input.shape[:-1]), input.shape[-1]
     whole = {name: tensor for name, tensor in targets.items() if tensor is not None}
     for name, tensor in whole.items():
-        sizes, dtype = list(input.shape), input.dtype
-        if name == "quantized":
-            sizes, dtype = quantizations.of_codes(sizes, quantization or "static")
+        sizes, dtype = _form(input, name, quantization)
         fits = tensor.dtype == dtype or (name == "quantized" and quantization == "nvfp4" and tensor.itemsize == 1)
         if tensor.numel() != math.prod(sizes) or not fits or not tensor.is_contiguous():
             raise ValueError(
@@ -327,30 +310,17 @@ def allreduce_fusion(
         if scale_out.nbytes < least or not scale_out.is_contiguous():
             raise ValueError(f"the memory for scales is of {scale_out.nbytes} bytes; expected {least}, contiguous")
     if norm is not None and "output" not in wanted and quantization is None:
-        norm, rms_gamma = None, None
-    space = _space(input, group_name)
-    scales: torch.Tensor | None = None
-    if space is None:
-        results = unfused(
-            input, residual_in, rms_gamma, None, scale_factor, group_name, norm, rms_eps, weight_bias == 1, quantization
-        )
-        for name, tensor in whole.items():
-            found = results[name]
+        of = of._replace(norm=None, weight=None)
+
+    def memory() -> dict[str, torch.Tensor]:
+        return {**whole, "scale": _made(input, "scale", quantization)} if scales_out else whole
+
+    results = _results(input, of, group_name, memory)
+    for name, tensor in whole.items():
+        if (found := results[name]) is not tensor:
             target = tensor.view(torch.uint8) if found.dtype == torch.uint8 else tensor
             target.copy_(found.view(tensor.shape))
-        scales = results.get("scale")
-    else:
-        given: dict[str, torch.Tensor | None] = {
-            "residual": None if residual_in is None else residual_in.contiguous(),
-            "weight": rms_gamma,
-            **whole,
-        }
-        if scales_out:
-            scales = given["scale"] = _made(input, "scale", quantization)
-        if quantization is not None:
-            given.update(_given_scale(scale_factor, quantization))
-        how = {"norm": norm, "eps": rms_eps, "weight_bias": weight_bias == 1, "quantization": quantization}
-        _enqueue(space, input.contiguous(), given, how)
+    scales = results.get("scale")
     if scale_out is None or scales is None:
         return
     if quantization != "nvfp4":
@@ -359,27 +329,6 @@ def allreduce_fusion(
         scale_out.view(-1).view(torch.uint8)[: scales.numel()].copy_(scales.view(torch.uint8).view(-1))
     else:
         quantizations.swizzle(scales.view(torch.uint8).view(rows, -1), scale_out)
-
-
-def _meta_fused_all_reduce(
-    input: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    outputs: list[str],
-    group_name: str,
-    *,
-    norm: str | None = None,
-    eps: float = 1e-6,
-    weight_bias: bool = False,
-    quantization: str | None = None,
-    wire: str = "exact",
-) -> list[torch.Tensor]:
-    """Shapes and types only."""
-    _check(input, residual, weight, bias, outputs, norm, quantization, wire)
-    _check_scale(scale, quantization)
-    return [_made(input, name, quantization) for name in outputs]
 
 
 def _meta_nothing(*_: Any, **__: Any) -> None:
@@ -455,7 +404,7 @@ def _by_vllm(
 
 
 for _key in ("CPU", "CUDA"):
-    library.impl("fused_all_reduce", fused_all_reduce, _key)
+    library.impl("fused_all_reduce", torch.no_grad()(fused_all_reduce), _key)
     library.impl("allreduce_fusion", allreduce_fusion, _key)
-library.impl("fused_all_reduce", _meta_fused_all_reduce, "Meta")
+library.impl("fused_all_reduce", fused_all_reduce, "Meta")
 library.impl("allreduce_fusion", _meta_nothing, "Meta")

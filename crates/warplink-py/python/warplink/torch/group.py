@@ -233,12 +233,6 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
 
     # Names, numbers and the end
 
-    def getBackendName(self) -> str:
-        return "warplink"
-
-    def _get_backend_name(self) -> str:
-        return "warplink"
-
     def name(self) -> str:
         return "warplink"
 
@@ -248,11 +242,9 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
     def size(self) -> int:
         return self._size
 
-    def getRank(self) -> int:
-        return self._rank
-
-    def getSize(self) -> int:
-        return self._size
+    # Other names of the same.
+    getBackendName = _get_backend_name = name
+    getRank, getSize = rank, size
 
     def get_group_store(self) -> dist.Store:
         return self._store
@@ -269,9 +261,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
     def group_name(self) -> Any:
         return self._group_name
 
-    @property
-    def pg_name(self) -> Any:
-        return self._group_name
+    pg_name = group_name
 
     @property
     def group_desc(self) -> str:
@@ -295,12 +285,12 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
     def supports_splitting(self) -> bool:
         return True
 
-    def eager_connect_single_device(self, device: torch.device) -> None:
-        """Nothing: on CPU tensors, where PyTorch asks this of the group itself, its members are connected."""
-
     @property
     def supports_coalescing(self) -> bool:
         return False
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Nothing: on CPU tensors, where PyTorch asks this of the group itself, its members are connected."""
 
     def _has_hooks(self) -> bool:
         return False

@@ -134,16 +134,28 @@ def all_gather_matmul(
     ``torch.ops.symm_mem.fused_all_gather_matmul``: contiguous with ``gather_dim`` in front. Raises
     ValueError where sizes, types or devices do not fit.
     """
+    _check(A, Bs, gather_dim, "gather_dim")
+    if A.is_meta:
+        # Of the compiler, which asks for shapes and strides only.
+        whole, products = like_gathered(A, Bs, [A.dtype] * len(Bs), gather_dim, group_name)
+        return whole if return_A else None, products
     operation = "gather and keep" if return_A else "gather"
+    last = gather_dim == A.dim() - 1
 
     def again() -> tuple[torch.Tensor | None, list[torch.Tensor]] | None:
         return _RECENT.call(operation, gather_dim, group_name, A, Bs)  # type: ignore[no-any-return]
 
     def unfused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        return _unfused_all_gather_matmul(A, Bs, gather_dim, group_name, return_A=return_A)
+        """The same as a collective and matmuls."""
+        with torch.no_grad():
+            gathered = all_gathered((A if last else to_front(A, gather_dim)).contiguous(), group_name)
+            if last:
+                gathered = torch.cat(gathered.chunk(group_size(group_name)), dim=-1)
+            results = [torch.matmul(gathered, b) for b in Bs]
+            if gather_dim and not last:
+                gathered, results = gathered.movedim(0, gather_dim), [each.movedim(0, gather_dim) for each in results]
+        return gathered if return_A else None, results
 
-    _check(A, Bs, gather_dim, "gather_dim")
-    last = gather_dim == A.dim() - 1
     for b in Bs:
         rows = A.shape[-1] * (group_size(group_name) if last else 1)
         if b.shape[0] != rows:
@@ -236,28 +248,6 @@ def _gather(
     return back[count] if len(back) > count else None, back[:count]
 
 
-@torch.no_grad()
-def _unfused_all_gather_matmul(
-    A: torch.Tensor,
-    Bs: list[torch.Tensor],
-    gather_dim: int,
-    group_name: str,
-    *,
-    return_A: bool = True,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """The same as a collective and matmuls."""
-    last = gather_dim == A.dim() - 1
-    front = A if last else to_front(A, gather_dim)
-    gathered = all_gathered(front.contiguous(), group_name)
-    if last:
-        whole = torch.cat(gathered.chunk(group_size(group_name)), dim=-1)
-        return whole if return_A else None, [torch.matmul(whole, b) for b in Bs]
-    results = [torch.matmul(gathered, b) for b in Bs]
-    if gather_dim:
-        gathered, results = gathered.movedim(0, gather_dim), [each.movedim(0, gather_dim) for each in results]
-    return gathered if return_A else None, results
-
-
 def matmul_reduce_scatter(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
@@ -266,13 +256,23 @@ def matmul_reduce_scatter(
     A is ``[.., k]``, B is ``[k, n]``. The result is contiguous. Raises ValueError where sizes, types or
     devices do not fit, or ``reduce_op`` is neither "sum" nor "avg".
     """
+    _check(A, [B], scatter_dim, "scatter_dim")
+    if A.is_meta:
+        # Of the compiler, which asks for the shape only.
+        shape = [*A.shape[:-1], B.shape[1]]
+        shape[scatter_dim] //= group_size(group_name)
+        return A.new_empty(shape)
     operation = "scatter " + reduce_op
 
     def again() -> torch.Tensor | None:
         return _RECENT.call(operation, scatter_dim, group_name, A, [B])  # type: ignore[no-any-return]
 
     def unfused() -> torch.Tensor:
-        return _unfused_matmul_reduce_scatter(A, B, reduce_op, scatter_dim, group_name)
+        """The same as a matmul and a collective."""
+        with torch.no_grad():
+            front = to_front(torch.matmul(A, B), scatter_dim).contiguous()
+            part = reduce_scattered(front, reduce_op, group_name)
+            return copied_back(part.flatten(0, -2), list(part.shape[:-1]), scatter_dim)
 
     _check_scatter(A, B, reduce_op, scatter_dim, group_size(group_name))
     fuses = _fuses(A, [B])
@@ -329,7 +329,6 @@ def _keep_scatter(
 
 
 def _check_scatter(a: torch.Tensor, b: torch.Tensor, reduce_op: str, dim: int, size: int) -> None:
-    _check(a, [b], dim, "scatter_dim")
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"reduce_op is '{reduce_op}'; expected sum or avg")
     if b.shape[0] != a.shape[-1]:
@@ -365,16 +364,6 @@ def _scatter(a: torch.Tensor, b: torch.Tensor, dim: int, space: Workspace, known
     with span("warplink::fused_matmul_reduce_scatter"):
         space.launch(known.call, make, [left.data_ptr(), right.data_ptr(), result.data_ptr()])
     return result
-
-
-@torch.no_grad()
-def _unfused_matmul_reduce_scatter(
-    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
-) -> torch.Tensor:
-    """The same as a matmul and a collective."""
-    front = to_front(torch.matmul(A, B), scatter_dim).contiguous()
-    part = reduce_scattered(front, reduce_op, group_name)
-    return copied_back(part.flatten(0, -2), list(part.shape[:-1]), scatter_dim)
 
 
 def gather_gains(a: torch.Tensor, bs: list[torch.Tensor], dim: int, group_name: str, *, return_a: bool) -> bool:
@@ -416,34 +405,10 @@ def like_gathered(
     return made(columns, a.dtype), [made(b.shape[1], kind) for b, kind in zip(bs, kinds)]
 
 
-def _meta_all_gather_matmul(
-    A: torch.Tensor,
-    Bs: list[torch.Tensor],
-    gather_dim: int,
-    group_name: str,
-    *,
-    return_A: bool = True,
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Shapes and strides only."""
-    _check(A, Bs, gather_dim, "gather_dim")
-    gathered, results = like_gathered(A, Bs, [A.dtype] * len(Bs), gather_dim, group_name)
-    return gathered if return_A else None, results
-
-
-def _meta_matmul_reduce_scatter(
-    A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
-) -> torch.Tensor:
-    """The shape only."""
-    _check(A, [B], scatter_dim, "scatter_dim")
-    shape = [*A.shape[:-1], B.shape[1]]
-    shape[scatter_dim] //= group_size(group_name)
-    return A.new_empty(shape)
-
-
 _GATHER = warplink.GatherOperator(_RECENT, all_gather_matmul)
 _SCATTER = warplink.ScatterOperator(_RECENT, matmul_reduce_scatter)
 for _key in ("CPU", "CUDA"):
     library.impl("fused_all_gather_matmul", _GATHER, _key)
     library.impl("fused_matmul_reduce_scatter", _SCATTER, _key)
-library.impl("fused_all_gather_matmul", _meta_all_gather_matmul, "Meta")
-library.impl("fused_matmul_reduce_scatter", _meta_matmul_reduce_scatter, "Meta")
+library.impl("fused_all_gather_matmul", all_gather_matmul, "Meta")
+library.impl("fused_matmul_reduce_scatter", matmul_reduce_scatter, "Meta")

@@ -77,7 +77,6 @@ def _try(
     done_once((kind, a, b, a_scale, b_scale, *rest), multiply)
 
 
-@torch.no_grad()
 def all_gather_scaled_matmul(
     A: torch.Tensor,
     Bs: list[torch.Tensor],
@@ -97,6 +96,10 @@ def all_gather_scaled_matmul(
     which runs as a collective and a matmul, rows are whole ones, and results are contiguous. Raises
     ValueError where sizes or devices do not fit.
     """
+    kinds = [result_dtype(given, A.dtype) for given in out_dtypes]
+    if A.is_meta:
+        # Of the compiler, which asks for shapes and strides only.
+        return like_gathered(A, Bs, kinds, gather_dim, group_name)
     for name, given in (
         ("B_scales", B_scales),
         ("biases", biases),
@@ -116,7 +119,6 @@ def all_gather_scaled_matmul(
         check_matrix(A, b, A.shape[-1] * (size if last else 1))
     for b, b_scale, bias, result_scale in zip(Bs, B_scales, biases, result_scales):
         check_scaling(A, b, (A_scale, b_scale), bias, result_scale)
-    kinds = [result_dtype(given, A.dtype) for given in out_dtypes]
     rests = list(zip(biases, result_scales, use_fast_accum))
     fuses = not last and A.numel() > 0
     space = direct_workspace(group_name, A.device, fuses=fuses)
@@ -229,7 +231,6 @@ def _scales_of_rows(a: torch.Tensor, scale: torch.Tensor, dim: int, group_name: 
     return scale if scale.numel() == 1 else scale.movedim(dim, 0).reshape(-1, 1).contiguous()
 
 
-@torch.no_grad()
 def scaled_matmul_reduce_scatter(
     A: torch.Tensor,
     B: torch.Tensor,
@@ -253,11 +254,15 @@ def scaled_matmul_reduce_scatter(
     ``A_scale`` is one scale, or one for each row of A. The result is contiguous. Raises ValueError where
     sizes or devices do not fit.
     """
+    size, dim, kind = group_size(group_name), orig_scatter_dim, result_dtype(out_dtype, A.dtype)
+    if A.is_meta:
+        # Of the compiler, which asks for the shape only.
+        shape = [*(output_shape[:-1] if output_shape is not None else A.shape[:-1]), B.shape[1]]
+        shape[dim] //= size
+        return A.new_empty(shape, dtype=kind)
     sizes = product_sizes(A, B, output_shape)
-    size = group_size(group_name)
-    check_scatter(A, A_scale, reduce_op, orig_scatter_dim, sizes, size)
+    check_scatter(A, A_scale, reduce_op, dim, sizes, size)
     check_scaling(A, B, (A_scale, B_scale), bias, result_scale)
-    dim, kind = orig_scatter_dim, result_dtype(out_dtype, A.dtype)
     k, n = A.shape[-1], B.shape[1]
     rest = (bias, result_scale, use_fast_accum)
     last = dim == len(sizes) - 1
@@ -267,7 +272,12 @@ def scaled_matmul_reduce_scatter(
     rows = math.prod(sizes[:-1]) // (1 if last else size)
 
     def unfused() -> torch.Tensor:
-        return _unfused_scatter(A, B, (A_scale, B_scale), kind, rest, reduce_op, (dim, sizes), group_name)
+        """The same as one matmul and a collective."""
+        flat = A.reshape(-1, k).contiguous()
+        out = A.new_empty([flat.shape[0], n], dtype=kind)
+        _matmul(out, flat, B, A_scale.reshape(-1, 1) if A_scale.numel() > 1 else A_scale, B_scale, rest)
+        part = reduce_scattered(to_front(out.view(sizes), dim).contiguous(), reduce_op, group_name)
+        return copied_back(part.flatten(0, -2), list(part.shape[:-1]), dim)
 
     if space is None or not fuses:
         along = " along the last dimension" if last else ""
@@ -300,66 +310,8 @@ def scaled_matmul_reduce_scatter(
     return faster(space, call._replace(sizes=(rows, k, n)), lambda: fused(space), unfused)
 
 
-def _unfused_scatter(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scales: tuple[torch.Tensor, torch.Tensor],
-    kind: torch.dtype,
-    rest: tuple[Any, Any, bool],
-    reduce_op: str,
-    place: tuple[int, list[int]],
-    group_name: str,
-) -> torch.Tensor:
-    """The same as one matmul and a collective."""
-    dim, sizes = place
-    flat = a.reshape(-1, a.shape[-1]).contiguous()
-    out = a.new_empty([flat.shape[0], b.shape[1]], dtype=kind)
-    a_scale = scales[0].reshape(-1, 1) if scales[0].numel() > 1 else scales[0]
-    _matmul(out, flat, b, a_scale, scales[1], rest)
-    part = reduce_scattered(to_front(out.view(sizes), dim).contiguous(), reduce_op, group_name)
-    return copied_back(part.flatten(0, -2), list(part.shape[:-1]), dim)
-
-
-def _meta_all_gather_scaled_matmul(
-    A: torch.Tensor,
-    Bs: list[torch.Tensor],
-    A_scale: torch.Tensor,
-    B_scales: list[torch.Tensor],
-    gather_dim: int,
-    group_name: str,
-    biases: list[torch.Tensor | None],
-    result_scales: list[torch.Tensor | None],
-    out_dtypes: list[torch.dtype | None],
-    use_fast_accum: list[bool],
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Shapes and strides only."""
-    kinds = [result_dtype(given, A.dtype) for given in out_dtypes]
-    return like_gathered(A, Bs, kinds, gather_dim, group_name)
-
-
-def _meta_scaled_matmul_reduce_scatter(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    A_scale: torch.Tensor,
-    B_scale: torch.Tensor,
-    reduce_op: str,
-    orig_scatter_dim: int,
-    scatter_dim_after_maybe_reshape: int,
-    group_name: str,
-    output_shape: list[int] | None,
-    bias: torch.Tensor | None = None,
-    result_scale: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = False,
-) -> torch.Tensor:
-    """The shape only."""
-    sizes = [*(output_shape[:-1] if output_shape is not None else A.shape[:-1]), B.shape[1]]
-    sizes[orig_scatter_dim] //= group_size(group_name)
-    return A.new_empty(sizes, dtype=result_dtype(out_dtype, A.dtype))
-
-
 for _key in ("CPU", "CUDA"):
-    library.impl("fused_all_gather_scaled_matmul", all_gather_scaled_matmul, _key)
-    library.impl("fused_scaled_matmul_reduce_scatter", scaled_matmul_reduce_scatter, _key)
-library.impl("fused_all_gather_scaled_matmul", _meta_all_gather_scaled_matmul, "Meta")
-library.impl("fused_scaled_matmul_reduce_scatter", _meta_scaled_matmul_reduce_scatter, "Meta")
+    library.impl("fused_all_gather_scaled_matmul", torch.no_grad()(all_gather_scaled_matmul), _key)
+    library.impl("fused_scaled_matmul_reduce_scatter", torch.no_grad()(scaled_matmul_reduce_scatter), _key)
+library.impl("fused_all_gather_scaled_matmul", all_gather_scaled_matmul, "Meta")
+library.impl("fused_scaled_matmul_reduce_scatter", scaled_matmul_reduce_scatter, "Meta")

@@ -27,8 +27,6 @@ T = TypeVar("T")
 #: Bytes by which members find whether they reach one another's memory.
 _PROBE_BYTES = 64
 
-
-
 #: Aborts waits for other members.
 _ENDS = (TimeoutError, *LOSSES)
 
@@ -128,22 +126,18 @@ class Workspace:
         """The caller's stream, for work on the workspace's memory: it is behind what other streams were given to do
         with that, and before what they are given later. One thread at a time has a turn. Raises what went wrong with
         the work of earlier turns; MismatchError where that or this took too long, and ranks called other things."""
-        with self.lock:
+        with self.lock, self._explained():
+            self.check()
+            stream = self.stream
+            self.turns.begin(stream)
             try:
-                self.check()
-                stream = self.stream
-                self.turns.begin(stream)
-                try:
-                    yield stream
-                except BaseException:
-                    # Report the first failure, not that a communicator which has ended takes no turns.
-                    with contextlib.suppress(WarplinkError):
-                        self.turns.end(stream)
-                    raise
-                self.turns.end(stream)
-            except _ENDS as error:
-                self._explain(error)
+                yield stream
+            except BaseException:
+                # Report the first failure, not that a communicator which has ended takes no turns.
+                with contextlib.suppress(WarplinkError):
+                    self.turns.end(stream)
                 raise
+            self.turns.end(stream)
 
     def launch(self, key: Any, make: Callable[[], Any], addresses: Sequence[int]) -> None:
         """Runs the plan for ``key``, which ``make`` makes if there is none, on tensors at ``addresses``, in a turn of the
