@@ -1,6 +1,6 @@
 //! Collectives bound to fixed memory.
 
-use crate::collective_options::told;
+use crate::collective_call::told;
 use crate::errors::detached;
 use crate::owner::Detached;
 use crate::stream::Stream;

@@ -1,11 +1,10 @@
-//! Conversion of options, operators and calls of collectives from Python.
+//! Conversion of operators and calls of collectives from Python.
 
 use crate::array::Array;
 use crate::errors::{invalid, raise};
 use pyo3::prelude::*;
-use std::ffi::c_void;
-use warplink::collective::{Call, Choice, CollectiveKind, CollectiveOptions};
-use warplink::device::{ReduceOp, VendorCommunicator};
+use warplink::collective::{Call, Choice, CollectiveKind};
+use warplink::device::ReduceOp;
 use warplink::{DType, Rank};
 
 /// The operator `op`; a sum may have a factor that inputs are multiplied by before.
@@ -85,34 +84,4 @@ pub(crate) fn told(py: Python<'_>, choice: Choice) -> PyResult<Bound<'_, PyAny>>
     py.import("warplink.choice")?
         .getattr("Choice")?
         .call1(arguments)
-}
-
-/// The options of `Communicator.collectives`.
-pub(crate) fn options(
-    path: Option<&str>,
-    algorithm: Option<&str>,
-    workspace_bytes: Option<usize>,
-    communicator: Option<usize>,
-    multiprocessors: Option<usize>,
-) -> PyResult<CollectiveOptions> {
-    let path = path.map(str::parse).transpose().map_err(raise)?;
-    let algorithm = algorithm.map(str::parse).transpose().map_err(raise)?;
-    if communicator == Some(0) {
-        return Err(invalid(
-            "the communicator is 0; expected the address of one of the vendor's library",
-        ));
-    }
-    // SAFETY: the caller of `Communicator.collectives` guarantees, as documented there, that this is a communicator and
-    // remains one as long as the adopting object exists.
-    let communicator =
-        communicator.map(|address| unsafe { VendorCommunicator::from_raw(address as *mut c_void) });
-    let default = CollectiveOptions::default();
-    Ok(CollectiveOptions {
-        communicator,
-        workspace_bytes: workspace_bytes.unwrap_or(default.workspace_bytes),
-        algorithm,
-        path,
-        multiprocessors,
-        ..default
-    })
 }

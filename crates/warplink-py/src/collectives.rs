@@ -2,24 +2,20 @@
 
 use crate::array::Reader;
 use crate::bound_call::BoundCall;
-use crate::collective_options::{call, call_on, told};
+use crate::collective_call::{call, call_on, told};
 use crate::element::type_name;
-use crate::errors::{detached, raise};
+use crate::errors::{detached, invalid, raise};
 use crate::experts::Experts;
-use crate::fused::described;
 use crate::owner::Detached;
-use crate::parts::{Cut, unit};
+use crate::parts::{Cut, check_counts, unit};
 use crate::place::Place;
 use crate::stream::Stream;
-use crate::watch::{Limits, Watch, Watched};
+use crate::watch::Watched;
 use pyo3::prelude::*;
 use std::sync::Arc;
 use warplink::Rank;
-use warplink::collective::{CollectiveKind, CollectivePath, ExpertOptions};
-use warplink::device::{AllocationKind, DeviceSlice};
-
-/// Size of the placeholder allocation passed for arrays without elements.
-const NOTHING: usize = 16;
+use warplink::collective::{CollectiveKind, CollectivePath, Epilogue, ExpertOptions};
+use warplink::device::DeviceSlice;
 
 /// The collectives of a communicator, on any memory.
 ///
@@ -49,46 +45,6 @@ pub(crate) struct Collectives {
     pub(crate) nothing: DeviceSlice,
     /// Notified of each call.
     pub(crate) watched: Arc<Watched>,
-}
-
-impl Collectives {
-    pub(crate) fn new(
-        inner: warplink::Collectives,
-        place: &Place,
-        world: usize,
-    ) -> warplink::Result<Self> {
-        // Devices do not allocate empty memory; an empty part of some does.
-        let nothing = place.device.allocate(NOTHING, AllocationKind::Plain)?;
-        Ok(Self {
-            inner: Detached::new(inner),
-            place: place.clone(),
-            world,
-            nothing: nothing.slice(0..0)?,
-            watched: Arc::default(),
-        })
-    }
-
-    pub(crate) fn inner(&self) -> PyResult<warplink::Collectives> {
-        self.inner.get("collectives")
-    }
-
-    /// Starts a thread that waits for subsequent calls, replacing any earlier one.
-    pub(crate) fn watch(
-        &self,
-        py: Python<'_>,
-        communicator: warplink::Communicator,
-        limits: Limits,
-    ) -> PyResult<Watch> {
-        let inner = self.inner()?;
-        let precede = move |stream: &_| inner.precede(stream);
-        self.watched
-            .watch(py, communicator, precede, (&self.place, limits))
-    }
-
-    /// Reads the arrays of a call on `stream`.
-    pub(crate) fn reader(&self, stream: &Stream) -> Reader<'_> {
-        Reader::new(&self.place, Some(stream.raw_handle())).with_empty(&self.nothing)
-    }
 }
 
 #[pymethods]
@@ -477,8 +433,31 @@ impl Collectives {
         source_counts: &Bound<'_, PyAny>,
         max_count: usize,
     ) -> PyResult<()> {
-        let arrays = [target, source, target_counts, source_counts];
-        self.all_to_all_on_device(py, stream, arrays, max_count)
+        let (inner, live) = (self.inner()?, stream.live()?);
+        let reader = self.reader(stream);
+        let target = reader.for_targets().read(target, "the target")?;
+        let source = reader.read(source, "the source")?;
+        let received = reader
+            .for_targets()
+            .read(target_counts, "the target's counts")?;
+        let sent = reader.read(source_counts, "the source's counts")?;
+        let (dtype, each) = unit(&target, &source)?;
+        check_counts(&received, "the target's")?;
+        check_counts(&sent, "the source's")?;
+        // Counts in device memory are in units of the type and cannot be scaled from here, as counts on the host are.
+        if each != 1 {
+            return Err(invalid(format!(
+                "elements of {} bytes; expected 1, 2, 4 or 8",
+                each * dtype.size()
+            )));
+        }
+        detached(py, || {
+            let output = (&target.slice, &received.slice);
+            let input = (&source.slice, &sent.slice);
+            inner.all_to_all_v_on_device(output, input, dtype, max_count, live)
+        })?;
+        self.watched.made();
+        Ok(())
     }
 
     /// A collective of rows fused with the operations that follow it in a model, in one kernel: the sum of every rank's
@@ -545,7 +524,14 @@ impl Collectives {
         global_scale: Option<&Bound<'_, PyAny>>,
         wire: &str,
     ) -> PyResult<()> {
-        let call = described(kind, norm, (eps, weight_bias), quantization, wire)?;
+        let epilogue = Epilogue {
+            norm: norm.map(str::parse).transpose().map_err(raise)?,
+            eps,
+            weight_bias,
+            quantization: quantization.map(str::parse).transpose().map_err(raise)?,
+        };
+        let kind = kind.parse().map_err(raise)?;
+        let call = (kind, epilogue, wire.parse().map_err(raise)?);
         let sources = [Some(input), residual, weight, bias, global_scale];
         let targets = [sum, residual_out, output, quantized, scale];
         self.enqueue_fused(py, stream, call, (sources, targets))

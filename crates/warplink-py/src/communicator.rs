@@ -2,11 +2,10 @@
 
 use crate::array::Array;
 use crate::channel::{self, Connect, Connections};
-use crate::collective_options;
 use crate::collectives::Collectives;
 use crate::element::type_name;
 use crate::engine::CollectiveEngine;
-use crate::errors::{detached, raise};
+use crate::errors::{detached, invalid, raise};
 use crate::executor::Executor;
 use crate::kernel::Module;
 use crate::memory::{Memory, View};
@@ -20,9 +19,10 @@ use crate::wait::interruptible;
 use crate::watch::{Limits, Watch};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
+use std::ffi::c_void;
 use std::sync::Arc;
 use warplink::collective::CollectiveOptions;
-use warplink::device::{ModuleSource, Priority};
+use warplink::device::{ModuleSource, Priority, VendorCommunicator};
 use warplink::{Deadline, Error};
 
 /// An ordered group of the ranks of a job, numbered from 0.
@@ -419,14 +419,24 @@ impl Communicator {
         multiprocessors: Option<usize>,
     ) -> PyResult<Collectives> {
         let inner = self.inner()?;
-        let options = collective_options::options(
-            path,
-            algorithm,
-            workspace_bytes,
-            communicator,
+        if communicator == Some(0) {
+            return Err(invalid(
+                "the communicator is 0; expected the address of one of the vendor's library",
+            ));
+        }
+        // SAFETY: the caller guarantees, as documented above, that this is a communicator and remains one as long as
+        // the adopting object exists.
+        let adopt = |address| unsafe { VendorCommunicator::from_raw(address as *mut c_void) };
+        let default = CollectiveOptions::default();
+        let options = CollectiveOptions {
+            path: path.map(str::parse).transpose().map_err(raise)?,
+            algorithm: algorithm.map(str::parse).transpose().map_err(raise)?,
+            workspace_bytes: workspace_bytes.unwrap_or(default.workspace_bytes),
+            communicator: communicator.map(adopt),
             multiprocessors,
-        )?;
-        let joined = py.detach(|| {
+            ..default
+        };
+        detached(py, || {
             // The default ones are created once per communicator and shared; others have their own workspace.
             let joined = if options == CollectiveOptions::default() {
                 inner.collectives()?
@@ -434,8 +444,7 @@ impl Communicator {
                 inner.collectives_with(&options)?
             };
             Collectives::new(joined, &self.place, inner.world())
-        });
-        joined.map_err(raise)
+        })
     }
 
     /// Starts a thread that waits for the calls made through this object `calls`, for applications in which no host

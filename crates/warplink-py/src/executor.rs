@@ -125,16 +125,17 @@ impl Executor {
         trials: bool,
     ) -> PyResult<OverlapPlan> {
         let (executor, sources) = (self.executor()?, Reader::new(&self.place, None));
-        let all = |reader: Reader<'_>, arrays: &[Bound<'_, PyAny>]| -> PyResult<Vec<Array>> {
-            let each = arrays.iter().map(|array| reader.read(array, "an array"));
-            each.collect()
-        };
-        let (a, b) = (sources.read(a, "an array")?, all(sources, &b)?);
         let targets = sources.for_targets();
-        let c = all(targets, &c)?;
-        let bias = all(sources, &bias.unwrap_or_default())?;
-        let gathered = gathered.map(|array| targets.read(&array, "the target"));
-        let gathered = gathered.transpose()?;
+        let source = |array: &Bound<'_, PyAny>| sources.read(array, "an array");
+        let target = |array: &Bound<'_, PyAny>| targets.read(array, "the target");
+        let (a, b) = (
+            source(a)?,
+            b.iter().map(source).collect::<PyResult<Vec<_>>>()?,
+        );
+        let c = c.iter().map(target).collect::<PyResult<Vec<_>>>()?;
+        let bias = bias.unwrap_or_default();
+        let bias = bias.iter().map(source).collect::<PyResult<Vec<_>>>()?;
+        let gathered = gathered.as_ref().map(target).transpose()?;
         let operands = [&a].into_iter().chain(&b).chain(&c).chain(&bias);
         let dtype = common_type(operands.chain(&gathered))?;
         let mut whole = a.shape.clone();

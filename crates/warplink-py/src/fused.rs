@@ -2,7 +2,7 @@
 
 use crate::array::Array;
 use crate::collectives::Collectives;
-use crate::errors::{detached, invalid, raise};
+use crate::errors::{detached, invalid};
 use crate::stream::Stream;
 use pyo3::prelude::*;
 use warplink::collective::{Epilogue, Fused, FusedKind, FusedMemory, Quantization, Wire};
@@ -10,24 +10,6 @@ use warplink::device::DeviceSlice;
 
 /// An optional array argument.
 type Maybe<'a, 'py> = Option<&'a Bound<'py, PyAny>>;
-
-/// The description of a fused call, from Python's names.
-pub(crate) fn described(
-    kind: &str,
-    norm: Option<&str>,
-    (eps, weight_bias): (f32, bool),
-    quantization: Option<&str>,
-    wire: &str,
-) -> PyResult<(FusedKind, Epilogue, Wire)> {
-    let epilogue = Epilogue {
-        norm: norm.map(str::parse).transpose().map_err(raise)?,
-        eps,
-        weight_bias,
-        quantization: quantization.map(str::parse).transpose().map_err(raise)?,
-    };
-    let kind = kind.parse().map_err(raise)?;
-    Ok((kind, epilogue, wire.parse().map_err(raise)?))
-}
 
 impl Collectives {
     /// Implementation of `fused`, for the input, residual, weight, bias and global scale, the sum, `residual_out`, the

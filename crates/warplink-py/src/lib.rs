@@ -13,7 +13,7 @@ mod block;
 mod bound_call;
 mod call_state;
 mod channel;
-mod collective_options;
+mod collective_call;
 mod collectives;
 mod communicator;
 mod direct_calls;

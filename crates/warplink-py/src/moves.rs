@@ -1,16 +1,62 @@
-//! Calls of collectives on arrays, on memory at addresses, and with counts in device memory.
+//! Calls of collectives on arrays and on memory at addresses.
 
-use crate::collective_options::call_on;
+use crate::array::Reader;
+use crate::collective_call::call_on;
 use crate::collectives::Collectives;
 use crate::errors::{detached, invalid};
-use crate::parts::{Cut, check_counts, unit};
+use crate::owner::Detached;
+use crate::parts::Cut;
+use crate::place::Place;
 use crate::stream::Stream;
+use crate::watch::{Limits, Watch};
 use pyo3::prelude::*;
+use std::sync::Arc;
 use warplink::collective::{Call, CollectiveKind, Message};
-use warplink::device::DeviceSlice;
+use warplink::device::{AllocationKind, DeviceSlice};
 use warplink::{DType, Rank};
 
+/// Size of the placeholder allocation passed for arrays without elements.
+const NOTHING: usize = 16;
+
 impl Collectives {
+    pub(crate) fn new(
+        inner: warplink::Collectives,
+        place: &Place,
+        world: usize,
+    ) -> warplink::Result<Self> {
+        // Devices do not allocate empty memory; an empty part of some does.
+        let nothing = place.device.allocate(NOTHING, AllocationKind::Plain)?;
+        Ok(Self {
+            inner: Detached::new(inner),
+            place: place.clone(),
+            world,
+            nothing: nothing.slice(0..0)?,
+            watched: Arc::default(),
+        })
+    }
+
+    pub(crate) fn inner(&self) -> PyResult<warplink::Collectives> {
+        self.inner.get("collectives")
+    }
+
+    /// Starts a thread that waits for subsequent calls, replacing any earlier one.
+    pub(crate) fn watch(
+        &self,
+        py: Python<'_>,
+        communicator: warplink::Communicator,
+        limits: Limits,
+    ) -> PyResult<Watch> {
+        let inner = self.inner()?;
+        let precede = move |stream: &_| inner.precede(stream);
+        self.watched
+            .watch(py, communicator, precede, (&self.place, limits))
+    }
+
+    /// Reads the arrays of a call on `stream`.
+    pub(crate) fn reader(&self, stream: &Stream) -> Reader<'_> {
+        Reader::new(&self.place, Some(stream.raw_handle())).with_empty(&self.nothing)
+    }
+
     /// A collective between two arrays.
     pub(crate) fn enqueue(
         &self,
@@ -125,41 +171,6 @@ impl Collectives {
         let receives = receives.map(|(peer, data)| Message::receive(*peer, data));
         let messages: Vec<Message<'_>> = sends.chain(receives).collect();
         detached(py, || inner.send_receive(&messages, live))?;
-        self.watched.made();
-        Ok(())
-    }
-
-    /// Implementation of `all_to_all_v_on_device`.
-    pub(crate) fn all_to_all_on_device(
-        &self,
-        py: Python<'_>,
-        stream: &Stream,
-        [target, source, target_counts, source_counts]: [&Bound<'_, PyAny>; 4],
-        max_count: usize,
-    ) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
-        let reader = self.reader(stream);
-        let target = reader.for_targets().read(target, "the target")?;
-        let source = reader.read(source, "the source")?;
-        let received = reader
-            .for_targets()
-            .read(target_counts, "the target's counts")?;
-        let sent = reader.read(source_counts, "the source's counts")?;
-        let (dtype, each) = unit(&target, &source)?;
-        check_counts(&received, "the target's")?;
-        check_counts(&sent, "the source's")?;
-        // Counts in device memory are in units of the type and cannot be scaled from here, as counts on the host are.
-        if each != 1 {
-            return Err(invalid(format!(
-                "elements of {} bytes; expected 1, 2, 4 or 8",
-                each * dtype.size()
-            )));
-        }
-        detached(py, || {
-            let output = (&target.slice, &received.slice);
-            let input = (&source.slice, &sent.slice);
-            inner.all_to_all_v_on_device(output, input, dtype, max_count, live)
-        })?;
         self.watched.made();
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Fused operations of PyTorch as a direct collective and matmuls, for calls that recur.
 
 use crate::call_state::CallState;
-use crate::collective_options;
+use crate::collective_call;
 use crate::direct_calls::DirectCalls;
 use crate::recent::{Layout, address, finished};
 use crate::stream::Stream;
@@ -53,7 +53,7 @@ impl RecentPair {
         };
         Ok(Self {
             group: PyWeakrefReference::new(group)?.unbind(),
-            call: collective_options::call(kind, count, element, op, None)?,
+            call: collective_call::call(kind, count, element, op, None)?,
             matrix,
             target: Layout::of(target)?,
             keeps,
