@@ -1,7 +1,7 @@
 //! Collectives bound to fixed memory.
 
 use crate::collective_call::told;
-use crate::errors::detached;
+use crate::errors::{closed, detached};
 use crate::owner::Detached;
 use crate::stream::Stream;
 use crate::watch::Watched;
@@ -24,13 +24,9 @@ pub(crate) struct BoundCall {
 impl BoundCall {
     pub(crate) fn new(inner: collective::BoundCall, watched: &Arc<Watched>) -> Self {
         Self {
-            inner: Detached::new(inner),
+            inner: Detached::new(inner, || closed("bound call")),
             watched: watched.clone(),
         }
-    }
-
-    fn inner(&self) -> PyResult<collective::BoundCall> {
-        self.inner.get("bound call")
     }
 }
 
@@ -40,7 +36,7 @@ impl BoundCall {
     /// the vendor's library does.
     #[getter]
     fn choice<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        let choice = self.inner()?.choice();
+        let choice = self.inner.get()?.choice();
         choice.map(|choice| told(py, choice)).transpose()
     }
 
@@ -49,14 +45,14 @@ impl BoundCall {
     ///
     /// Raises PeerLostError if a rank was lost before.
     fn enqueue(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
+        let (inner, live) = (self.inner.get()?, stream.live()?);
         detached(py, || inner.enqueue(live))?;
         self.watched.made();
         Ok(())
     }
 
     fn __repr__(&self) -> PyResult<String> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         let by = inner
             .choice()
             .map_or("engine", |choice| choice.algorithm.name());

@@ -1,7 +1,7 @@
 //! Connections, whose channels are passed to kernels.
 
 use crate::array::Array;
-use crate::errors::{detached, invalid, raise};
+use crate::errors::{closed, detached, invalid, raise};
 use crate::number::whole;
 use crate::owner::Detached;
 use crate::place::Place;
@@ -57,14 +57,14 @@ impl Connect {
 impl Connection {
     fn new(inner: channel::Connection, place: &Place) -> Self {
         Self {
-            inner: Detached::new(inner),
+            inner: Detached::new(inner, || closed("connection")),
             place: place.clone(),
         }
     }
 
     /// Its channel, for the arguments of a kernel.
     pub(crate) fn channel(&self) -> PyResult<Argument> {
-        Ok(self.inner.get("connection")?.channel())
+        Ok(self.inner.get()?.channel())
     }
 }
 
@@ -73,25 +73,25 @@ impl Connection {
     /// The other rank, in the communicator.
     #[getter]
     fn peer(&self) -> PyResult<usize> {
-        Ok(self.inner.get("connection")?.peer())
+        Ok(self.inner.get()?.peer())
     }
 
     /// The tag of the connection.
     #[getter]
     fn tag(&self) -> PyResult<u64> {
-        Ok(self.inner.get("connection")?.tag())
+        Ok(self.inner.get()?.tag())
     }
 
     /// "direct", "proxied" or "network".
     #[getter]
     fn transport(&self) -> PyResult<String> {
-        Ok(self.inner.get("connection")?.transport().to_string())
+        Ok(self.inner.get()?.transport().to_string())
     }
 
     /// Length of the peer's region in bytes.
     #[getter]
     fn peer_nbytes(&self) -> PyResult<usize> {
-        let inner = self.inner.get("connection")?;
+        let inner = self.inner.get()?;
         let bytes = inner.peer_bytes(0);
         bytes.ok_or_else(|| invalid("the peer has no region"))
     }
@@ -107,7 +107,7 @@ impl Connection {
         #[pyo3(from_py_with = whole)] offset: u64,
     ) -> PyResult<()> {
         let from = Array::resolve(source, &self.place, Some(stream.raw_handle()))?;
-        let (inner, stream) = (self.inner.get("connection")?, stream.live()?);
+        let (inner, stream) = (self.inner.get()?, stream.live()?);
         detached(source.py(), || inner.write(stream, offset, from.slice))
     }
 
@@ -120,7 +120,7 @@ impl Connection {
         #[pyo3(from_py_with = whole)] offset: u64,
     ) -> PyResult<()> {
         let into = Array::resolve_target(target, &self.place, Some(stream.raw_handle()))?;
-        let (inner, stream) = (self.inner.get("connection")?, stream.live()?);
+        let (inner, stream) = (self.inner.get()?, stream.live()?);
         detached(target.py(), || inner.read(stream, into.slice, offset))
     }
 
@@ -136,19 +136,19 @@ impl Connection {
 impl Connections {
     pub(crate) fn new(inner: channel::Connections, place: &Place) -> Self {
         Self {
-            inner: Detached::new(inner),
+            inner: Detached::new(inner, || closed("list of connections")),
             place: place.clone(),
         }
     }
 
     /// Their channels, for the arguments of a kernel.
     pub(crate) fn channels(&self, py: Python<'_>) -> PyResult<Argument> {
-        let inner = self.inner.get("list of connections")?;
+        let inner = self.inner.get()?;
         detached(py, || inner.channels())
     }
 
     fn all(&self) -> PyResult<Vec<Connection>> {
-        let inner = self.inner.get("list of connections")?;
+        let inner = self.inner.get()?;
         let all = inner.all().iter();
         Ok(all
             .map(|one| Connection::new(one.clone(), &self.place))
@@ -165,13 +165,13 @@ impl Connections {
         #[pyo3(from_py_with = whole)] peer: usize,
         #[pyo3(from_py_with = whole)] tag: u64,
     ) -> PyResult<Connection> {
-        let inner = self.inner.get("list of connections")?;
+        let inner = self.inner.get()?;
         let found = inner.find(peer, tag).map_err(raise)?;
         Ok(Connection::new(found.clone(), &self.place))
     }
 
     fn __len__(&self) -> PyResult<usize> {
-        Ok(self.inner.get("list of connections")?.all().len())
+        Ok(self.inner.get()?.all().len())
     }
 
     fn __getitem__(&self, index: &Bound<'_, PyAny>) -> PyResult<Connection> {

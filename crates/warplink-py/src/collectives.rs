@@ -52,7 +52,7 @@ impl Collectives {
     /// Path of the calls: "direct", kernels that access the peers' memory, or "engine", the vendor's library.
     #[getter]
     fn path(&self) -> PyResult<&'static str> {
-        Ok(self.inner()?.path().name())
+        Ok(self.inner.get()?.path().name())
     }
 
     /// Binds the collective named `kind`, such as "all_gather", to memory, for calls repeated on the same buffers:
@@ -75,7 +75,7 @@ impl Collectives {
         factor: Option<f64>,
         root: Option<Rank>,
     ) -> PyResult<BoundCall> {
-        let (inner, kind) = (self.inner()?, kind.parse().map_err(raise)?);
+        let (inner, kind) = (self.inner.get()?, kind.parse().map_err(raise)?);
         let reader = Reader::new(&self.place, None).with_empty(&self.nothing);
         let target = reader.for_targets().read(target, "the target")?;
         let source = reader.read(source, "the source")?;
@@ -99,7 +99,7 @@ impl Collectives {
         root: Option<Rank>,
     ) -> PyResult<&'static str> {
         let call = call(kind, count, &dtype, op, root)?;
-        Ok(self.inner()?.path_of(&call).name())
+        Ok(self.inner.get()?.path_of(&call).name())
     }
 
     /// How a call whose `path_of` is "direct" is performed: the algorithm, the number of lanes (groups of threads of
@@ -119,7 +119,7 @@ impl Collectives {
         op: Option<&str>,
         root: Option<Rank>,
     ) -> PyResult<Bound<'py, PyAny>> {
-        let (inner, call) = (self.inner()?, call(kind, count, &dtype, op, root)?);
+        let (inner, call) = (self.inner.get()?, call(kind, count, &dtype, op, root)?);
         let choice = detached(py, || inner.choice(&call))?;
         told(py, choice)
     }
@@ -127,14 +127,18 @@ impl Collectives {
     /// Path of send_receive and all_to_all_v, as in `path`; None if they cannot reach the other ranks.
     #[getter]
     fn path_of_messages(&self) -> PyResult<Option<&'static str>> {
-        Ok(self.inner()?.path_of_messages().map(CollectivePath::name))
+        Ok(self
+            .inner
+            .get()?
+            .path_of_messages()
+            .map(CollectivePath::name))
     }
 
     /// The address of the vendor library's communicator (`ncclComm_t` on GPUs) that executes calls; None if the direct
     /// path executes all, or a rank was lost. It is valid as long as these collectives exist and no rank is lost.
     #[getter]
     fn communicator(&self) -> PyResult<Option<usize>> {
-        let communicator = self.inner()?.communicator();
+        let communicator = self.inner.get()?.communicator();
         Ok(communicator
             .filter(|communicator| !communicator.is_null())
             .map(|communicator| communicator as usize))
@@ -156,7 +160,7 @@ impl Collectives {
     /// direct path or without the vendor's library, they raise UnsupportedError or the library's error.
     #[getter]
     fn serves_messages(&self) -> PyResult<bool> {
-        Ok(self.inner()?.serves_messages())
+        Ok(self.inner.get()?.serves_messages())
     }
 
     /// Sets `target`, of `size` times the bytes of `source`, to every rank's source in rank order.
@@ -320,7 +324,7 @@ impl Collectives {
     /// Later work in the stream waits until every rank's stream has reached the barrier. Raises the error that ended
     /// the device's work, such as PeerLostError, if there is one.
     fn barrier(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
+        let (inner, live) = (self.inner.get()?, stream.live()?);
         detached(py, || inner.barrier(live))?;
         self.watched.made();
         Ok(())
@@ -395,7 +399,7 @@ impl Collectives {
         target_displacements: Option<Vec<usize>>,
         source_displacements: Option<Vec<usize>>,
     ) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
+        let (inner, live) = (self.inner.get()?, stream.live()?);
         let reader = self.reader(stream);
         let target = reader.for_targets().read(target, "the target")?;
         let source = reader.read(source, "the source")?;
@@ -433,7 +437,7 @@ impl Collectives {
         source_counts: &Bound<'_, PyAny>,
         max_count: usize,
     ) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
+        let (inner, live) = (self.inner.get()?, stream.live()?);
         let reader = self.reader(stream);
         let target = reader.for_targets().read(target, "the target")?;
         let source = reader.read(source, "the source")?;
@@ -575,7 +579,7 @@ impl Collectives {
             quantized_tokens,
         };
         let of = (&self.place, self.world, &self.nothing);
-        Experts::new(py, &self.inner()?, options, of)
+        Experts::new(py, &self.inner.get()?, options, of)
     }
 
     fn __repr__(&self) -> PyResult<String> {

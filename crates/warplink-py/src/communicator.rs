@@ -5,7 +5,7 @@ use crate::channel::{self, Connect, Connections};
 use crate::collectives::Collectives;
 use crate::element::type_name;
 use crate::engine::CollectiveEngine;
-use crate::errors::{detached, invalid, raise};
+use crate::errors::{closed, detached, invalid, raise};
 use crate::executor::Executor;
 use crate::kernel::Module;
 use crate::memory::{Memory, View};
@@ -33,7 +33,7 @@ use warplink::{Deadline, Error};
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Communicator {
-    inner: Detached<warplink::Communicator>,
+    pub(crate) inner: Detached<warplink::Communicator>,
     place: Place,
 }
 
@@ -41,16 +41,12 @@ pub(crate) struct Communicator {
 pub(crate) fn joined(communicator: warplink::Communicator, ordinal: i32) -> Communicator {
     let device = communicator.device().clone();
     Communicator {
-        inner: Detached::new(communicator),
+        inner: Detached::new(communicator, || closed("communicator")),
         place: Place { device, ordinal },
     }
 }
 
 impl Communicator {
-    pub(crate) fn inner(&self) -> PyResult<warplink::Communicator> {
-        self.inner.get("communicator")
-    }
-
     fn another(&self, communicator: warplink::Communicator) -> Self {
         joined(communicator, self.place.ordinal)
     }
@@ -68,19 +64,19 @@ impl Communicator {
     /// This rank's number in the communicator.
     #[getter]
     fn rank(&self) -> PyResult<usize> {
-        Ok(self.inner()?.rank())
+        Ok(self.inner.get()?.rank())
     }
 
     /// The number of ranks in the communicator.
     #[getter]
     fn size(&self) -> PyResult<usize> {
-        Ok(self.inner()?.world())
+        Ok(self.inner.get()?.world())
     }
 
     /// The ranks in the job of the communicator's ranks, in its order.
     #[getter]
     fn job_ranks(&self) -> PyResult<Vec<usize>> {
-        Ok(self.inner()?.job_ranks().to_vec())
+        Ok(self.inner.get()?.job_ranks().to_vec())
     }
 
     /// The device, "host" or "cuda".
@@ -99,7 +95,7 @@ impl Communicator {
     /// not call anything. Does not block. Raises InvalidArgumentError if a rank is out of range or listed twice, or
     /// this one is not listed.
     fn subgroup(&self, ranks: Vec<usize>) -> PyResult<Self> {
-        let made = self.inner()?.subgroup(&ranks).map_err(raise)?;
+        let made = self.inner.get()?.subgroup(&ranks).map_err(raise)?;
         Ok(self.another(made))
     }
 
@@ -112,7 +108,7 @@ impl Communicator {
         #[pyo3(from_py_with = whole)] color: u64,
         key: i64,
     ) -> PyResult<Self> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         let made = interruptible(py, move || inner.split(color, key))?;
         Ok(self.another(made))
     }
@@ -120,7 +116,7 @@ impl Communicator {
     /// The communicator of the remaining ranks, all of which call this after a PeerLostError. Blocks until all have.
     /// Raises GivenUpError if the others continue without this rank, and TimeoutError after the job's timeout.
     fn survivors(&self, py: Python<'_>) -> PyResult<Self> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         let made = interruptible(py, move || inner.survivors())?;
         Ok(self.another(made))
     }
@@ -128,7 +124,7 @@ impl Communicator {
     /// Blocks until every rank has called it. It orders hosts, not streams. Raises PeerLostError or PeerLeftError,
     /// which contain the rank, if one is gone, and TimeoutError, which contains one that did not call it.
     fn barrier(&self, py: Python<'_>) -> PyResult<()> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         interruptible(py, move || inner.barrier())
     }
 
@@ -139,7 +135,7 @@ impl Communicator {
         py: Python<'py>,
         data: &[u8],
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
-        let (inner, data) = (self.inner()?, data.to_vec());
+        let (inner, data) = (self.inner.get()?, data.to_vec());
         let all = interruptible(py, move || inner.all_gather_bytes(&data))?;
         Ok(all.iter().map(|bytes| PyBytes::new(py, bytes)).collect())
     }
@@ -151,7 +147,7 @@ impl Communicator {
         py: Python<'_>,
         #[pyo3(from_py_with = whole)] nbytes: usize,
     ) -> PyResult<Region> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         let region = detached(py, || inner.alloc(nbytes))?;
         Ok(Region::new(region, &self.place))
     }
@@ -167,7 +163,7 @@ impl Communicator {
         array: &Bound<'_, PyAny>,
         stream: Option<&Stream>,
     ) -> PyResult<Region> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         // A region may be written by any peer, so that a read-only array cannot become one.
         let array = Array::resolve_target(array, &self.place, stream.map(Stream::raw_handle))?;
         let region = detached(py, || inner.register(&array.slice))?;
@@ -208,7 +204,7 @@ impl Communicator {
         region: &Region,
         peer: usize,
     ) -> PyResult<Bound<'py, PyBytes>> {
-        let (inner, region) = (self.inner()?, region.registered()?);
+        let (inner, region) = (self.inner.get()?, region.registered()?);
         let handle = detached(py, || inner.export_handle(&region, peer))?;
         Ok(PyBytes::new(py, &handle))
     }
@@ -217,7 +213,7 @@ impl Communicator {
     /// altered or not `peer`'s, or its region is gone.
     fn open_handle(&self, py: Python<'_>, peer: usize, handle: &[u8]) -> PyResult<RemoteRegion> {
         // Copied, since the bytes object is not accessible without the interpreter's lock.
-        let (inner, handle) = (self.inner()?, handle.to_vec());
+        let (inner, handle) = (self.inner.get()?, handle.to_vec());
         let region = detached(py, || inner.open_handle(peer, &handle))?;
         Ok(RemoteRegion {
             region,
@@ -229,7 +225,7 @@ impl Communicator {
     /// until all ranks have called it. If a rank cannot share its region or map those of the others, it raises an error
     /// on all ranks: PeerFailedError on those that succeeded.
     fn share(&self, py: Python<'_>, region: &Region) -> PyResult<Vec<Option<RemoteRegion>>> {
-        let (inner, region) = (self.inner()?, region.registered()?);
+        let (inner, region) = (self.inner.get()?, region.registered()?);
         let shared = detached(py, || inner.share(&region))?;
         let place = &self.place;
         let shared = shared.into_iter().map(|region| {
@@ -244,7 +240,7 @@ impl Communicator {
     /// Creates a stream; work of a stream with `high_priority` precedes other work of the device.
     #[pyo3(signature = (high_priority=false))]
     fn create_stream(&self, py: Python<'_>, high_priority: bool) -> PyResult<Stream> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         let priority = if high_priority {
             Priority::High
         } else {
@@ -264,7 +260,7 @@ impl Communicator {
         raw: u64,
         owner: Option<Py<PyAny>>,
     ) -> PyResult<Stream> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         // Keeps PyTorch's stream object alive: its pool may otherwise destroy the stream while work is enqueued.
         let owner = Arc::new(Owner::new(owner.unwrap_or_else(|| py.None())));
         // SAFETY: the caller guarantees, as documented, that `raw` is a valid stream of this device as long as `owner`
@@ -276,7 +272,7 @@ impl Communicator {
     /// Connects with peers, for channels in kernels: `requests` are `Connect` objects, in any order. Blocks until the
     /// peers have requested their ends. Raises MismatchError if transports differ.
     fn connect(&self, py: Python<'_>, requests: Vec<Bound<'_, Connect>>) -> PyResult<Connections> {
-        let (inner, requests) = (self.inner()?, channel::requests(&requests));
+        let (inner, requests) = (self.inner.get()?, channel::requests(&requests));
         let made = detached(py, || inner.connect(&requests))?;
         Ok(Connections::new(made, &self.place))
     }
@@ -300,7 +296,7 @@ impl Communicator {
         host: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<Module> {
         // Loading needs only the device, but a closed communicator should be an error as for other methods.
-        self.inner()?;
+        self.inner.get()?;
         let mut source = ModuleSource::new(name);
         if let Some(text) = cuda {
             source = source.with_cuda(text);
@@ -334,7 +330,7 @@ impl Communicator {
         requests: Vec<Bound<'_, PyAny>>,
         timeout: Option<f64>,
     ) -> PyResult<Vec<Transfer>> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         let requests = transfer::requests(&requests)?;
         let deadline = match timeout {
             Some(timeout) => Deadline::after(seconds(timeout)?),
@@ -356,7 +352,7 @@ impl Communicator {
         stream: &Stream,
         tag: u64,
     ) -> PyResult<()> {
-        let (inner, region, stream) = (self.inner()?, region.registered()?, stream.live()?);
+        let (inner, region, stream) = (self.inner.get()?, region.registered()?, stream.live()?);
         detached(py, || inner.send(&region, peer, tag, stream))
     }
 
@@ -370,7 +366,7 @@ impl Communicator {
         stream: &Stream,
         tag: u64,
     ) -> PyResult<()> {
-        let (inner, region, stream) = (self.inner()?, region.registered()?, stream.live()?);
+        let (inner, region, stream) = (self.inner.get()?, region.registered()?, stream.live()?);
         detached(py, || inner.receive(&region, peer, tag, stream))
     }
 
@@ -381,7 +377,7 @@ impl Communicator {
         requests: Vec<Bound<'_, PyAny>>,
         stream: &Stream,
     ) -> PyResult<()> {
-        let (inner, stream) = (self.inner()?, stream.live()?);
+        let (inner, stream) = (self.inner.get()?, stream.live()?);
         let requests = transfer::requests(&requests)?;
         detached(py, || inner.once(&requests, stream))
     }
@@ -389,7 +385,7 @@ impl Communicator {
     /// A barrier of streams, which can be enqueued any number of times. Collective: blocks until every rank has called
     /// it. Raises TimeoutError after the job's timeout, and PeerLostError if a rank is lost.
     fn stream_barrier(&self, py: Python<'_>) -> PyResult<StreamBarrier> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         let barrier = detached(py, || inner.stream_barrier())?;
         Ok(StreamBarrier(barrier))
     }
@@ -418,7 +414,7 @@ impl Communicator {
         communicator: Option<usize>,
         multiprocessors: Option<usize>,
     ) -> PyResult<Collectives> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         if communicator == Some(0) {
             return Err(invalid(
                 "the communicator is 0; expected the address of one of the vendor's library",
@@ -460,7 +456,7 @@ impl Communicator {
         timeout: f64,
         grace: Option<f64>,
     ) -> PyResult<Watch> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         let limits = Limits {
             timeout: seconds(timeout)?,
             grace: grace.map(seconds).transpose()?,
@@ -474,26 +470,26 @@ impl Communicator {
     /// The vendor's library: NCCL on GPUs, a substitute on the host device. The first call is collective, and blocks
     /// until all ranks have made it. Raises LibraryMissingError without the library.
     fn collective_engine(&self, py: Python<'_>) -> PyResult<CollectiveEngine> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         let engine = detached(py, || inner.collective_engine())?;
         Ok(CollectiveEngine::new(engine, &self.place, inner.world()))
     }
 
     /// An executor of programs and overlapped matmuls, with its own pools. Reuse it as long as plans are created.
     fn executor(&self) -> PyResult<Executor> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         Ok(Executor::new(inner.executor(), &self.place))
     }
 
     /// The number of allocations registered here (or still mapped by a peer), and the number of peers' allocations
     /// mapped here.
     fn registrations_and_mappings(&self) -> PyResult<(usize, usize)> {
-        Ok(self.inner()?.registrations_and_mappings())
+        Ok(self.inner.get()?.registrations_and_mappings())
     }
 
     /// Unmaps memory that no transfer uses, and notifies its owners. Blocks until they were notified.
     fn release_idle(&self, py: Python<'_>) -> PyResult<()> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         detached(py, || inner.release_idle())
     }
 
@@ -510,7 +506,7 @@ impl Communicator {
     /// Leaves the job with a failure: the peers' waits end with PeerLostError, which contains `reason`. Later calls of
     /// this rank raise ClosedError.
     fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         py.detach(|| inner.abort(reason));
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Execution of programs.
 
 use crate::array::{self, Array, Reader};
-use crate::errors::{captured, detached, invalid, raise};
+use crate::errors::{captured, closed, detached, invalid, raise};
 use crate::memory::Memory;
 use crate::overlap::OverlapPlan;
 use crate::owner::Detached;
@@ -55,13 +55,9 @@ pub(crate) struct CapturedPlan(Detached<Arc<warplink::program::CapturedPlan>>);
 impl Executor {
     pub(crate) fn new(inner: warplink::program::Executor, place: &Place) -> Self {
         Self {
-            inner: Detached::new(inner),
+            inner: Detached::new(inner, || closed("executor")),
             place: place.clone(),
         }
-    }
-
-    fn executor(&self) -> PyResult<warplink::program::Executor> {
-        self.inner.get("executor")
     }
 }
 
@@ -83,7 +79,7 @@ impl Executor {
         verify: bool,
         multiprocessors: Option<usize>,
     ) -> PyResult<Prepared> {
-        let (executor, parameters) = (self.executor()?, read_parameters(parameters, given)?);
+        let (executor, parameters) = (self.inner.get()?, read_parameters(parameters, given)?);
         let options = PrepareOptions {
             streams,
             verify,
@@ -92,7 +88,7 @@ impl Executor {
         };
         let prepared = detached(py, || executor.prepare(&program.0, &parameters, options))?;
         Ok(Prepared {
-            inner: Detached::new(Arc::new(prepared)),
+            inner: Detached::new(Arc::new(prepared), || closed("prepared program")),
             place: self.place.clone(),
         })
     }
@@ -124,7 +120,7 @@ impl Executor {
         streams: usize,
         trials: bool,
     ) -> PyResult<OverlapPlan> {
-        let (executor, sources) = (self.executor()?, Reader::new(&self.place, None));
+        let (executor, sources) = (self.inner.get()?, Reader::new(&self.place, None));
         let targets = sources.for_targets();
         let source = |array: &Bound<'_, PyAny>| sources.read(array, "an array");
         let target = |array: &Bound<'_, PyAny>| targets.read(array, "the target");
@@ -202,7 +198,7 @@ impl Executor {
         streams: usize,
         trials: bool,
     ) -> PyResult<OverlapPlan> {
-        let (executor, sources) = (self.executor()?, Reader::new(&self.place, None));
+        let (executor, sources) = (self.inner.get()?, Reader::new(&self.place, None));
         let (a, b) = (sources.read(a, "an array")?, sources.read(b, "an array")?);
         let c = sources.for_targets().read(c, "the target")?;
         let bias = bias.map(|array| sources.read(&array, "an array"));
@@ -257,22 +253,16 @@ impl Prepared {
     /// this happens on a peer.
     #[pyo3(signature = (bindings=None))]
     fn bind(&self, py: Python<'_>, bindings: Option<&Bound<'_, PyDict>>) -> PyResult<Plan> {
-        let prepared = self.inner.get("prepared program")?;
+        let prepared = self.inner.get()?;
         // Only outputs need writable memory; inputs may be read-only arrays.
         let is_output = |name: &str| prepared.rank_program().is_output(name);
         let bound = array::bindings(bindings, &self.place, None, is_output)?;
         let plan = detached(py, || prepared.bind(&bound.bindings))?;
         Ok(Plan {
-            inner: Detached::new(Arc::new(plan)),
+            inner: Detached::new(Arc::new(plan), captured),
             read_only: bound.read_only,
             place: self.place.clone(),
         })
-    }
-}
-
-impl Plan {
-    fn plan(&self) -> PyResult<Arc<warplink::program::Plan>> {
-        self.inner.get_or(captured)
     }
 }
 
@@ -281,24 +271,24 @@ impl Plan {
     /// Name of the program.
     #[getter]
     fn name(&self) -> PyResult<String> {
-        Ok(self.plan()?.name().to_owned())
+        Ok(self.inner.get()?.name().to_owned())
     }
 
     /// The number of operations enqueued by one run.
     #[getter]
     fn operations(&self) -> PyResult<usize> {
-        Ok(self.plan()?.operations())
+        Ok(self.inner.get()?.operations())
     }
 
     /// Why the program cannot run as a graph, or None.
     #[getter]
     fn eager_only(&self) -> PyResult<Option<String>> {
-        Ok(self.plan()?.eager_only().map(ToString::to_string))
+        Ok(self.inner.get()?.eager_only().map(ToString::to_string))
     }
 
     /// The memory of the tensor `name`, bound or allocated; None if this rank does not access it.
     fn tensor(&self, name: &str) -> PyResult<Option<Memory>> {
-        let plan = self.plan()?;
+        let plan = self.inner.get()?;
         Ok(plan.tensor(name).map(|slice| Memory {
             slice: slice.clone(),
             place: self.place.clone(),
@@ -310,7 +300,7 @@ impl Plan {
     /// program uses. The list may differ between ranks.
     #[getter]
     fn replaceable(&self) -> PyResult<Vec<String>> {
-        let plan = self.plan()?;
+        let plan = self.inner.get()?;
         Ok(plan.replaceable().into_iter().map(str::to_owned).collect())
     }
 
@@ -324,7 +314,7 @@ impl Plan {
         stream: &Stream,
         memory: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
-        let (plan, raw, stream) = (self.plan()?, stream.raw_handle(), stream.live()?);
+        let (plan, raw, stream) = (self.inner.get()?, stream.raw_handle(), stream.live()?);
         let is_output = |name: &str| plan.is_output(name);
         let memory = array::bindings(memory, &self.place, Some(raw), is_output)?;
         detached(py, || plan.run_on(stream, &memory.bindings))
@@ -334,16 +324,18 @@ impl Plan {
     /// InvalidArgumentError if the program can only run eagerly.
     fn capture(&self, py: Python<'_>) -> PyResult<CapturedPlan> {
         // Taken out rather than shared: an eager run and the graph would use the same buffers and signals unordered.
-        let plan = self.inner.take_unused(captured)?;
+        let plan = self.inner.take_unused()?;
         let captured = detached(py, || plan.capture())?;
-        Ok(CapturedPlan(Detached::new(Arc::new(captured))))
+        Ok(CapturedPlan(Detached::new(Arc::new(captured), || {
+            closed("captured plan")
+        })))
     }
 
     /// Runs once with a timestamp before and after every operation. On rank 0 the result contains the timings of all
     /// ranks, as JSON text for Perfetto and Chrome's trace viewer; None on other ranks. Collective: blocks until the
     /// run is complete on all ranks.
     fn trace(&self, py: Python<'_>, stream: &Stream) -> PyResult<Option<String>> {
-        let (plan, stream) = (self.plan()?, stream.live()?);
+        let (plan, stream) = (self.inner.get()?, stream.live()?);
         let trace = detached(py, || plan.trace(stream))?;
         let text = trace.map(|trace| serde_json::to_string(&trace.to_perfetto()));
         text.transpose()
@@ -356,7 +348,7 @@ impl CapturedPlan {
     /// Enqueues the graph on `stream`. Does not block. Raises the error that ended the device's work, such as
     /// PeerLostError, if there is one.
     fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
-        let (captured, stream) = (self.0.get("captured plan")?, stream.live()?);
+        let (captured, stream) = (self.0.get()?, stream.live()?);
         detached(py, || captured.launch(stream))
     }
 }

@@ -1,7 +1,7 @@
 //! Mixture-of-experts layers.
 
 use crate::array::{Array, Reader};
-use crate::errors::{detached, invalid, raise};
+use crate::errors::{closed, detached, invalid, raise};
 use crate::memory::View;
 use crate::owner::Detached;
 use crate::place::Place;
@@ -117,17 +117,13 @@ impl Experts {
     ) -> PyResult<Self> {
         let made = detached(py, || collectives.experts(&options))?;
         Ok(Self {
-            inner: Detached::new(made),
+            inner: Detached::new(made, || closed("layer of experts")),
             options,
             place: place.clone(),
             world,
             nothing: nothing.clone(),
             last: Mutex::default(),
         })
-    }
-
-    fn inner(&self) -> PyResult<collective::Experts> {
-        self.inner.get("layer of experts")
     }
 
     fn reader(&self, stream: &Stream) -> Reader<'_> {
@@ -258,7 +254,7 @@ impl Experts {
         scales: Option<&Bound<'_, PyAny>>,
         weights: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Routing> {
-        let (inner, live) = (self.inner()?, stream.live()?);
+        let (inner, live) = (self.inner.get()?, stream.live()?);
         let (reader, options) = (self.reader(stream), &self.options);
         let target = self.rows(&reader.for_targets(), target)?;
         let tokens = read_tokens(
@@ -296,7 +292,7 @@ impl Experts {
         })?;
         Ok(Routing {
             tokens: routing.tokens(),
-            inner: Detached::new(routing),
+            inner: Detached::new(routing, || closed("routing")),
         })
     }
 
@@ -320,7 +316,7 @@ impl Experts {
         weights: Option<&Bound<'_, PyAny>>,
         routing: Option<&Routing>,
     ) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
+        let (inner, live) = (self.inner.get()?, stream.live()?);
         let (reader, options) = (self.reader(stream), &self.options);
         let target = read_tokens(
             &reader.for_targets(),
@@ -347,7 +343,7 @@ impl Experts {
             .map(|it| typed(&reader, it, "weights", "f32", &[count, columns]))
             .transpose()?;
         let routing = match routing {
-            Some(routing) => routing.inner.get("routing")?,
+            Some(routing) => routing.inner.get()?,
             None => {
                 let last = self.last.lock().ok().and_then(|last| last.clone());
                 let missing = || {

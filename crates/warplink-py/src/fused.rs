@@ -21,7 +21,7 @@ impl Collectives {
         (kind, epilogue, wire): (FusedKind, Epilogue, Wire),
         (sources, targets): ([Maybe<'_, '_>; 5], [Maybe<'_, '_>; 5]),
     ) -> PyResult<()> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         let live = stream.live()?;
         let reader = self.reader(stream);
         let writer = reader.for_targets();

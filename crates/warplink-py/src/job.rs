@@ -1,7 +1,7 @@
 //! Joining a job, and the id of its rendezvous.
 
 use crate::communicator::{Communicator, joined};
-use crate::errors::raise;
+use crate::errors::{closed, raise};
 use crate::owner::Detached;
 use crate::region::seconds;
 use crate::wait::{interruptible, within};
@@ -99,13 +99,9 @@ impl Job {
         let given = config.clone();
         let job = interruptible(py, move || warplink::Job::join(&given))?;
         Ok(Self {
-            job: Detached::new(job),
+            job: Detached::new(job, || closed("job")),
             ordinal: config.device.ordinal as i32,
         })
-    }
-
-    fn inner(&self) -> PyResult<warplink::Job> {
-        self.job.get("job")
     }
 }
 
@@ -197,25 +193,25 @@ impl Job {
 
     /// The communicator of all ranks, the same one on every call.
     fn world(&self) -> PyResult<Communicator> {
-        Ok(joined(self.inner()?.world(), self.ordinal))
+        Ok(joined(self.job.get()?.world(), self.ordinal))
     }
 
     /// This process's rank.
     #[getter]
     fn rank(&self) -> PyResult<usize> {
-        Ok(self.inner()?.rank())
+        Ok(self.job.get()?.rank())
     }
 
     /// The number of ranks.
     #[getter]
     fn size(&self) -> PyResult<usize> {
-        Ok(self.inner()?.world().world())
+        Ok(self.job.get()?.world().world())
     }
 
     /// The device, "host" or "cuda".
     #[getter]
     fn device(&self) -> PyResult<String> {
-        Ok(self.inner()?.device().kind().to_string())
+        Ok(self.job.get()?.device().kind().to_string())
     }
 
     /// Leaves in an orderly manner. Blocks until every rank has, or for `limit` seconds: returns False if leaving

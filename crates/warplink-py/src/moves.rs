@@ -3,7 +3,7 @@
 use crate::array::Reader;
 use crate::collective_call::call_on;
 use crate::collectives::Collectives;
-use crate::errors::{detached, invalid};
+use crate::errors::{closed, detached, invalid};
 use crate::owner::Detached;
 use crate::parts::Cut;
 use crate::place::Place;
@@ -27,16 +27,12 @@ impl Collectives {
         // Devices do not allocate empty memory; an empty part of some does.
         let nothing = place.device.allocate(NOTHING, AllocationKind::Plain)?;
         Ok(Self {
-            inner: Detached::new(inner),
+            inner: Detached::new(inner, || closed("collectives")),
             place: place.clone(),
             world,
             nothing: nothing.slice(0..0)?,
             watched: Arc::default(),
         })
-    }
-
-    pub(crate) fn inner(&self) -> PyResult<warplink::Collectives> {
-        self.inner.get("collectives")
     }
 
     /// Starts a thread that waits for subsequent calls, replacing any earlier one.
@@ -46,7 +42,7 @@ impl Collectives {
         communicator: warplink::Communicator,
         limits: Limits,
     ) -> PyResult<Watch> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         let precede = move |stream: &_| inner.precede(stream);
         self.watched
             .watch(py, communicator, precede, (&self.place, limits))
@@ -67,7 +63,7 @@ impl Collectives {
         op: Option<(&str, Option<f64>)>,
         root: Option<Rank>,
     ) -> PyResult<()> {
-        let inner = self.inner()?;
+        let inner = self.inner.get()?;
         let live = stream.live()?;
         let reader = self.reader(stream);
         let target = reader.for_targets().read(target, "the target")?;
@@ -89,7 +85,7 @@ impl Collectives {
         stream: &Stream,
         [target, source]: [u64; 2],
     ) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
+        let (inner, live) = (self.inner.get()?, stream.live()?);
         let (input_rows, output_rows) = call.kind.rows(self.world);
         let memory = |address: u64, rows: usize| {
             let bytes = rows.checked_mul(call.dtype.size());
@@ -118,7 +114,7 @@ impl Collectives {
         [target, source]: [u64; 2],
         [received, sent]: [Vec<usize>; 2],
     ) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
+        let (inner, live) = (self.inner.get()?, stream.live()?);
         let memory = |address: u64, parts: &[usize]| {
             let sum = |sum: usize, part: &usize| sum.checked_add(*part);
             match parts.iter().try_fold(0, sum) {
@@ -165,7 +161,7 @@ impl Collectives {
         sends: &[(Rank, DeviceSlice)],
         receives: &[(Rank, DeviceSlice)],
     ) -> PyResult<()> {
-        let (inner, live) = (self.inner()?, stream.live()?);
+        let (inner, live) = (self.inner.get()?, stream.live()?);
         let sends = sends.iter().map(|(peer, data)| Message::send(*peer, data));
         let receives = receives.iter();
         let receives = receives.map(|(peer, data)| Message::receive(*peer, data));

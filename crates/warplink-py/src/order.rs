@@ -66,7 +66,7 @@ impl Order {
             let other = other.bind(py);
             if let Ok(collectives) = other.cast::<Collectives>() {
                 // Of closed ones there is nothing to wait for.
-                if let Ok(inner) = collectives.get().inner() {
+                if let Ok(inner) = collectives.get().inner.get() {
                     inner.precede(stream.live()?).map_err(raise)?;
                 }
             } else {

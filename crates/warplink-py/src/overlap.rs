@@ -1,7 +1,7 @@
 //! Matmuls overlapped with communication.
 
 use crate::array::{self, Array};
-use crate::errors::{captured, detached, invalid};
+use crate::errors::{captured, closed, detached, invalid};
 use crate::owner::Detached;
 use crate::place::Place;
 use crate::stream::{Stream, Turns};
@@ -59,12 +59,8 @@ impl OverlapPlan {
             lowering: plan.choice().name().to_owned(),
             explanation: plan.choice().to_string(),
             text: plan.text().to_owned(),
-            plan: Detached::new(Arc::new(plan)),
+            plan: Detached::new(Arc::new(plan), captured),
         }
-    }
-
-    fn inner(&self) -> PyResult<Arc<overlap::OverlapPlan>> {
-        self.plan.get_or(captured)
     }
 }
 
@@ -91,14 +87,14 @@ impl OverlapPlan {
     /// Whether it runs collectives, whose kernels wait for those of other ranks.
     #[getter]
     fn has_collectives(&self) -> PyResult<bool> {
-        Ok(self.inner()?.choice().needs_engine())
+        Ok(self.plan.get()?.choice().needs_engine())
     }
 
     /// Names of the tensors ("A", "B[0]", "C[0]", … as in the text of the program) whose memory `run` can replace:
     /// those that no peer accesses. The list may differ between ranks.
     #[getter]
     fn replaceable(&self) -> PyResult<Vec<String>> {
-        let plan = self.inner()?;
+        let plan = self.plan.get()?;
         Ok(plan.replaceable().into_iter().map(str::to_owned).collect())
     }
 
@@ -115,7 +111,7 @@ impl OverlapPlan {
         stream: &Stream,
         memory: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
-        let (plan, raw, stream) = (self.inner()?, stream.raw_handle(), stream.live()?);
+        let (plan, raw, stream) = (self.plan.get()?, stream.raw_handle(), stream.live()?);
         let is_output = |name: &str| plan.is_output(name);
         let memory = array::bindings(memory, &self.place, Some(raw), is_output)?;
         detached(py, || plan.run_on(stream, &memory.bindings))
@@ -129,7 +125,7 @@ impl OverlapPlan {
         nbytes: Vec<usize>,
         own: &Bound<'_, PyDict>,
     ) -> PyResult<OverlapLauncher> {
-        let plan = self.inner()?;
+        let plan = self.plan.get()?;
         if names.len() != nbytes.len() {
             return Err(invalid(format!(
                 "there are {} names and {} lengths; expected as many",
@@ -158,7 +154,7 @@ impl OverlapPlan {
         // The order in which the plan compares addresses with those of its last launch.
         order.sort_by(|a, b| tensors[*a].name.cmp(&tensors[*b].name));
         Ok(OverlapLauncher {
-            plan: Detached::new(plan),
+            plan: Detached::new(plan, captured),
             place: self.place.clone(),
             tensors,
             order,
@@ -168,9 +164,11 @@ impl OverlapPlan {
     /// Captures the plan into one graph, which replaces it. Blocks while the graph is prepared.
     fn capture(&self, py: Python<'_>) -> PyResult<CapturedOverlap> {
         // Fails while a launcher shares the plan: its launches and the graph's would use the same memory and signals.
-        let plan = self.plan.take_unused(captured)?;
+        let plan = self.plan.take_unused()?;
         let captured = detached(py, || plan.capture())?;
-        Ok(CapturedOverlap(Detached::new(Arc::new(captured))))
+        Ok(CapturedOverlap(Detached::new(Arc::new(captured), || {
+            closed("captured plan")
+        })))
     }
 
     fn __repr__(&self) -> String {
@@ -211,7 +209,7 @@ impl OverlapLauncher {
                 self.tensors.len()
             )));
         }
-        let (plan, stream) = (self.plan.get_or(captured)?, stream.live()?);
+        let (plan, stream) = (self.plan.get()?, stream.live()?);
         turns.take(py, stream, || self.enqueue(&plan, stream, addresses))
     }
 
@@ -253,7 +251,7 @@ impl CapturedOverlap {
     /// Enqueues the graph on `stream`. Does not block. Raises the error that ended the device's work, such as
     /// PeerLostError, if there is one.
     fn launch(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
-        let (captured, stream) = (self.0.get("captured plan")?, stream.live()?);
+        let (captured, stream) = (self.0.get()?, stream.live()?);
         detached(py, || captured.launch(stream))
     }
 }

@@ -72,6 +72,8 @@ fn start() -> Option<Sender<Py<PyAny>>> {
 #[derive(Debug)]
 pub(crate) struct Detached<T: Send> {
     value: Mutex<Option<T>>,
+    /// The exception of later uses, if the value was taken.
+    taken: fn() -> PyErr,
     process: u32,
 }
 
@@ -84,10 +86,11 @@ pub(crate) struct OfProcess<T> {
 }
 
 impl<T: Send> Detached<T> {
-    /// Holds `value`.
-    pub(crate) fn new(value: T) -> Self {
+    /// Holds `value`; uses raise `taken` once it was taken.
+    pub(crate) fn new(value: T, taken: fn() -> PyErr) -> Self {
         Self {
             value: Mutex::new(Some(value)),
+            taken,
             process: std::process::id(),
         }
     }
@@ -109,21 +112,13 @@ impl<T: Send> Detached<T> {
         self.lock().as_ref().map(read)
     }
 
-    /// The value, described as `what` in errors, unless it was taken. Fails in a forked process.
-    pub(crate) fn get(&self, what: &'static str) -> PyResult<T>
-    where
-        T: Clone,
-    {
-        self.get_or(|| closed(what))
-    }
-
-    /// As [`get`](Self::get), with an error for a value that was taken.
-    pub(crate) fn get_or(&self, taken: impl FnOnce() -> PyErr) -> PyResult<T>
+    /// The value, unless it was taken. Fails in a forked process.
+    pub(crate) fn get(&self) -> PyResult<T>
     where
         T: Clone,
     {
         check_process(self.process)?;
-        self.with(T::clone).ok_or_else(taken)
+        self.with(T::clone).ok_or_else(self.taken)
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Option<T>> {
@@ -134,7 +129,7 @@ impl<T: Send> Detached<T> {
 impl<T: Send + Sync> Detached<Arc<T>> {
     /// Takes a plan out for exclusive use. Fails if it was taken, or if another thread uses it; in the latter case it
     /// stays in place.
-    pub(crate) fn take_unused(&self, taken: impl FnOnce() -> PyErr) -> PyResult<T> {
+    pub(crate) fn take_unused(&self) -> PyResult<T> {
         check_process(self.process)?;
         let unused = {
             let mut value = self.lock();
@@ -152,7 +147,7 @@ impl<T: Send + Sync> Detached<Arc<T>> {
             Some(Err(())) => Err(raise(Error::invalid(
                 "the plan is in use by another thread; expected it to be idle",
             ))),
-            None => Err(taken()),
+            None => Err((self.taken)()),
         }
     }
 }

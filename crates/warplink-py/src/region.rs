@@ -1,7 +1,7 @@
 //! Memory that peers may access.
 
 use crate::element::type_name;
-use crate::errors::{detached, raise};
+use crate::errors::{closed, detached, raise};
 use crate::memory::{Memory, View, download, upload};
 use crate::number::whole;
 use crate::owner::Detached;
@@ -28,7 +28,7 @@ impl Region {
     pub(crate) fn new(region: warplink::memory::Region, place: &Place) -> Self {
         Self {
             slice: region.memory().clone(),
-            region: Detached::new(region),
+            region: Detached::new(region, || closed("region")),
             place: place.clone(),
         }
     }
@@ -40,7 +40,7 @@ impl Region {
 
     /// The registration.
     pub(crate) fn registered(&self) -> PyResult<warplink::memory::Region> {
-        self.region.get("region")
+        self.region.get()
     }
 }
 

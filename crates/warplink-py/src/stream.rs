@@ -1,7 +1,7 @@
 //! Streams, events and graphs.
 
 use crate::array::Array;
-use crate::errors::{detached, raise};
+use crate::errors::{closed, detached, raise};
 use crate::owner::{Detached, OfProcess};
 use crate::place::Place;
 use crate::region::seconds;
@@ -119,7 +119,7 @@ impl Stream {
         Self {
             raw: stream.raw(),
             stream: OfProcess::new(stream),
-            communicator: Detached::new(communicator),
+            communicator: Detached::new(communicator, || closed("communicator")),
             place: place.clone(),
         }
     }

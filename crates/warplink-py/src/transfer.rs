@@ -1,6 +1,6 @@
 //! Sends and receives that are exchanged once and posted any number of times.
 
-use crate::errors::{detached, raise};
+use crate::errors::{closed, detached, raise};
 use crate::number::whole;
 use crate::owner::Detached;
 use crate::region::Region;
@@ -80,11 +80,9 @@ impl Receive {
 
 impl Transfer {
     pub(crate) fn new(transfer: warplink::p2p::Transfer) -> Self {
-        Self(Detached::new(std::sync::Arc::new(transfer)))
-    }
-
-    fn inner(&self) -> PyResult<std::sync::Arc<warplink::p2p::Transfer>> {
-        self.0.get("transfer")
+        Self(Detached::new(std::sync::Arc::new(transfer), || {
+            closed("transfer")
+        }))
     }
 }
 
@@ -93,45 +91,45 @@ impl Transfer {
     /// Enqueues this end's part on `stream`. Does not block. Raises InvalidArgumentError if captured twice without a
     /// wait in between, and the error that ended the device's work, such as PeerLostError, if there is one.
     fn post(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
-        let (transfer, stream) = (self.inner()?, stream.live()?);
+        let (transfer, stream) = (self.0.get()?, stream.live()?);
         detached(py, || transfer.post(stream))
     }
 
     /// Enqueues the wait for every post so far on `stream`. Does not block. Raises the error that ended the device's
     /// work, such as PeerLostError, if there is one.
     fn wait(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
-        let (transfer, stream) = (self.inner()?, stream.live()?);
+        let (transfer, stream) = (self.0.get()?, stream.live()?);
         detached(py, || transfer.wait(stream))
     }
 
     /// The other rank, in the communicator.
     #[getter]
     fn peer(&self) -> PyResult<usize> {
-        Ok(self.inner()?.peer())
+        Ok(self.0.get()?.peer())
     }
 
     /// The tag of the transfer.
     #[getter]
     fn tag(&self) -> PyResult<u64> {
-        Ok(self.inner()?.tag())
+        Ok(self.0.get()?.tag())
     }
 
     /// Bytes that each post transfers.
     #[getter]
     fn nbytes(&self) -> PyResult<usize> {
-        Ok(self.inner()?.bytes())
+        Ok(self.0.get()?.bytes())
     }
 
     /// Whether this end sends.
     #[getter]
     fn sends(&self) -> PyResult<bool> {
-        Ok(self.inner()?.direction() == Direction::Send)
+        Ok(self.0.get()?.direction() == Direction::Send)
     }
 
     /// "get" or "put".
     #[getter]
     fn protocol(&self) -> PyResult<String> {
-        Ok(self.inner()?.protocol().to_string())
+        Ok(self.0.get()?.protocol().to_string())
     }
 
     fn __repr__(&self) -> String {
@@ -186,7 +184,7 @@ pub(crate) fn wait_all(
 fn all(
     transfers: &[Bound<'_, Transfer>],
 ) -> PyResult<Vec<std::sync::Arc<warplink::p2p::Transfer>>> {
-    let each = transfers.iter().map(|transfer| transfer.get().inner());
+    let each = transfers.iter().map(|transfer| transfer.get().0.get());
     each.collect()
 }
 

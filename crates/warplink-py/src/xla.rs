@@ -80,7 +80,7 @@ impl XlaGroup {
     fn new(members: Vec<(Bound<'_, Communicator>, Py<Collectives>)>) -> PyResult<Self> {
         let member = |(communicator, collectives): (Bound<'_, Communicator>, _)| {
             Ok(Member {
-                communicator: communicator.get().inner()?,
+                communicator: communicator.get().inner.get()?,
                 collectives,
                 streams: Mutex::default(),
             })
@@ -188,7 +188,7 @@ impl Member {
             bytes => collectives.place.borrow_given(buffer.address, bytes),
         };
         let stream = self.stream(call)?;
-        // `Collectives::inner` makes Python's exceptions.
+        // `get` makes exceptions of Python.
         let inner = collectives
             .inner
             .with(Clone::clone)
