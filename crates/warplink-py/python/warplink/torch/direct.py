@@ -252,7 +252,11 @@ class GpuMessages:
                 )
         result, check = [*outputs, *further], self._check
         call = profiling.recorded(self._source, name, call, inputs, result)
-        recorded = None if self._recorder is None else self._record(name, inputs, result, messages)
+        recorded = None
+        # A call that a graph records runs when nobody sees it.
+        if self._recorder is not None and not is_recording(device):
+            batch = [one.recorded for one in messages]
+            recorded = self._recorder.record(self._source, name, inputs, result, self.timeout, messages=batch)
         limit = self.timeout if self._waits_block else None
         if not asynchronous:
             streams = self._space.current_streams()
@@ -275,19 +279,6 @@ class GpuMessages:
         for tensor in every:
             tensor.record_stream(stream)
         return GpuWork(result, self._space, self._side, event, check, limit)
-
-    def _record(
-        self,
-        name: str,
-        inputs: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        messages: Sequence[Message],
-    ) -> flight_recorder.Call | None:
-        """The call ``name`` in the flight recorder, unless a graph records it: that runs when nobody sees it."""
-        if self._recorder is None or is_recording(self._device):
-            return None
-        batch = [one.recorded for one in messages]
-        return self._recorder.record(self._source, name, inputs, outputs, self.timeout, messages=batch)
 
     def _run(
         self,

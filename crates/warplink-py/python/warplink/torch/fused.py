@@ -78,7 +78,7 @@ library.define(
 
 
 class _Epilogue(NamedTuple):
-    """What is computed of the sum; see ``fused_all_reduce``."""
+    """Operations behind the sum; see ``fused_all_reduce``."""
 
     residual: torch.Tensor | None
     weight: torch.Tensor | None
