@@ -166,13 +166,12 @@ impl Collectives {
     /// Sets `target`, of `size` times the bytes of `source`, to every rank's source in rank order.
     fn all_gather(
         &self,
-        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let kind = CollectiveKind::AllGather;
-        self.enqueue(py, stream, kind, [target, source], None, None)
+        self.enqueue(stream, kind, [target, source], None, None)
     }
 
     /// Sets `target` to the reduction of every rank's source. With a factor, floats are multiplied by it before they
@@ -181,7 +180,6 @@ impl Collectives {
     #[pyo3(signature = (stream, target, source, op="sum", factor=None))]
     fn all_reduce(
         &self,
-        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
@@ -189,14 +187,13 @@ impl Collectives {
         factor: Option<f64>,
     ) -> PyResult<()> {
         let kind = CollectiveKind::AllReduce;
-        self.enqueue(py, stream, kind, [target, source], Some((op, factor)), None)
+        self.enqueue(stream, kind, [target, source], Some((op, factor)), None)
     }
 
     /// Sets `target` to this rank's part of the reduction of every rank's source, which has `size` times its bytes.
     #[pyo3(signature = (stream, target, source, op="sum", factor=None))]
     fn reduce_scatter(
         &self,
-        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
@@ -204,32 +201,30 @@ impl Collectives {
         factor: Option<f64>,
     ) -> PyResult<()> {
         let kind = CollectiveKind::ReduceScatter;
-        self.enqueue(py, stream, kind, [target, source], Some((op, factor)), None)
+        self.enqueue(stream, kind, [target, source], Some((op, factor)), None)
     }
 
     /// Sets part p of `target` to this rank's part of rank p's source.
     fn all_to_all(
         &self,
-        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let kind = CollectiveKind::AllToAll;
-        self.enqueue(py, stream, kind, [target, source], None, None)
+        self.enqueue(stream, kind, [target, source], None, None)
     }
 
     /// Sets `target` to the source of rank `root`; the sources of other ranks are not read.
     fn broadcast(
         &self,
-        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
         root: usize,
     ) -> PyResult<()> {
         let kind = CollectiveKind::Broadcast;
-        self.enqueue(py, stream, kind, [target, source], None, Some(root))
+        self.enqueue(stream, kind, [target, source], None, Some(root))
     }
 
     /// On rank `root`, sets `target` to the reduction of every rank's source; the targets of other ranks are unchanged.
@@ -237,7 +232,6 @@ impl Collectives {
     #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn reduce(
         &self,
-        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
@@ -247,7 +241,6 @@ impl Collectives {
     ) -> PyResult<()> {
         let kind = CollectiveKind::Reduce;
         self.enqueue(
-            py,
             stream,
             kind,
             [target, source],
@@ -259,27 +252,25 @@ impl Collectives {
     /// On rank `root`, sets `target` to every rank's source in rank order; the targets of other ranks are unchanged.
     fn gather(
         &self,
-        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
         root: usize,
     ) -> PyResult<()> {
         let kind = CollectiveKind::Gather;
-        self.enqueue(py, stream, kind, [target, source], None, Some(root))
+        self.enqueue(stream, kind, [target, source], None, Some(root))
     }
 
     /// Sets `target` to this rank's part of the source of rank `root`; the sources of other ranks are not read.
     fn scatter(
         &self,
-        py: Python<'_>,
         stream: &Stream,
         target: &Bound<'_, PyAny>,
         source: &Bound<'_, PyAny>,
         root: usize,
     ) -> PyResult<()> {
         let kind = CollectiveKind::Scatter;
-        self.enqueue(py, stream, kind, [target, source], None, Some(root))
+        self.enqueue(stream, kind, [target, source], None, Some(root))
     }
 
     /// The collective named `kind`, such as "all_reduce", between device memory at two addresses, corresponding to the

@@ -461,9 +461,22 @@ impl Communicator {
             timeout: seconds(timeout)?,
             grace: grace.map(seconds).transpose()?,
         };
+        // The watch's thread has a reference of its own, since it outlives the object by up to one wait.
         match calls {
-            Watchable::Collectives(calls) => calls.get().watch(py, inner, limits),
-            Watchable::Turns(calls) => calls.get().watch(py, inner, limits),
+            Watchable::Collectives(calls) => {
+                let (calls, of) = (calls.get(), calls.get().inner.get()?);
+                let precede = move |stream: &_| of.precede(stream);
+                calls
+                    .watched
+                    .watch(py, inner, precede, (&calls.place, limits))
+            }
+            Watchable::Turns(calls) => {
+                let (calls, of) = (calls.get(), calls.get().inner.get()?.clone());
+                let precede = move |stream: &_| of.precede(stream);
+                calls
+                    .watched
+                    .watch(py, inner, precede, (&calls.place, limits))
+            }
         }
     }
 

@@ -8,7 +8,6 @@ use crate::owner::Detached;
 use crate::parts::Cut;
 use crate::place::Place;
 use crate::stream::Stream;
-use crate::watch::{Limits, Watch};
 use pyo3::prelude::*;
 use std::sync::Arc;
 use warplink::collective::{Call, CollectiveKind, Message};
@@ -35,19 +34,6 @@ impl Collectives {
         })
     }
 
-    /// Starts a thread that waits for subsequent calls, replacing any earlier one.
-    pub(crate) fn watch(
-        &self,
-        py: Python<'_>,
-        communicator: warplink::Communicator,
-        limits: Limits,
-    ) -> PyResult<Watch> {
-        let inner = self.inner.get()?;
-        let precede = move |stream: &_| inner.precede(stream);
-        self.watched
-            .watch(py, communicator, precede, (&self.place, limits))
-    }
-
     /// Reads the arrays of a call on `stream`.
     pub(crate) fn reader(&self, stream: &Stream) -> Reader<'_> {
         Reader::new(&self.place, Some(stream.raw_handle())).with_empty(&self.nothing)
@@ -56,15 +42,14 @@ impl Collectives {
     /// A collective between two arrays.
     pub(crate) fn enqueue(
         &self,
-        py: Python<'_>,
         stream: &Stream,
         kind: CollectiveKind,
         [target, source]: [&Bound<'_, PyAny>; 2],
         op: Option<(&str, Option<f64>)>,
         root: Option<Rank>,
     ) -> PyResult<()> {
-        let inner = self.inner.get()?;
-        let live = stream.live()?;
+        let py = target.py();
+        let (inner, live) = (self.inner.get()?, stream.live()?);
         let reader = self.reader(stream);
         let target = reader.for_targets().read(target, "the target")?;
         let source = reader.read(source, "the source")?;

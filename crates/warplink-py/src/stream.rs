@@ -6,7 +6,7 @@ use crate::owner::{Detached, OfProcess};
 use crate::place::Place;
 use crate::region::seconds;
 use crate::wait::{SIGNAL_INTERVAL, interruptible};
-use crate::watch::{Limits, Watch, Watched};
+use crate::watch::Watched;
 use pyo3::prelude::*;
 use std::sync::Arc;
 use warplink::{Deadline, DeviceKind, ErrorKind};
@@ -37,9 +37,9 @@ pub(crate) struct Graph(OfProcess<warplink::device::Graph>);
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Turns {
-    inner: OfProcess<Arc<warplink::device::Turns>>,
-    place: Place,
-    watched: Watched,
+    pub(crate) inner: OfProcess<Arc<warplink::device::Turns>>,
+    pub(crate) place: Place,
+    pub(crate) watched: Watched,
 }
 
 impl Turns {
@@ -72,20 +72,6 @@ impl Turns {
     /// Makes `stream` wait for the last turn of another stream.
     pub(crate) fn precede(&self, stream: &Stream) -> PyResult<()> {
         self.inner.get()?.precede(stream.live()?).map_err(raise)
-    }
-
-    /// Starts a thread that waits for subsequent turns, replacing any earlier one.
-    pub(crate) fn watch(
-        &self,
-        py: Python<'_>,
-        communicator: warplink::Communicator,
-        limits: Limits,
-    ) -> PyResult<Watch> {
-        // The watch's thread has a reference of its own, since it outlives this object by up to one wait.
-        let inner = self.inner.get()?.clone();
-        let precede = move |stream: &_| inner.precede(stream);
-        self.watched
-            .watch(py, communicator, precede, (&self.place, limits))
     }
 }
 
