@@ -67,19 +67,36 @@ impl Memory {
     /// ordered after work in any stream. Raises InvalidArgumentError for another length, and for memory of a read-only
     /// array; TypeError for an object that is not bytes; and the error that ended the device's work, such as
     /// PeerLostError, if there is one.
-    fn upload(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<()> {
+    pub(crate) fn upload(&self, data: &Bound<'_, PyAny>) -> PyResult<()> {
         if self.read_only {
             return Err(invalid(
                 "upload to memory of a read-only array; expected one that can be written",
             ));
         }
-        upload(py, &self.place, &self.slice, data)
+        // Copied in all cases: without the interpreter's lock, another thread may resize a bytearray or write to a
+        // buffer.
+        let bytes: Vec<u8> = if let Ok(bytes) = data.cast::<PyBytes>() {
+            bytes.as_bytes().to_vec()
+        } else if let Ok(array) = data.cast::<PyByteArray>() {
+            array.to_vec()
+        } else {
+            // Other objects with the buffer protocol; the limited API has no other access to it.
+            let bytes = PyMemoryView::from(data)?.call_method0("tobytes")?;
+            bytes.cast::<PyBytes>()?.as_bytes().to_vec()
+        };
+        detached(data.py(), || self.place.device.upload(&self.slice, &bytes))
     }
 
     /// All bytes. Blocks until they are copied; not ordered after work in any stream. Raises the error that ended the
     /// device's work, such as PeerLostError, if there is one.
-    fn download<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        download(py, &self.place, &self.slice)
+    pub(crate) fn download<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        // The bytes object is created after the copy: Python objects cannot be written without the interpreter's lock.
+        let bytes = detached(py, || {
+            let mut bytes = vec![0; self.slice.bytes()];
+            let copied = self.place.device.download(&self.slice, &mut bytes);
+            copied.map(|()| bytes)
+        })?;
+        Ok(PyBytes::new(py, &bytes))
     }
 
     /// The bytes from `start` to `stop`, without a copy. Raises InvalidArgumentError out of bounds.
@@ -97,7 +114,7 @@ impl Memory {
 
     /// The memory as an array of `shape` and `dtype` ("f32", "bf16", "i64", …, or a name or type of NumPy or PyTorch),
     /// which must cover all of its bytes. Raises InvalidArgumentError if the lengths differ, and for an unknown type.
-    fn view(
+    pub(crate) fn view(
         &self,
         #[pyo3(from_py_with = whole)] shape: Vec<usize>,
         #[pyo3(from_py_with = type_name)] dtype: String,
@@ -239,39 +256,4 @@ impl View {
         let (name, shape) = (self.element.name, &self.shape);
         format!("View({:?}, shape={shape:?}, dtype='{name}')", self.slice)
     }
-}
-
-/// Copies `data` into `slice`.
-pub(crate) fn upload(
-    py: Python<'_>,
-    place: &Place,
-    slice: &DeviceSlice,
-    data: &Bound<'_, PyAny>,
-) -> PyResult<()> {
-    // Copied in all cases: without the interpreter's lock, another thread may resize a bytearray or write to a
-    // buffer.
-    let bytes: Vec<u8> = if let Ok(bytes) = data.cast::<PyBytes>() {
-        bytes.as_bytes().to_vec()
-    } else if let Ok(array) = data.cast::<PyByteArray>() {
-        array.to_vec()
-    } else {
-        // Other objects with the buffer protocol; the limited API has no other access to it.
-        let bytes = PyMemoryView::from(data)?.call_method0("tobytes")?;
-        bytes.cast::<PyBytes>()?.as_bytes().to_vec()
-    };
-    detached(py, || place.device.upload(slice, &bytes))
-}
-
-/// The bytes of `slice`.
-pub(crate) fn download<'py>(
-    py: Python<'py>,
-    place: &Place,
-    slice: &DeviceSlice,
-) -> PyResult<Bound<'py, PyBytes>> {
-    // The bytes object is created after the copy: Python objects cannot be written without the interpreter's lock.
-    let bytes = detached(py, || {
-        let mut bytes = vec![0; slice.bytes()];
-        place.device.download(slice, &mut bytes).map(|()| bytes)
-    })?;
-    Ok(PyBytes::new(py, &bytes))
 }

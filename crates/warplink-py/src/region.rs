@@ -2,7 +2,7 @@
 
 use crate::element::type_name;
 use crate::errors::{closed, detached, raise};
-use crate::memory::{Memory, View, download, upload};
+use crate::memory::{Memory, View};
 use crate::number::whole;
 use crate::owner::Detached;
 use crate::place::Place;
@@ -74,14 +74,14 @@ impl Region {
     /// Copies `data` (bytes, bytearray) of the same length into the memory. Blocks until the copy is complete; not
     /// ordered after work in any stream. Raises InvalidArgumentError for another length, TypeError for an object that
     /// is not bytes, and the error that ended the device's work, such as PeerLostError, if there is one.
-    fn upload(&self, py: Python<'_>, data: &Bound<'_, PyAny>) -> PyResult<()> {
-        upload(py, &self.place, &self.slice, data)
+    fn upload(&self, data: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.memory().upload(data)
     }
 
     /// All bytes. Blocks until they are copied; not ordered after work in any stream. Raises the error that ended the
     /// device's work, such as PeerLostError, if there is one.
     fn download<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        download(py, &self.place, &self.slice)
+        self.memory().download(py)
     }
 
     /// The bytes from `start` to `stop` as a region of the same registration, without a copy. Raises
@@ -103,7 +103,7 @@ impl Region {
         #[pyo3(from_py_with = whole)] shape: Vec<usize>,
         #[pyo3(from_py_with = type_name)] dtype: String,
     ) -> PyResult<View> {
-        View::new(&self.slice, &self.place, shape, &dtype)
+        self.memory().view(shape, dtype)
     }
 
     /// Ends the registration and waits up to `timeout` seconds until no peer maps the memory. Nothing else may hold the
@@ -173,7 +173,7 @@ impl RemoteRegion {
         #[pyo3(from_py_with = whole)] shape: Vec<usize>,
         #[pyo3(from_py_with = type_name)] dtype: String,
     ) -> PyResult<View> {
-        View::new(self.region.memory(), &self.place, shape, &dtype)
+        self.memory().view(shape, dtype)
     }
 
     fn __repr__(&self) -> String {
