@@ -115,38 +115,38 @@ def test_each_call_gives_what_the_backend_would(rank, world, meeting):
                 # As it is, and of every second column.
                 for wide in (False, True):
                     found = own.clone() if not wide else own.repeat_interleave(2, 1)[:, ::2]
-                    assert calls.all_reduce(found, how, True).result[0] is found
+                    assert calls.collective("all_reduce", found, found, True, how).result[0] is found
                     torch.testing.assert_close(found, total)
                     found = own.clone() if not wide else own.repeat_interleave(2, 1)[:, ::2]
-                    calls.reduce(found, how, world - 1, False)
+                    calls.collective("reduce", found, found, False, how, world - 1)
                     torch.testing.assert_close(found, total if rank == world - 1 else own)
                 # Rank r's parts, each of one rank.
                 parts = [torch.stack([numbers(r, shape, dtype, 50 * p + turn) for p in range(world)]) for r in range(world)]
                 total = expected(torch.stack([part[rank] for part in parts]).to(torch.float64)).to(dtype)
                 found = torch.empty(shape, dtype=dtype)
-                calls.reduce_scatter_flat(found, parts[rank].clone(), how, True)
+                calls.collective("reduce_scatter", found, parts[rank].clone(), True, how)
                 torch.testing.assert_close(found, total)
                 found = torch.empty(shape, dtype=dtype)
                 calls.reduce_scatter(found, list(parts[rank]), how, True)
                 torch.testing.assert_close(found, total)
             found = own.clone()
-            calls.broadcast(found, 1 % world, True)
+            calls.collective("broadcast", found, found, True, None, 1 % world)
             assert torch.equal(found, all_inputs[1 % world])
             found = torch.zeros(world, *shape, dtype=dtype)
-            calls.all_gather_flat(found, own, True)
+            calls.collective("all_gather", found, own, True)
             assert torch.equal(found, torch.stack(all_inputs))
             # In place, as FSDP has it.
             found = torch.zeros(world, *shape, dtype=dtype)
             found[rank] = own
-            calls.all_gather_flat(found, found[rank], True)
+            calls.collective("all_gather", found, found[rank], True)
             assert torch.equal(found, torch.stack(all_inputs))
             outputs = [torch.zeros(shape, dtype=dtype) for _ in range(world)]
             calls.all_gather(outputs, own, True)
             assert torch.equal(torch.stack(outputs), torch.stack(all_inputs))
         empty = torch.empty(0)
-        calls.all_reduce(empty, ("sum", "f32"), True)
+        calls.collective("all_reduce", empty, empty, True, ("sum", "f32"))
         calls.all_gather([empty.clone() for _ in range(world)], empty, True)
-        calls.broadcast(empty, 0, True)
+        calls.collective("broadcast", empty, empty, True, None, 0)
 
 
 def test_the_option_is_read_from_the_environment(monkeypatch):
@@ -259,7 +259,7 @@ def batch(comm, collectives, space, side):
         space.stream.synchronize(30.0)
         assert received.eq(left + 1.0).all() and work.is_completed()
         assert sent.kept == received.kept == 1
-    calls.all_reduce(received, ("sum", "f32"), asynchronous=True).wait()
+    calls.collective("all_reduce", received, received, True, ("sum", "f32")).wait()
     space.stream.synchronize(30.0)
     entries = pickle.loads(calls._recorder.dump())["entries"]
     found = [(entry["profiling_name"], entry["is_p2p"], entry["state"], entry["input_sizes"]) for entry in entries]

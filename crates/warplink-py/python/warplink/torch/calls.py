@@ -76,7 +76,7 @@ class GroupCalls(GroupRoutes):
             if (direct := self._direct(tensors)) is None:
                 return backend.broadcast(tensors, opts)
             root = root_of(self._size, opts)
-            return self._done([direct.broadcast(t, root, _is_async(opts)) for t in tensors])
+            return self._done([direct.collective("broadcast", t, t, _is_async(opts), None, root) for t in tensors])
         return self._host.broadcast(tensors, root_of(self._size, opts), limit_of(opts))
 
     @seen_as("allreduce_")
@@ -105,7 +105,7 @@ class GroupCalls(GroupRoutes):
         for tensor in tensors[1:]:
             if tensor.dtype != tensors[0].dtype:
                 return otherwise(tensors, opts)
-        return self._done([direct.all_reduce(t, how, _is_async(opts)) for t in tensors])
+        return self._done([direct.collective("all_reduce", t, t, _is_async(opts), how) for t in tensors])
 
     @seen_as("reduce_")
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
@@ -116,7 +116,7 @@ class GroupCalls(GroupRoutes):
             if direct is None:
                 return backend.reduce(tensors, opts)
             root = root_of(self._size, opts)
-            return self._done([direct.reduce(t, how, root, _is_async(opts)) for t in tensors])
+            return self._done([direct.collective("reduce", t, t, _is_async(opts), how, root) for t in tensors])
         return self._host.reduce(tensors, opts.reduceOp, root_of(self._size, opts), limit_of(opts))
 
     @seen_as("allgather_")
@@ -145,7 +145,7 @@ class GroupCalls(GroupRoutes):
             return backend._allgather_base(output, input, opts)
         share(self._size, output, input)
         if direct is not None:
-            return self._done([direct.all_gather_flat(output, input, _is_async(opts))])
+            return self._done([direct.collective("all_gather", output, input, _is_async(opts))])
         return self._host.all_gather_flat([output], [input], limit_of(opts))
 
     @seen_as("allgather_coalesced_")
@@ -196,7 +196,7 @@ class GroupCalls(GroupRoutes):
             if direct is None:
                 return backend._reduce_scatter_base(output, input, opts)
             share(self._size, input, output)
-            return self._done([direct.reduce_scatter_flat(output, input, how, _is_async(opts))])
+            return self._done([direct.collective("reduce_scatter", output, input, _is_async(opts), how)])
         return self._host_reduce_scatter([output], [input], opts)
 
     @seen_as("reduce_scatter_tensor_coalesced_")

@@ -40,27 +40,24 @@ def _reduction(op: int, dtype: torch.dtype) -> tuple[str, str] | None:
 class GpuCollectives(GpuMessages):
     """The collectives of a group, as well as its messages. Ranks are the group's."""
 
-    def all_reduce(
-        self, tensor: torch.Tensor, how: tuple[str, str], asynchronous: bool
+    def collective(
+        self,
+        kind: str,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        asynchronous: bool,
+        how: tuple[str, str] | None = None,
+        root: int | None = None,
     ) -> GpuWork:
-        """``tensor`` becomes the reduction of every rank's, ``how`` being what ``reduction`` gives."""
-        return self._between("all_reduce", tensor, tensor, tensor, asynchronous, how)
+        """The collective ``kind`` from ``input`` to ``output``; a reduction has ``how``, which ``reduction`` gives. At ranks that
+        are not the root of a "reduce", ``output`` stays as it is."""
+        stays = kind == "reduce" and root != self._rank
 
-    def reduce(
-        self, tensor: torch.Tensor, how: tuple[str, str], root: int, asynchronous: bool
-    ) -> GpuWork:
-        """``tensor`` of the root becomes the reduction of every rank's; the others' stay."""
-        if self._rank == root:
-            return self._between("reduce", tensor, tensor, tensor, asynchronous, how, root)
+        def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+            self._call(kind, stream, (sources if stays else targets)[0], sources[0], how, root)
 
-        def call(stream: warplink.Stream, sources: list[torch.Tensor], _: list[torch.Tensor]) -> None:
-            self._call("reduce", stream, sources[0], sources[0], tensor, how, root)
-
-        return self._enqueue("reduce", [], [tensor], call, asynchronous, further=[tensor])
-
-    def broadcast(self, tensor: torch.Tensor, root: int, asynchronous: bool) -> GpuWork:
-        """``tensor`` becomes the root's."""
-        return self._between("broadcast", tensor, tensor, tensor, asynchronous, None, root)
+        written, further = ([], [output]) if stays else ([output], [])
+        return self._enqueue(kind, written, [input], call, asynchronous, further)
 
     def barrier(self, asynchronous: bool) -> GpuWork:
         """A barrier of the members' streams, behind which the host waits, too, as in NCCL's."""
@@ -70,17 +67,11 @@ class GpuCollectives(GpuMessages):
             "barrier",
             [token],
             [token],
-            lambda stream, sources, targets: self._call("all_reduce", stream, targets[0], sources[0], token, ("sum", "f32")),
+            lambda stream, sources, targets: self._call("all_reduce", stream, targets[0], sources[0], ("sum", "f32")),
             asynchronous,
         )
         work.blocks(self.timeout)
         return work
-
-    def all_gather_flat(
-        self, output: torch.Tensor, input: torch.Tensor, asynchronous: bool
-    ) -> GpuWork:
-        """``output`` becomes every rank's ``input``, in rank order."""
-        return self._between("all_gather", output, input, input, asynchronous)
 
     def all_gather(
         self, outputs: Sequence[torch.Tensor], input: torch.Tensor, asynchronous: bool
@@ -89,17 +80,11 @@ class GpuCollectives(GpuMessages):
 
         def call(stream: warplink.Stream, sources: list[torch.Tensor], _: list[torch.Tensor]) -> None:
             flat = input.new_empty(len(outputs), input.numel())
-            self._call("all_gather", stream, flat, sources[0], input)
+            self._call("all_gather", stream, flat, sources[0])
             for output, part in zip(outputs, flat):
                 output.detach().copy_(part.view(output.shape))
 
         return self._enqueue("all_gather", [], [input], call, asynchronous, further=outputs, computes=True)
-
-    def reduce_scatter_flat(
-        self, output: torch.Tensor, input: torch.Tensor, how: tuple[str, str], asynchronous: bool
-    ) -> GpuWork:
-        """``output`` becomes this rank's part of the reduction of every rank's ``input``."""
-        return self._between("reduce_scatter", output, input, output, asynchronous, how)
 
     def reduce_scatter(
         self,
@@ -112,7 +97,7 @@ class GpuCollectives(GpuMessages):
 
         def call(stream: warplink.Stream, _: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
             flat = torch.cat([one.detach().reshape(-1) for one in inputs])
-            self._call("reduce_scatter", stream, targets[0], flat, output, how)
+            self._call("reduce_scatter", stream, targets[0], flat, how)
 
         return self._enqueue("reduce_scatter", [output], list(inputs), call, asynchronous, computes=True)
 
@@ -134,35 +119,19 @@ class GpuCollectives(GpuMessages):
             self._check()
             raise
 
-    def _between(
-        self,
-        kind: str,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        part: torch.Tensor,
-        asynchronous: bool,
-        how: tuple[str, str] | None = None,
-        root: int | None = None,
-    ) -> GpuWork:
-        """Enqueues the collective ``kind`` from ``input`` to ``output``, where ``part`` is the shorter one."""
-
-        def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-            self._call(kind, stream, targets[0], sources[0], part, how, root)
-
-        return self._enqueue(kind, [output], [input], call, asynchronous)
-
     def _call(
         self,
         kind: str,
         stream: warplink.Stream,
         target: torch.Tensor,
         source: torch.Tensor,
-        part: torch.Tensor,
         how: tuple[str, str] | None = None,
         root: int | None = None,
     ) -> None:
         """As above for contiguous tensors, on a stream. Calls without a reduction move bytes."""
         operator, element = (None, "u8") if how is None else how
+        # The shorter one.
+        part = target if kind == "reduce_scatter" else source
         count = part.nbytes if how is None else part.numel()
         # PyTorch keeps their memory until the stream is past it.
         memory = target.data_ptr(), source.data_ptr()
