@@ -172,7 +172,7 @@ impl Experts {
         let arrays: Arrays<'_> = target.extract()?;
         let read = |array: &Bound<'_, PyAny>, part: Part| {
             let name = format!("target.{}", part.name);
-            typed(reader, array, &name, part.dtype.name(), &part.shape)
+            typed(reader, array, &name, part.dtype, &part.shape)
         };
         // A tuple of three has no further arrays.
         let further = |part: Option<Part>| {
@@ -268,13 +268,9 @@ impl Experts {
         let row = options.elements * options.token_dtype().size();
         let count = tokens.slice.bytes() / row;
         let slots = [count, options.top_k];
-        let experts = typed(&reader, experts, "experts", "i32", &slots)?;
-        let scales = scales
-            .map(|it| typed(&reader, it, "scales", "f32", &[count, options.scales()]))
-            .transpose()?;
-        let weights = weights
-            .map(|it| typed(&reader, it, "weights", "f32", &slots))
-            .transpose()?;
+        let experts = typed(&reader, experts, "experts", DType::I32, &slots)?;
+        let scales = floats(&reader, scales, "scales", &[count, options.scales()])?;
+        let weights = floats(&reader, weights, "weights", &slots)?;
         let sent = collective::Tokens {
             scales: scales.as_ref().map(|it| &it.slice),
             weights: weights.as_ref().map(|it| &it.slice),
@@ -327,21 +323,14 @@ impl Experts {
         )?;
         let count = target.slice.bytes() / options.row_bytes();
         let [rows, ..] = self.parts();
-        let results = match source.cast::<PyTuple>() {
+        let (source, name) = match source.cast::<PyTuple>() {
             // A Dispatched, which is a tuple in Python; only its rows are read.
-            Ok(all) => typed(
-                &reader,
-                &all.get_item(0)?,
-                "source.rows",
-                options.dtype.name(),
-                &rows.shape,
-            )?,
-            Err(_) => typed(&reader, source, "source", options.dtype.name(), &rows.shape)?,
+            Ok(all) => (&all.get_item(0)?, "source.rows"),
+            Err(_) => (source, "source"),
         };
+        let results = typed(&reader, source, name, options.dtype, &rows.shape)?;
         let columns = options.rows_per_token(self.world);
-        let weights = weights
-            .map(|it| typed(&reader, it, "weights", "f32", &[count, columns]))
-            .transpose()?;
+        let weights = floats(&reader, weights, "weights", &[count, columns])?;
         let routing = match routing {
             Some(routing) => routing.inner.get()?,
             None => {
@@ -384,12 +373,8 @@ fn read_tokens(
     dtype: DType,
 ) -> PyResult<Array> {
     let array = reader.read(object, name)?;
-    let count = match array.element {
-        Some(_) => array.shape.first().copied().unwrap_or(0),
-        // Without an element type, the library checks the number of bytes.
-        None => return Ok(array),
-    };
-    check(&array, name, dtype.name(), &[count, options.elements])?;
+    let count = array.shape.first().copied().unwrap_or(0);
+    check(&array, name, dtype, &[count, options.elements])?;
     Ok(array)
 }
 
@@ -398,7 +383,7 @@ fn typed(
     reader: &Reader<'_>,
     object: &Bound<'_, PyAny>,
     name: &str,
-    dtype: &str,
+    dtype: DType,
     shape: &[usize],
 ) -> PyResult<Array> {
     let array = reader.read(object, name)?;
@@ -406,12 +391,24 @@ fn typed(
     Ok(array)
 }
 
-/// Fails if an array has an element type and its type or shape differs.
-fn check(array: &Array, name: &str, dtype: &str, shape: &[usize]) -> PyResult<()> {
+/// An array of floats of `shape`, if there is one.
+fn floats(
+    reader: &Reader<'_>,
+    object: Option<&Bound<'_, PyAny>>,
+    name: &str,
+    shape: &[usize],
+) -> PyResult<Option<Array>> {
+    let read = |object| typed(reader, object, name, DType::F32, shape);
+    object.map(read).transpose()
+}
+
+/// Fails if an array has an element type and its type or shape differs; without one, the library checks the number of
+/// bytes.
+fn check(array: &Array, name: &str, dtype: DType, shape: &[usize]) -> PyResult<()> {
     let Some(element) = array.element else {
         return Ok(());
     };
-    if element.name == dtype && array.shape == shape {
+    if element.name == dtype.name() && array.shape == shape {
         return Ok(());
     }
     Err(invalid(format!(
