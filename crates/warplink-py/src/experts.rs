@@ -130,42 +130,40 @@ impl Experts {
         Reader::new(&self.place, Some(stream.raw_handle())).with_empty(&self.nothing)
     }
 
-    /// Rows, experts and counts.
-    fn parts(&self) -> [Part; 3] {
-        let (world, rows, options) = (self.world, self.max_rows(), &self.options);
-        let mut of_rows = match options.layout {
-            RowLayout::ByExpert => vec![world * rows],
-            _ => vec![world, rows],
+    /// Rows, experts and counts; and scales, weights and counts of dropped rows, if the layer has them.
+    fn parts(&self) -> ([Part; 3], [Option<Part>; 3]) {
+        let (world, options) = (self.world, &self.options);
+        let of_rows = match options.layout {
+            RowLayout::ByExpert => vec![world * self.max_rows()],
+            _ => vec![world, self.max_rows()],
         };
-        let part = |name, dtype, shape| Part { name, dtype, shape };
-        let row = [&of_rows[..], &[options.elements]].concat();
-        if options.layout == RowLayout::OncePerRank {
-            of_rows.push(options.top_k);
-        }
-        [
-            part("rows", array_type(options.dispatched_dtype()), row),
-            part("experts", DType::I32, of_rows),
-            part("counts", DType::I32, vec![options.counts(world)]),
-        ]
-    }
-
-    /// Scales, weights and counts of dropped rows, if the layer has them.
-    fn further_parts(&self) -> [Option<Part>; 3] {
-        let options = &self.options;
-        let [rows, experts, _] = self.parts();
-        let mut scales = rows.shape;
-        if let Some(last) = scales.last_mut() {
-            *last = options.scales();
-        }
-        let part =
-            |is_there: bool, name, dtype, shape| is_there.then_some(Part { name, dtype, shape });
+        let wide = |columns: usize| [&of_rows[..], &[columns]].concat();
         let once = options.layout == RowLayout::OncePerRank;
-        let drops = options.overflow == Overflow::Drop;
-        [
-            part(options.quantization.is_some(), "scales", DType::F32, scales),
-            part(once, "weights", DType::F32, experts.shape),
-            part(drops, "dropped", DType::I32, vec![options.experts]),
-        ]
+        let slots = if once {
+            wide(options.top_k)
+        } else {
+            of_rows.clone()
+        };
+        let (quantizes, drops) = (
+            options.quantization.is_some(),
+            options.overflow == Overflow::Drop,
+        );
+        let part = |name, dtype, shape| Part { name, dtype, shape };
+        let all = [
+            part(
+                "rows",
+                array_type(options.dispatched_dtype()),
+                wide(options.elements),
+            ),
+            part("experts", DType::I32, slots.clone()),
+            part("counts", DType::I32, vec![options.counts(world)]),
+        ];
+        let further = [
+            quantizes.then(|| part("scales", DType::F32, wide(options.scales()))),
+            once.then(|| part("weights", DType::F32, slots)),
+            drops.then(|| part("dropped", DType::I32, vec![options.experts])),
+        ];
+        (all, further)
     }
 
     fn rows(&self, reader: &Reader<'_>, target: &Bound<'_, PyAny>) -> PyResult<Rows> {
@@ -180,8 +178,7 @@ impl Experts {
             let given = given.filter(|(array, _)| !array.is_none());
             given.map(|(array, part)| read(&array, part)).transpose()
         };
-        let [rows, experts, counts] = self.parts();
-        let [scales, weights, dropped] = self.further_parts();
+        let ([rows, experts, counts], [scales, weights, dropped]) = self.parts();
         Ok(Rows {
             rows: read(&arrays.0, rows)?,
             experts: read(&arrays.1, experts)?,
@@ -216,9 +213,9 @@ impl Experts {
     /// is undefined. Raises OutOfMemoryError.
     fn allocate<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let view = |part: Part| self.view(py, part.shape, part.dtype);
-        let [rows, experts, counts] = self.parts().map(view);
-        let [scales, weights, dropped] =
-            self.further_parts().map(|part| part.map(view).transpose());
+        let (parts, further) = self.parts();
+        let [rows, experts, counts] = parts.map(view);
+        let [scales, weights, dropped] = further.map(|part| part.map(view).transpose());
         let views = (rows?, experts?, counts?, scales?, weights?, dropped?);
         py.import("warplink.experts")?
             .getattr("Dispatched")?
@@ -322,7 +319,7 @@ impl Experts {
             options.dtype,
         )?;
         let count = target.slice.bytes() / options.row_bytes();
-        let [rows, ..] = self.parts();
+        let ([rows, ..], _) = self.parts();
         let (source, name) = match source.cast::<PyTuple>() {
             // A Dispatched, which is a tuple in Python; only its rows are read.
             Ok(all) => (&all.get_item(0)?, "source.rows"),
