@@ -149,6 +149,7 @@ impl Job {
             // WARPLINK_ID would take precedence over the address passed as an argument.
             "WARPLINK_ID" => None,
             "WARPLINK_SECRET" if secret.is_some() => secret.clone().map(Into::into),
+            "WARPLINK_DEVICE" if device.is_some() => device.clone().map(Into::into),
             _ => std::env::var_os(name),
         };
         // By way of variables, so that defaults and checks are the same as for `from_env`.
@@ -159,11 +160,7 @@ impl Job {
             // Parsed here so that an error refers to the argument instead of the variable.
             device.parse::<DeviceKind>().map_err(raise)?;
         }
-        let variables = |name: &str| match (name, &device) {
-            ("WARPLINK_DEVICE", Some(device)) => Some(device.into()),
-            _ => std::env::var_os(name),
-        };
-        let mut config = Config::from_variables(join, variables).map_err(raise)?;
+        let mut config = Config::from_variables(join, given).map_err(raise)?;
         if let Some(limit) = timeout.map(seconds).transpose()? {
             config.join.timeout = limit;
             config = config.with_timeout(limit);

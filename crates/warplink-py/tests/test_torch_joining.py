@@ -228,10 +228,10 @@ def test_members_tell_one_another_by_the_store(dist, rank, world):
     from warplink.torch import joining
 
     store = dist.group.WORLD.get_group_store()
-    assert joining.all_gather(store, rank, world, "all", f"rank {rank}", 60) == ["rank 0", "rank 1"]
+    assert joining.Members(store, rank, world).all_gather("all", f"rank {rank}", 60) == ["rank 0", "rank 1"]
     if rank == 0:
         with pytest.raises(TimeoutError, match="the peer did not come in 0.1 s") as caught:
-            joining.all_gather(store, rank, world, "one", "here", 0.1)
+            joining.Members(store, rank, world).all_gather("one", "here", 0.1)
         assert (caught.value.rank, caught.value.peer) == (0, 1)
     dist.barrier()
 

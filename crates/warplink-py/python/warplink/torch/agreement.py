@@ -6,7 +6,6 @@ import logging
 from typing import Any, Callable, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 
 import warplink
 from warplink.errors import (
@@ -18,7 +17,7 @@ from warplink.errors import (
     WarplinkError,
     from_kind,
 )
-from warplink.torch import joining
+from warplink.torch.joining import Members
 
 #: Another member is gone, or this one to the others.
 LOSSES = (PeerLostError, PeerLeftError, GivenUpError)
@@ -85,10 +84,8 @@ def made_by_all(communicator: warplink.Communicator, what: str, make: Callable[[
     return made if _all_done([word.decode() for word in told], what, failure) else None
 
 
-def made_without_communicator(
-    store: dist.Store, rank: int, size: int, what: str, make: Callable[[], T], limit: float
-) -> T | None:
-    """The same where there is no communicator yet, over ``store``; once for each ``what``. ``make`` takes ``limit``
+def made_without_communicator(members: Members, what: str, make: Callable[[], T], limit: float) -> T | None:
+    """The same where there is no communicator yet; once for each ``what``. ``make`` takes ``limit``
     seconds at most.
 
     Raises ClosedError, the loss of a member that reports nothing more, and TimeoutError, which names a member that does
@@ -97,7 +94,7 @@ def made_without_communicator(
     # Members come to this after as long as what they make may take.
     limit = LOST_SECONDS if isinstance(failure, LOSSES) else 2 * limit
     try:
-        told = joining.all_gather(store, rank, size, f"made/{what}", _word(failure), limit)
+        told = members.all_gather(f"made/{what}", _word(failure), limit)
     except TimeoutError:
         if failure is not None:
             raise failure from None

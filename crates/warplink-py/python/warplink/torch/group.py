@@ -62,7 +62,8 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         dist.ProcessGroup.__init__(self, rank, size)  # type: ignore[call-arg]
         self._rank, self._size = rank, size
         # A launcher's store outlives the group.
-        self._store = joining.store_of_this_time(store, rank)
+        self._members = joining.Members.of_this_time(store, rank, size)
+        self._store = self._members.store
         self._timeout = timeout
         self._options = options or Options()
         self._devices = devices or {"cpu": "warplink", "cuda": "warplink"}
@@ -91,9 +92,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._group_name = name
         self._group_desc = "undefined"
 
-        self._one_machine = joining.on_one_machine(
-            self._store, rank, size, self._options.told, timeout.total_seconds()
-        )
+        self._one_machine = self._members.on_one_machine(self._options.told, timeout.total_seconds())
         some_direct = self._options.direct_messages or self._options.direct_collectives
         self._may_go_direct = some_direct and self._one_machine and size > 1
         parent_communicator = parent._communicator if parent is not None else None
@@ -114,7 +113,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             return
         limit = self._timeout.total_seconds()
         if self._communicator is None:
-            self._job = joining.join(self._store, self._rank, self._size, "host", None, limit)
+            self._job = self._members.join("host", None, limit)
             self._communicator = self._job.world()
         self._host = HostCollectives(self._communicator, self._host_works, limit)
         self._register_host()
@@ -181,8 +180,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         self._check()
         self._monitored += 1
         limit = (self._timeout if timeout is None else timeout).total_seconds()
-        number = self._monitored
-        monitored_barrier(self._store, number, self._rank, self._size, limit, wait_all_ranks)
+        monitored_barrier(self._members, self._monitored, limit, wait_all_ranks)
 
     # Warplink's extensions
 

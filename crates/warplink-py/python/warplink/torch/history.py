@@ -11,11 +11,10 @@ import json
 import threading
 import time
 
-import torch.distributed as dist
-
 import warplink
 from warplink.errors import WarplinkError
 from warplink.torch.agreement import differing
+from warplink.torch.joining import Members
 
 #: Seconds for which a member that ran into the timeout waits until the others have, too.
 TELLING_SECONDS = 2.0
@@ -28,9 +27,8 @@ class History:
     """The last calls of a member on one device, which ``state`` notes. A member whose calls or order differ from the
     others' gets an error."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, state: warplink.CallState) -> None:
-        self._store = store
-        self._rank, self._size = rank, size
+    def __init__(self, members: Members, state: warplink.CallState) -> None:
+        self._store, self._rank, self._size = members
         self._state = state
 
     def difference(self, limit: float) -> WarplinkError | None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 from datetime import timedelta
 
-import torch.distributed as dist
-
 from warplink.errors import WarplinkError, from_kind
+from warplink.torch.joining import Members
 
 
-def monitored_barrier(
-    store: dist.Store, number: int, rank: int, size: int, limit: float, wait_all_ranks: bool
-) -> None:
+def monitored_barrier(members: Members, number: int, limit: float, wait_all_ranks: bool) -> None:
     """Blocks until all ranks have called it with the same ``number``, ``limit`` seconds at most.
 
     Rank 0 raises TimeoutError that names the first rank that did not come, or all of them with
     ``wait_all_ranks``; the others then raise one that refers to rank 0. The texts are Gloo's.
     """
+    store, rank, size = members
     key = f"monitored/{number}"
     if rank != 0:
         store.set(f"{key}/{rank}", "here")

@@ -172,10 +172,10 @@ def all_gather_matmul(
     product = _gather_product(A, Bs, gather_dim, space.communicator.size, return_a=return_A)
     if last:
         return faster(space, product.call, lambda: columns.gather_matmul(A, Bs, direct, return_a=return_A), unfused)
-    _keep_gather(operation, A, Bs, gather_dim, group_name, space, product)
+    finish = _keep_gather(operation, A, Bs, gather_dim, group_name, space, product)
 
     def fused() -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-        return _gather(A, Bs, gather_dim, direct, product)
+        return finish(_gather(A, Bs, gather_dim, direct, product))
 
     return faster(space, product.call, fused, unfused, again)
 
@@ -188,7 +188,8 @@ def _keep_gather(
     group_name: str,
     space: Workspace,
     known: _Product,
-) -> None:
+) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor | None, list[torch.Tensor]]]:
+    """Returns what makes the operation's results of the plan's."""
     leading, keeps = known.leading, "G" in known.outputs
     moves = dim or len(leading) > 1
     group = c10d._resolve_process_group(group_name)  # type: ignore[arg-type]
@@ -200,6 +201,7 @@ def _keep_gather(
 
     pair = warplink.RecentPair(group, "all_gather", a.nbytes, None, matrix, whole, keeps, finish if moves else None)
     _keep(operation, dim, group_name, a, bs, space, known, pair, finish if moves else None)
+    return finish
 
 
 def _gather_product(
@@ -220,10 +222,9 @@ def _gather_product(
 
 def _gather(
     a: torch.Tensor, bs: list[torch.Tensor], dim: int, space: Workspace, known: _Product
-) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+) -> list[torch.Tensor]:
     inputs = [to_front(a, dim).contiguous(), *in_memory(bs, known.transposed)]
     results = [a.new_empty(sizes) for sizes in known.outputs.values()]
-    count = len(bs)
 
     def make() -> FusedPlan:
         left = inputs[0].reshape(known.left)
@@ -232,8 +233,8 @@ def _gather(
         def plan(views: dict[str, Any], lowering: str | None) -> warplink.OverlapPlan:
             return space.executor.all_gather_matmul(
                 views["A"],
-                [views[f"B[{index}]"] for index in range(count)],
-                [views[f"C[{index}]"] for index in range(count)],
+                [views[f"B[{index}]"] for index in range(len(bs))],
+                [views[f"C[{index}]"] for index in range(len(bs))],
                 gathered=views.get("G"),
                 transposed_b=known.transposed,
                 lowering=lowering,
@@ -244,8 +245,7 @@ def _gather(
 
     with span("warplink::fused_all_gather_matmul"):
         space.launch(known.call, make, [tensor.data_ptr() for tensor in (*inputs, *results)])
-    back = [moved_back(result, known.leading, dim) for result in results]
-    return back[count] if len(back) > count else None, back[:count]
+    return results
 
 
 def matmul_reduce_scatter(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from warplink.errors import InvalidArgumentError
-from warplink.torch import agreement, direct, joining, profiling, shortcuts
+from warplink.torch import agreement, direct, profiling, shortcuts
 from warplink.torch.direct import GpuMessages, HostBatches
 from warplink.torch.direct_collectives import GpuCollectives
 from warplink.torch.workspace import Workspace, is_recording
@@ -110,9 +110,8 @@ class GroupRoutes(GroupWorkspaces):
             return
         known = "" if device is None else f"{device.index or 0} {torch.cuda.device_count()}"
         self._barriers += 1
-        key = f"barrier/{self._barriers}"
         limit = self._timeout.total_seconds()
-        told = joining.all_gather(self._store, self._rank, self._size, key, known, limit, "barrier")
+        told = self._members.all_gather(f"barrier/{self._barriers}", known, limit, "barrier")
         if device is None or not all(told):
             return
         devices, counts = zip(*(map(int, one.split()) for one in told), strict=True)
@@ -136,9 +135,7 @@ class GroupRoutes(GroupWorkspaces):
             return self.workspace(device)
 
         # It may be there, and be on another GPU of this member.
-        space = agreement.made_without_communicator(
-            self._store, self._rank, self._size, "joining for direct calls", make, limit / 2
-        )
+        space = agreement.made_without_communicator(self._members, "joining for direct calls", make, limit / 2)
         if space is None:
             return None
         joined = direct.join(space.communicator)

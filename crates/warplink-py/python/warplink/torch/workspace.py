@@ -8,13 +8,13 @@ import threading
 from typing import Any, Callable, Iterator, Sequence, TypeVar
 
 import torch
-import torch.distributed as dist
 
 import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, OutOfMemoryError, TimeoutError, WarplinkError
 from warplink.torch import error_handling, joining
 from warplink.torch.agreement import LOSSES, check_alike, made_by_all, new_in_a_graph
 from warplink.torch.history import TELLING_SECONDS, History
+from warplink.torch.joining import Members
 
 #: How many plans of fused operations, each with memory of its own, a group keeps on a device.
 MAX_PLANS = 64
@@ -68,9 +68,9 @@ class Workspace:
         buffer_size: int,
         device: torch.device = torch.device("cpu"),
         timeout: float = 0.0,
-        store: dist.Store | None = None,
+        members: Members | None = None,
     ) -> None:
-        """``store`` is where members tell one another what they called, in vain."""
+        """``members`` tell one another what they called, in vain."""
         self.communicator = communicator
         #: The device as PyTorch names it.
         self.device = device
@@ -119,7 +119,7 @@ class Workspace:
             self.watch,
             torch._C._cuda_getCurrentRawStream if device.type == "cuda" else None,
         )
-        self._history = None if store is None else History(store, communicator.rank, communicator.size, self.state)
+        self._history = None if members is None else History(members, self.state)
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[warplink.Stream]:

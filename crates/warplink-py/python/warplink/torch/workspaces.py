@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError
-from warplink.torch import joining
 from warplink.torch.agreement import made_without_communicator, new_in_a_graph
+from warplink.torch.joining import Members
 from warplink.torch.options import Options
 from warplink.torch.workspace import Workspace, is_recording
 
@@ -27,6 +27,7 @@ class GroupWorkspaces:
     _rank: int
     _size: int
     _store: dist.Store
+    _members: Members
     _timeout: timedelta
     _options: Options
     _lock: threading.RLock
@@ -107,7 +108,7 @@ class GroupWorkspaces:
         if device.type == "cpu" and self._communicator is not None:
             # Members make it from what they have, which takes no time.
             limit /= 2
-        space = made_without_communicator(self._store, self._rank, self._size, what, make, limit)
+        space = made_without_communicator(self._members, what, make, limit)
         if space is not None and space.reaches_all():
             return space
         for alone in made:
@@ -125,17 +126,12 @@ class GroupWorkspaces:
         size, on_gpu = self._options.buffer_size, device.type == "cuda"
         limit = self._timeout.total_seconds()
         # Members report their calls separately from other attempts and devices.
-        store = dist.PrefixStore(f"workspace/{self._workspaces_begun}", self._store)
+        members = Members(
+            dist.PrefixStore(f"workspace/{self._workspaces_begun}", self._store), self._rank, self._size
+        )
         if not on_gpu and self._communicator is not None:
             everyone = list(range(self._size))
-            return Workspace(self._communicator.subgroup(everyone), None, size, store=store)
+            return Workspace(self._communicator.subgroup(everyone), None, size, members=members)
         device = self._with_index(device)
-        job = joining.join(
-            store,
-            self._rank,
-            self._size,
-            "cuda" if on_gpu else "host",
-            device.index if on_gpu else None,
-            limit,
-        )
-        return Workspace(job.world(), job, size, device, limit, store)
+        job = members.join("cuda" if on_gpu else "host", device.index if on_gpu else None, limit)
+        return Workspace(job.world(), job, size, device, limit, members)
