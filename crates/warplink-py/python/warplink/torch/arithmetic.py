@@ -12,19 +12,21 @@ import torch.distributed as dist
 from warplink.errors import UnsupportedError
 
 _KINDS: Any = dist.ReduceOp.RedOpType
-_NAMES = {
-    _KINDS.SUM: "sum",
-    _KINDS.AVG: "avg",
-    _KINDS.PRODUCT: "product",
-    _KINDS.MIN: "min",
-    _KINDS.MAX: "max",
-    _KINDS.BAND: "band",
-    _KINDS.BOR: "bor",
-    _KINDS.BXOR: "bxor",
+#: Names of PyTorch's reductions, and how two elements are reduced.
+_REDUCTIONS: dict[Any, tuple[str, Any]] = {
+    _KINDS.SUM: ("sum", torch.add),
+    _KINDS.AVG: ("avg", torch.add),
+    _KINDS.PRODUCT: ("product", torch.mul),
+    _KINDS.MIN: ("min", torch.minimum),
+    _KINDS.MAX: ("max", torch.maximum),
+    _KINDS.BAND: ("band", torch.bitwise_and),
+    _KINDS.BOR: ("bor", torch.bitwise_or),
+    _KINDS.BXOR: ("bxor", torch.bitwise_xor),
 }
+_COMBINED = dict(_REDUCTIONS.values())
 
 #: Names by what PyTorch's reductions of these kinds hash to: comparing them with one another takes microseconds.
-NAMES_BY_HASH = {hash(dist.ReduceOp(kind)): name for kind, name in _NAMES.items()}
+NAMES_BY_HASH = {hash(dist.ReduceOp(kind)): name for kind, (name, _) in _REDUCTIONS.items()}
 
 #: The name of a sum of what is multiplied by a factor beforehand, which follows in parentheses.
 _SCALED = "premul_sum"
@@ -46,7 +48,7 @@ def reduction_name(op: Any, tensors: Iterable[torch.Tensor]) -> str:
                 raise UnsupportedError(f"{name} of {dtype}; expected a type for which PyTorch implements {name} on CPU")
         return name
     raise UnsupportedError(
-        f"{op} is not reduced on CPU tensors; expected one of {', '.join(_NAMES.values())}, {_SCALED}"
+        f"{op} is not reduced on CPU tensors; expected one of {', '.join(_COMBINED)}, {_SCALED}"
     )
 
 
@@ -100,20 +102,8 @@ def reduce_parts(parts: list[torch.Tensor], name: str) -> torch.Tensor:
             part = part.to(torch.float32)
         if name == _SCALED:
             total += part.to(total.dtype) * by
-        elif name in ("sum", "avg"):
-            total += part
-        elif name == "product":
-            total *= part
-        elif name == "min":
-            torch.minimum(total, part, out=total)
-        elif name == "max":
-            torch.maximum(total, part, out=total)
-        elif name == "band":
-            total &= part
-        elif name == "bor":
-            total |= part
         else:
-            total ^= part
+            _COMBINED[name](total, part, out=total)
     if name == "avg":
         exact = total.is_floating_point() or total.is_complex()
         total = total / len(parts) if exact else total.div_(len(parts), rounding_mode="trunc")
