@@ -110,9 +110,14 @@ impl CallState {
     }
 
     /// Notes that `call` is the next one.
-    #[pyo3(name = "note")]
-    fn note_call(&self, call: Py<PyAny>) {
-        self.note(call);
+    pub(crate) fn note(&self, call: Py<PyAny>) {
+        let mut noted = self.lock_noted();
+        noted.count += 1;
+        let oldest = (noted.calls.len() == MAX_NOTED).then(|| noted.calls.pop_front());
+        noted.calls.push_back(call);
+        drop(noted);
+        // Outside the lock, since this may run Python code.
+        drop(oldest);
     }
 
     /// The number of calls so far, and the last ones.
@@ -142,17 +147,6 @@ impl CallState {
 
     pub(crate) fn device<'py>(&self, py: Python<'py>) -> &Bound<'py, PyAny> {
         self.device.bind(py)
-    }
-
-    /// Notes that `call` is the next one.
-    pub(crate) fn note(&self, call: Py<PyAny>) {
-        let mut noted = self.lock_noted();
-        noted.count += 1;
-        let oldest = (noted.calls.len() == MAX_NOTED).then(|| noted.calls.pop_front());
-        noted.calls.push_back(call);
-        drop(noted);
-        // Outside the lock, since this may run Python code.
-        drop(oldest);
     }
 
     fn lock_noted(&self) -> MutexGuard<'_, Noted> {

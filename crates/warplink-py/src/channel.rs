@@ -106,7 +106,7 @@ impl Connection {
         source: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = whole)] offset: u64,
     ) -> PyResult<()> {
-        let from = Array::resolve(source, &self.place, Some(stream.raw_handle()))?;
+        let from = Array::resolve(source, &self.place, Some(stream.raw()))?;
         let (inner, stream) = (self.inner.get()?, stream.live()?);
         detached(source.py(), || inner.write(stream, offset, from.slice))
     }
@@ -119,7 +119,7 @@ impl Connection {
         target: &Bound<'_, PyAny>,
         #[pyo3(from_py_with = whole)] offset: u64,
     ) -> PyResult<()> {
-        let into = Array::resolve_target(target, &self.place, Some(stream.raw_handle()))?;
+        let into = Array::resolve_target(target, &self.place, Some(stream.raw()))?;
         let (inner, stream) = (self.inner.get()?, stream.live()?);
         detached(target.py(), || inner.read(stream, into.slice, offset))
     }

@@ -347,14 +347,20 @@ impl Collectives {
 
     /// `send_receive` of bytes between device memory: sends and receives are `(peer, (address, nbytes))` each. The
     /// caller keeps the memory allocated until the stream has passed the call. Raises the errors of send_receive.
-    fn send_receive_at(
+    pub(crate) fn send_receive_at(
         &self,
         py: Python<'_>,
         stream: &Stream,
         sends: Vec<(Rank, (u64, usize))>,
         receives: Vec<(Rank, (u64, usize))>,
     ) -> PyResult<()> {
-        self.messages_at(py, stream, &sends, &receives)
+        let memory = |(peer, (address, bytes))| match bytes {
+            // Such a message still takes part in matching, and its tensor may have a null address.
+            0 => Ok((peer, self.nothing.clone())),
+            _ => Ok((peer, self.place.borrow_operand(address, bytes)?)),
+        };
+        let memory = |ends: Vec<_>| ends.into_iter().map(memory).collect::<PyResult<Vec<_>>>();
+        self.messages(py, stream, &memory(sends)?, &memory(receives)?)
     }
 
     /// Sets part p of `target` to this rank's part of rank p's `source`, for each rank p, with a length for each pair

@@ -165,7 +165,7 @@ impl Communicator {
     ) -> PyResult<Region> {
         let inner = self.inner.get()?;
         // A region may be written by any peer, so that a read-only array cannot become one.
-        let array = Array::resolve_target(array, &self.place, stream.map(Stream::raw_handle))?;
+        let array = Array::resolve_target(array, &self.place, stream.map(Stream::raw))?;
         let region = detached(py, || inner.register(&array.slice))?;
         Ok(Region::new(region, &self.place))
     }
@@ -174,7 +174,7 @@ impl Communicator {
     /// is never their target. On a GPU without `stream`, blocks until a JAX array is computed.
     #[pyo3(signature = (array, stream=None))]
     fn borrow(&self, array: &Bound<'_, PyAny>, stream: Option<&Stream>) -> PyResult<Memory> {
-        let array = Array::resolve(array, &self.place, stream.map(Stream::raw_handle))?;
+        let array = Array::resolve(array, &self.place, stream.map(Stream::raw))?;
         Ok(Memory {
             slice: array.slice,
             place: self.place.clone(),

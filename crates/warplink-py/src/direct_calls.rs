@@ -167,7 +167,7 @@ impl DirectCalls {
         side.follow(py, current.get())?;
         let [receives, sends] = ends;
         self.behind_others(py, side, |collectives| {
-            collectives.messages_at(py, side, &sends, &receives)
+            collectives.send_receive_at(py, side, sends, receives)
         })?;
         let event = side.mark(py)?;
         // PyTorch would reuse memory of the current stream before this stream is past it.

@@ -65,7 +65,7 @@ impl CollectiveEngine {
         sends: Vec<(usize, Bound<'_, PyAny>)>,
         receives: Vec<(usize, Bound<'_, PyAny>)>,
     ) -> PyResult<()> {
-        let reader = Reader::new(&self.place, Some(stream.raw_handle()));
+        let reader = Reader::new(&self.place, Some(stream.raw()));
         let request = CollectiveRequest::Exchange {
             sends: reader.ends("sends", &sends)?,
             receives: reader.for_targets().ends("receives", &receives)?,

@@ -314,7 +314,7 @@ impl Plan {
         stream: &Stream,
         memory: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
-        let (plan, raw, stream) = (self.inner.get()?, stream.raw_handle(), stream.live()?);
+        let (plan, raw, stream) = (self.inner.get()?, stream.raw(), stream.live()?);
         let is_output = |name: &str| plan.is_output(name);
         let memory = array::bindings(memory, &self.place, Some(raw), is_output)?;
         detached(py, || plan.run_on(stream, &memory.bindings))

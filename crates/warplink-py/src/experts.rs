@@ -127,7 +127,7 @@ impl Experts {
     }
 
     fn reader(&self, stream: &Stream) -> Reader<'_> {
-        Reader::new(&self.place, Some(stream.raw_handle())).with_empty(&self.nothing)
+        Reader::new(&self.place, Some(stream.raw())).with_empty(&self.nothing)
     }
 
     /// Rows, experts and counts; and scales, weights and counts of dropped rows, if the layer has them.

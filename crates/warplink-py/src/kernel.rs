@@ -142,7 +142,7 @@ impl Kernel {
         if let Some(number) = number(object)? {
             return Ok(number);
         }
-        let array = Array::resolve(object, &self.place, Some(stream.raw_handle()))?;
+        let array = Array::resolve(object, &self.place, Some(stream.raw()))?;
         Ok(Argument::Slice(array.slice))
     }
 }

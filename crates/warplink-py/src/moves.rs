@@ -36,7 +36,7 @@ impl Collectives {
 
     /// Reads the arrays of a call on `stream`.
     pub(crate) fn reader(&self, stream: &Stream) -> Reader<'_> {
-        Reader::new(&self.place, Some(stream.raw_handle())).with_empty(&self.nothing)
+        Reader::new(&self.place, Some(stream.raw())).with_empty(&self.nothing)
     }
 
     /// A collective between two arrays.
@@ -119,23 +119,6 @@ impl Collectives {
         })?;
         self.watched.made();
         Ok(())
-    }
-
-    /// Implementation of `send_receive_at`.
-    pub(crate) fn messages_at(
-        &self,
-        py: Python<'_>,
-        stream: &Stream,
-        sends: &[(Rank, (u64, usize))],
-        receives: &[(Rank, (u64, usize))],
-    ) -> PyResult<()> {
-        let memory = |&(peer, (address, bytes)): &(Rank, (u64, usize))| match bytes {
-            // Such a message still takes part in matching, and its tensor may have a null address.
-            0 => Ok((peer, self.nothing.clone())),
-            _ => Ok((peer, self.place.borrow_operand(address, bytes)?)),
-        };
-        let memory = |ends: &[_]| ends.iter().map(memory).collect::<PyResult<Vec<_>>>();
-        self.messages(py, stream, &memory(sends)?, &memory(receives)?)
     }
 
     /// Enqueues sends and receives.

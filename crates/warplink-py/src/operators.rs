@@ -44,8 +44,8 @@ impl GatherOperator {
         } else {
             "gather"
         };
-        let to = (gather_dim, group_name);
-        if let Some(results) = self.calls.get().run(py, operation, to, (A, Bs))? {
+        let calls = self.calls.get();
+        if let Some(results) = calls.call(py, operation, gather_dim, group_name, A, Bs)? {
             return Ok(results);
         }
         // The general path: also the first call, which keeps its plan in `calls`, and calls that are special in any
@@ -82,8 +82,8 @@ impl ScatterOperator {
         // Other operators, and values that PyTorch rejects, are left to Python, which raises the exception.
         if let Some(operation) = operation {
             let right = PyList::new(py, [B])?;
-            let to = (scatter_dim, group_name);
-            if let Some(result) = self.calls.get().run(py, operation, to, (A, &right))? {
+            let calls = self.calls.get();
+            if let Some(result) = calls.call(py, operation, scatter_dim, group_name, A, &right)? {
                 return Ok(result);
             }
         }

@@ -40,14 +40,6 @@ impl Order {
 
     /// Makes `stream` wait for the work so far of all others than `user`, unless it records a graph: the application orders
     /// what it records. Does not block.
-    #[pyo3(name = "follow")]
-    fn follow_others(&self, user: &Bound<'_, PyAny>, stream: &Stream) -> PyResult<()> {
-        self.follow(user, stream)
-    }
-}
-
-impl Order {
-    /// Implementation of `follow`.
     pub(crate) fn follow(&self, user: &Bound<'_, PyAny>, stream: &Stream) -> PyResult<()> {
         let py = user.py();
         // Copied out: enqueueing below may release the interpreter's lock, and a thread that then takes this mutex
@@ -75,7 +67,9 @@ impl Order {
         }
         Ok(())
     }
+}
 
+impl Order {
     fn lock(&self) -> MutexGuard<'_, Vec<Py<PyAny>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

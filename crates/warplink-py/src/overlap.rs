@@ -111,7 +111,7 @@ impl OverlapPlan {
         stream: &Stream,
         memory: Option<&Bound<'_, PyDict>>,
     ) -> PyResult<()> {
-        let (plan, raw, stream) = (self.plan.get()?, stream.raw_handle(), stream.live()?);
+        let (plan, raw, stream) = (self.plan.get()?, stream.raw(), stream.live()?);
         let is_output = |name: &str| plan.is_output(name);
         let memory = array::bindings(memory, &self.place, Some(raw), is_output)?;
         detached(py, || plan.run_on(stream, &memory.bindings))
@@ -182,25 +182,12 @@ impl OverlapLauncher {
     /// the launcher's names. The caller keeps them allocated until `stream` has passed the run. Does not block, but
     /// captures a graph at the second run on the same addresses. Raises InvalidArgumentError for another number of
     /// addresses, and the error that ended the device's work, such as PeerLostError, if there is one.
-    fn launch(
+    pub(crate) fn launch(
         &self,
         py: Python<'_>,
         turns: &Turns,
         stream: &Stream,
         addresses: Vec<u64>,
-    ) -> PyResult<()> {
-        self.launch_at(py, turns, stream, &addresses)
-    }
-}
-
-impl OverlapLauncher {
-    /// Implementation of `launch`.
-    pub(crate) fn launch_at(
-        &self,
-        py: Python<'_>,
-        turns: &Turns,
-        stream: &Stream,
-        addresses: &[u64],
     ) -> PyResult<()> {
         if addresses.len() != self.tensors.len() {
             return Err(invalid(format!(
@@ -210,9 +197,11 @@ impl OverlapLauncher {
             )));
         }
         let (plan, stream) = (self.plan.get()?, stream.live()?);
-        turns.take(py, stream, || self.enqueue(&plan, stream, addresses))
+        turns.take(py, stream, || self.enqueue(&plan, stream, &addresses))
     }
+}
 
+impl OverlapLauncher {
     fn enqueue(
         &self,
         plan: &overlap::OverlapPlan,

@@ -143,7 +143,7 @@ impl RecentCalls {
     /// Runs a kept call in its turn on the caller's current stream. Returns the results; None, with nothing done, where
     /// there is none, or none that runs now: its plan or its group is gone, a call failed, the stream records a graph, or a
     /// profile is taken. Raises the errors of the launch.
-    fn call(
+    pub(crate) fn call(
         &self,
         py: Python<'_>,
         operation: &str,
@@ -152,20 +152,7 @@ impl RecentCalls {
         a: &Bound<'_, PyAny>,
         bs: &Bound<'_, PyList>,
     ) -> PyResult<Option<Py<PyAny>>> {
-        self.run(py, operation, (dim, group_name), (a, bs))
-    }
-}
-
-impl RecentCalls {
-    /// Implementation of `call`.
-    pub(crate) fn run(
-        &self,
-        py: Python<'_>,
-        operation: &str,
-        (dim, group): (i64, &str),
-        (a, bs): (&Bound<'_, PyAny>, &Bound<'_, PyList>),
-    ) -> PyResult<Option<Py<PyAny>>> {
-        let key = key(operation, group, dim, a, bs)?;
+        let key = key(operation, group_name, dim, a, bs)?;
         // Cloned, so that the lock is not held over calls into PyTorch, which may release the interpreter's lock.
         let found = self.lock().get(&key).map(|call| call.clone_ref(py));
         let Some(recent) = found else {
@@ -179,7 +166,9 @@ impl RecentCalls {
         }
         recent.get().run(py, a, bs)
     }
+}
 
+impl RecentCalls {
     fn lock(&self) -> MutexGuard<'_, HashMap<Vec<i64>, Py<RecentCall>>> {
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -252,7 +241,7 @@ impl RecentCall {
             addresses.push(address(&result)?);
             results.append(result)?;
         }
-        let launch = || self.launch(state, &stream, &addresses);
+        let launch = || self.launch(state, &stream, addresses);
         if !state.locked(py, launch)? {
             return Ok(None);
         }
@@ -265,7 +254,7 @@ impl RecentCall {
         &self,
         state: &CallState,
         stream: &Bound<'_, Stream>,
-        addresses: &[u64],
+        addresses: Vec<u64>,
     ) -> PyResult<bool> {
         let py = stream.py();
         let Some(plan) = state.use_plan(self.call.bind(py))? else {
@@ -280,7 +269,7 @@ impl RecentCall {
         }
         let launcher = plan.getattr(intern!(py, "launcher"))?;
         let launcher = launcher.cast::<OverlapLauncher>()?.get();
-        launcher.launch_at(py, state.turns(), stream.get(), addresses)?;
+        launcher.launch(py, state.turns(), stream.get(), addresses)?;
         stream.get().settle(py)?;
         Ok(true)
     }

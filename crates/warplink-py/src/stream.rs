@@ -110,11 +110,6 @@ impl Stream {
         }
     }
 
-    /// The handle of the stream in other libraries.
-    pub(crate) fn raw_handle(&self) -> u64 {
-        self.raw
-    }
-
     /// Blocks until all work is complete on the host device, where PyTorch has no streams.
     pub(crate) fn settle(&self, py: Python<'_>) -> PyResult<()> {
         if self.place.device.kind() == DeviceKind::Host {
@@ -138,22 +133,22 @@ impl Stream {
 impl Stream {
     /// Number that is unique among streams of one device; on a GPU the driver's handle (cudaStream_t).
     #[getter]
-    fn raw(&self) -> u64 {
+    pub(crate) fn raw(&self) -> u64 {
         self.raw
     }
 
     /// Copies `source` to `target`: arrays, regions or memory of the same length in bytes. Both are kept alive until
     /// the copy is done. Raises InvalidArgumentError for different lengths, and for a target that is read-only.
     fn copy(&self, target: &Bound<'_, PyAny>, source: &Bound<'_, PyAny>) -> PyResult<()> {
-        let into = Array::resolve_target(target, &self.place, Some(self.raw_handle()))?;
-        let from = Array::resolve(source, &self.place, Some(self.raw_handle()))?;
+        let into = Array::resolve_target(target, &self.place, Some(self.raw))?;
+        let from = Array::resolve(source, &self.place, Some(self.raw))?;
         let stream = self.live()?;
         detached(target.py(), || stream.copy(&into.slice, &from.slice))
     }
 
     /// Sets every byte of `target` to `byte`. Raises InvalidArgumentError for a target that is read-only.
     fn fill(&self, target: &Bound<'_, PyAny>, byte: u8) -> PyResult<()> {
-        let into = Array::resolve_target(target, &self.place, Some(self.raw_handle()))?;
+        let into = Array::resolve_target(target, &self.place, Some(self.raw))?;
         let stream = self.live()?;
         detached(target.py(), || stream.fill(&into.slice, byte))
     }
