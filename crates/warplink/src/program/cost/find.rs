@@ -5,6 +5,7 @@ use super::model::{HardwareModel, Provenance};
 use crate::device::{Device, DeviceKind, DeviceProperties};
 use crate::error::Result;
 use crate::variables::cache_directory;
+use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, OnceLock};
 
@@ -41,7 +42,7 @@ impl DeviceDescription {
 }
 
 /// Origin of a model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Origin {
     /// File named by `WARPLINK_MODEL`.
     Named,

@@ -8,6 +8,8 @@ use crate::error::{Rank, Result};
 use crate::exchange::GroupExchange;
 use crate::memory::MemoryRegistry;
 use crate::p2p::{Path, StreamBarrier, TransferExchange};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -138,8 +140,17 @@ impl RankContext {
         // Host ranks have no link. If a peer cannot be mapped, workspaces are host memory, behind the bus.
         let whole = device.shared || device.linked && mapped.all(|mapped| mapped);
         // One rank without it decides for all, since both ends have to use the same packets.
-        let all = self.all_gather(&[u8::from(whole)])?;
-        Ok(all.iter().all(|whole| *whole == [1]))
+        self.all_have(whole)
+    }
+
+    /// Every rank's value, in rank order. Blocks until every rank has called it.
+    pub(super) fn gather<T: Serialize + DeserializeOwned>(&self, own: &T) -> Result<Vec<T>> {
+        self.exchange().gather("gather", Ok(own))
+    }
+
+    /// Whether it is so on every rank. Blocks until every rank has called it.
+    pub(super) fn all_have(&self, own: bool) -> Result<bool> {
+        Ok(self.gather(&own)?.into_iter().all(|has| has))
     }
 
     /// Blocks until every rank has called it.

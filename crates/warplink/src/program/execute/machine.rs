@@ -9,9 +9,10 @@ use crate::device::{
     AllocationKind, Device, DeviceSlice, Event, KernelCopy, MatmulSpec, Priority, Stream, StreamOp,
 };
 use crate::dtype::DType;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::memory::{Region, RemoteRegion};
 use crate::program::cost::{DeviceDescription, Figures, HardwareModel, Origin, calibration};
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
 
@@ -35,9 +36,6 @@ const BLOCKS: u32 = 64;
 /// and loading a matmul library takes longer than all other measurements.
 const EXTENT: usize = 192;
 
-/// Bytes of a rank's description: a hash of its model, and one of its device's identity.
-const MODEL_BYTES: usize = 32;
-
 impl RankContext {
     /// The hardware model that all ranks use. Blocks until every rank has called it, and on a machine that was never
     /// measured, until the measurement is done.
@@ -58,23 +56,18 @@ impl RankContext {
             model: Sha256::digest(&text).into(),
             device: identity(&*self.device, &description),
         };
-        let all = self.all_gather(&described.encode())?;
-        let all: Vec<RankModel> = all
-            .iter()
-            .map(|bytes| RankModel::decode(bytes))
-            .collect::<Result<_>>()?;
+        let all = self.gather(&described)?;
         let first = &all[0];
         let mut model = own;
         if all.iter().any(|other| other.model != first.model) {
             // The exchange is collective, so all ranks take part although only rank 0's text is used.
-            let texts = self.all_gather(text.as_bytes())?;
+            let texts = self.gather(&text)?;
             if described.model != first.model {
                 tracing::warn!(
                     own = %model.name,
                     "ranks have different hardware models; rank 0's is used on all"
                 );
-                let text = String::from_utf8_lossy(&texts[0]);
-                model = Arc::new(HardwareModel::from_json(&text)?);
+                model = Arc::new(HardwareModel::from_json(&texts[0])?);
             }
         }
         // Decided by rank 0's origin on all ranks: the measurement is collective. Models that someone named or tuned
@@ -88,9 +81,12 @@ impl RankContext {
         let cached = (self.rank() == 0)
             .then(|| calibration::known(&machine))
             .flatten();
-        let cached = self.all_gather(&encode(&cached)?)?;
-        let figures = match decode(&cached[0])? {
-            Some(figures) => figures,
+        let mut cached = self.gather(&cached)?;
+        let figures = match cached.swap_remove(0) {
+            Some(figures) => {
+                figures.check()?;
+                figures
+            }
             None => {
                 let Some(figures) = self.measured(&description)? else {
                     return Ok(model);
@@ -126,17 +122,16 @@ impl RankContext {
         let bytes = if shared { SHARED_BYTES } else { BYTES };
         let allocate = || self.memory.allocate(bytes, AllocationKind::Plain);
         let regions = allocate().and_then(|own| Ok([own, allocate()?]));
-        let all = self.all_gather(&[u8::from(regions.is_ok())])?;
-        let (Ok(regions), true) = (regions, all.iter().all(|has| has == &[1])) else {
+        let has_memory = self.all_have(regions.is_ok())?;
+        let (Ok(regions), true) = (regions, has_memory) else {
             tracing::warn!(
                 "a rank has no memory for a measurement; the model is estimated from the devices' properties"
             );
             return Ok(None);
         };
         let own = Measurement::new(self, regions)?.figures(description)?;
-        let all = self.all_gather(&encode(&Some(own))?)?;
-        let all = all.iter().map(|bytes| decode(bytes));
-        let all: Vec<Figures> = all.filter_map(Result::transpose).collect::<Result<_>>()?;
+        let all = self.gather(&own)?;
+        all.iter().try_for_each(Figures::check)?;
         // The slowest rank determines the time of a joint operation.
         let least = |of: fn(&Figures) -> f64| all.iter().map(of).fold(f64::INFINITY, f64::min);
         let figures = Figures {
@@ -172,49 +167,13 @@ fn identity(device: &dyn Device, description: &DeviceDescription) -> String {
 }
 
 /// Description of a rank.
+#[derive(Serialize, Deserialize)]
 struct RankModel {
     origin: Origin,
-    model: [u8; MODEL_BYTES],
+    /// Hash of its model.
+    model: [u8; 32],
+    /// Identity of its device.
     device: String,
-}
-
-impl RankModel {
-    fn encode(&self) -> Vec<u8> {
-        let mut bytes = vec![match self.origin {
-            Origin::Named => 0,
-            Origin::Tuned => 1,
-            Origin::Derived => 2,
-        }];
-        bytes.extend_from_slice(&self.model);
-        bytes.extend_from_slice(self.device.as_bytes());
-        bytes
-    }
-
-    fn decode(bytes: &[u8]) -> Result<Self> {
-        let wrong = || Error::protocol("a rank encodes its model in another way");
-        let (origin, rest) = bytes.split_first().ok_or_else(wrong)?;
-        let (model, device) = rest.split_first_chunk().ok_or_else(wrong)?;
-        Ok(Self {
-            origin: match origin {
-                0 => Origin::Named,
-                1 => Origin::Tuned,
-                _ => Origin::Derived,
-            },
-            model: *model,
-            device: String::from_utf8_lossy(device).into_owned(),
-        })
-    }
-}
-
-fn encode(figures: &Option<Figures>) -> Result<Vec<u8>> {
-    serde_json::to_vec(figures).map_err(|error| Error::internal(error.to_string()))
-}
-
-fn decode(bytes: &[u8]) -> Result<Option<Figures>> {
-    let figures: Option<Figures> = serde_json::from_slice(bytes)
-        .map_err(|error| Error::protocol(format!("a rank's figures cannot be read: {error}")))?;
-    figures.iter().try_for_each(Figures::check)?;
-    Ok(figures)
 }
 
 /// State of a measurement.
@@ -380,6 +339,6 @@ fn neighbours(context: &RankContext, into: &Region) -> Result<Option<RemoteRegio
         .share(&context.memory, &[into], |rank| rank == next);
     let opened = shared.ok().and_then(|mut regions| regions[next].pop());
     // All or none: the copies of all ranks are timed at the same time.
-    let all = context.all_gather(&[u8::from(opened.is_some())])?;
-    Ok(opened.filter(|_| all.iter().all(|opened| opened == &[1])))
+    let all = context.all_have(opened.is_some())?;
+    Ok(opened.filter(|_| all))
 }

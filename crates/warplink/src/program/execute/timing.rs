@@ -111,20 +111,18 @@ impl<'a> Clock<'a> {
 
     /// Maximum over all ranks for each of `own`.
     fn slowest(&self, own: &[f64]) -> Result<Vec<f64>> {
-        let bytes: Vec<u8> = own.iter().flat_map(|time| time.to_le_bytes()).collect();
         let mut slowest = own.to_vec();
-        for rank in self.context.all_gather(&bytes)? {
-            if rank.len() != bytes.len() {
+        for rank in self.context.gather(&slowest)? {
+            if rank.len() != own.len() {
                 return Err(Error::mismatch(format!(
                     "a rank timed {} runs; expected {}",
-                    rank.len() / size_of::<f64>(),
+                    rank.len(),
                     own.len()
                 ))
                 .with_operation("time plans")
                 .with_help("call this with the same programs on every rank"));
             }
-            for (slowest, time) in slowest.iter_mut().zip(rank.chunks_exact(size_of::<f64>())) {
-                let time = time.try_into().map_or(f64::INFINITY, f64::from_le_bytes);
+            for (slowest, time) in slowest.iter_mut().zip(rank) {
                 *slowest = slowest.max(time);
             }
         }

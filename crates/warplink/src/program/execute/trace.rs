@@ -171,25 +171,12 @@ impl Tracer {
                 duration: end - start,
             });
         }
-        let bytes = postcard::to_stdvec(&own).map_err(|error| {
-            Error::internal(error.to_string())
-                .with_operation("gather a trace")
-                .with_rank(rank)
-        })?;
         // Collective on every rank, also on those that get nothing.
-        let all = context.all_gather(&bytes)?;
+        let all = context.gather(&own)?;
         if rank != 0 {
             return Ok(None);
         }
-        let mut spans = Vec::new();
-        for (peer, bytes) in all.iter().enumerate() {
-            let part: Vec<TraceSpan> = postcard::from_bytes(bytes).map_err(|error| {
-                Error::protocol(error.to_string())
-                    .with_operation("read a trace")
-                    .with_peer(peer)
-            })?;
-            spans.extend(part);
-        }
+        let spans = all.into_iter().flatten().collect();
         Ok(Some(Trace {
             program: program.to_owned(),
             spans,
