@@ -5,8 +5,7 @@ use super::kernel::KernelLaunch;
 use super::matmuls::Matmuls;
 use super::replaced::Replaced;
 use crate::device::{
-    CollectiveEngine, CollectiveRequest, Compute, DeviceSlice, Elementwise, Event, PreparedLaunch,
-    Stream,
+    CollectiveEngine, CollectiveRequest, DeviceSlice, Elementwise, Event, PreparedLaunch, Stream,
 };
 use crate::error::Result;
 use crate::p2p::{Batch, Transfer, post_stores_in_launch};
@@ -77,82 +76,61 @@ impl CommandKind {
 }
 
 impl Command {
-    /// Enqueues the command on `stream`, which must be the command's stream, as a part of `launch` if there is one.
-    pub(super) fn enqueue(&self, stream: &Stream, launch: Option<u64>) -> Result<()> {
-        match &self.kind {
-            CommandKind::Copy { target, source } => stream.copy(target, source),
-            CommandKind::Zero(target) => stream.fill(target, 0),
-            CommandKind::Matmul(_, prepared) | CommandKind::Elementwise(_, prepared) => {
-                prepared.enqueue(stream)
-            }
-            CommandKind::Post(group) => {
-                let batch = self.batch(group).in_launch(launch);
-                batch.post(each(group)).enqueue(stream)
-            }
-            CommandKind::PostMatmul(group, _, matmuls) => {
-                let group: Vec<&Transfer> = each(group).collect();
-                post_stores_in_launch(launch, &group, stream, |_| matmuls.enqueue(stream))
-            }
-            CommandKind::Wait(group) => {
-                let batch = self.batch(group).in_launch(launch);
-                batch.wait(each(group)).enqueue(stream)
-            }
-            CommandKind::Collective(engine, request) => engine.enqueue(stream, request),
-            CommandKind::Direct(collectives, request) => collectives.enqueue(stream, request),
-            CommandKind::Kernel(kernel) => kernel.enqueue(stream),
-            CommandKind::Record(event) => stream.record(event),
-            CommandKind::WaitEvent(event) => stream.wait_event(event),
-        }
-    }
-
-    /// Like [`enqueue`](Self::enqueue), with the memory in `replaced` substituted for the operands it covers.
-    pub(super) fn enqueue_on(
+    /// Enqueues the command on `stream`, which must be the command's stream, as a part of `launch` if there is one. Memory
+    /// in `replaced` is substituted for the operands that it covers.
+    pub(super) fn enqueue(
         &self,
         stream: &Stream,
         launch: Option<u64>,
-        (replaced, compute): (&Replaced<'_>, Option<&Arc<dyn Compute>>),
+        replaced: &Replaced<'_>,
     ) -> Result<()> {
-        match (&self.kind, compute) {
-            (CommandKind::Copy { target, source }, _) => {
-                stream.copy(&replaced.of(target)?, &replaced.of(source)?)
-            }
-            (CommandKind::Zero(target), _) => stream.fill(&replaced.of(target)?, 0),
-            (CommandKind::Matmul(matmuls, _), Some(compute)) if matmuls.name_any(replaced) => {
+        // A prepared launch holds the addresses that it was prepared with, so substitutes cannot use it.
+        let matmuls = |matmuls: &Matmuls, prepared: &Arc<dyn PreparedLaunch>| match replaced.compute
+        {
+            Some(compute) if matmuls.name_any(replaced) => {
                 matmuls.enqueue(stream, replaced, compute)
             }
-            (CommandKind::PostMatmul(group, matmuls, _), Some(compute))
-                if matmuls.name_any(replaced) =>
-            {
-                let group: Vec<&Transfer> = each(group).collect();
-                post_stores_in_launch(launch, &group, stream, |_| {
-                    matmuls.enqueue(stream, replaced, compute)
-                })
+            _ => prepared.enqueue(stream),
+        };
+        match &self.kind {
+            CommandKind::Copy { target, source } => {
+                stream.copy(replaced.of(target)?, replaced.of(source)?)
             }
-            (CommandKind::Elementwise(request, _), Some(compute)) => {
+            CommandKind::Zero(target) => stream.fill(replaced.of(target)?, 0),
+            CommandKind::Matmul(all, prepared) => matmuls(all, prepared),
+            CommandKind::Elementwise(request, prepared) => {
                 let mut operands = std::iter::once(&request.target).chain(&request.sources);
-                if !operands.any(|operand| replaced.has(&operand.slice)) {
-                    return self.enqueue(stream, launch);
+                match replaced.compute {
+                    Some(compute) if operands.any(|operand| replaced.has(&operand.slice)) => {
+                        compute.elementwise(stream, &replaced.of_elementwise(request)?)
+                    }
+                    _ => prepared.enqueue(stream),
                 }
-                let mut request = request.clone();
-                for operand in std::iter::once(&mut request.target).chain(&mut request.sources) {
-                    operand.slice = replaced.of(&operand.slice)?;
-                }
-                compute.elementwise(stream, &request)
             }
-            (CommandKind::Post(group), _) => {
+            CommandKind::Post(group) => {
                 let sources = each(group).map(|transfer| replaced.of_send(transfer));
                 let sources = sources.collect::<Result<Vec<_>>>()?;
                 let sources = sources.iter().map(Option::as_ref);
                 let batch = self.batch(group).in_launch(launch);
                 batch.post_from(each(group).zip(sources)).enqueue(stream)
             }
-            (CommandKind::Collective(engine, request), _) => {
-                engine.enqueue(stream, &replaced.of_request(request)?)
+            CommandKind::PostMatmul(group, all, prepared) => {
+                let group: Vec<&Transfer> = each(group).collect();
+                post_stores_in_launch(launch, &group, stream, |_| matmuls(all, prepared))
             }
-            (CommandKind::Direct(collectives, request), _) => {
-                collectives.enqueue(stream, &replaced.of_request(request)?)
+            CommandKind::Wait(group) => {
+                let batch = self.batch(group).in_launch(launch);
+                batch.wait(each(group)).enqueue(stream)
             }
-            _ => self.enqueue(stream, launch),
+            CommandKind::Collective(engine, request) => {
+                engine.enqueue(stream, &*replaced.of_request(request)?)
+            }
+            CommandKind::Direct(collectives, request) => {
+                collectives.enqueue(stream, &*replaced.of_request(request)?)
+            }
+            CommandKind::Kernel(kernel) => kernel.enqueue(stream),
+            CommandKind::Record(event) => stream.record(event),
+            CommandKind::WaitEvent(event) => stream.wait_event(event),
         }
     }
 

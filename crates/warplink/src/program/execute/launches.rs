@@ -7,7 +7,6 @@
 use super::command::{Command, CommandKind};
 use super::memory::Bindings;
 use super::plan::Plan;
-use super::replaced::Replaced;
 use crate::device::{Backing, Graph, InUse, Stream};
 use crate::error::Result;
 use crate::p2p::next_launch;
@@ -175,10 +174,9 @@ impl Plan {
 
     /// Memory that direct collectives of a run on `memory` access.
     fn published(&self, memory: &Bindings) -> Result<Vec<Arc<dyn Backing>>> {
-        let parts = &self.parts;
-        let replaced = Replaced::new(&parts.program, &parts.memory, &parts.replaceable, memory)?;
+        let replaced = self.replaced(memory)?;
         let mut published: Vec<Arc<dyn Backing>> = Vec::new();
-        for command in &parts.commands {
+        for command in &self.parts.commands {
             let CommandKind::Direct(_, request) = &command.kind else {
                 continue;
             };

@@ -37,10 +37,9 @@ impl Matmuls {
         let b = replaced.of(&self.b)?;
         let bias = self.bias.as_ref().map(|bias| replaced.of(bias));
         let bias = bias.transpose()?;
-        // A batched launch holds the addresses that it was prepared with, so substitutes cannot use it.
         self.pairs.iter().try_for_each(|(a, c)| {
             let (a, c) = (replaced.of(a)?, replaced.of(c)?);
-            compute.matmul(stream, &self.spec, &a, &b, &c, bias.as_ref())
+            compute.matmul(stream, &self.spec, &a, &b, &c, bias.as_deref())
         })
     }
 }

@@ -138,8 +138,7 @@ impl Plan {
     /// # Errors
     /// The device's fault, or the error of an operation that cannot be enqueued, with its place in the program.
     pub fn run(&self, stream: &Stream) -> Result<()> {
-        self.check_capture(stream)?;
-        self.for_each_command(stream, |command, stream| command.enqueue(stream, None))
+        self.run_on(stream, &Bindings::new())
     }
 
     /// Like [`run`](Self::run), for a `stream` that captures a graph while plans of the same executor may run
@@ -154,9 +153,7 @@ impl Plan {
             }
             None => &parts.streams,
         };
-        self.for_each_command_on((stream, streams), |command, stream| {
-            command.enqueue(stream, None)
-        })
+        self.enqueue_on((stream, streams), None, &Bindings::new())
     }
 
     /// Fails if `stream` captures a program that cannot be captured. This gives a caller who records a run the
@@ -187,9 +184,6 @@ impl Plan {
     /// The errors of [`run`](Self::run); [`ErrorKind::InvalidArgument`] for a tensor that is not
     /// [replaceable](Self::replaceable), or memory of another length; nothing is enqueued in these two cases.
     pub fn run_on(&self, stream: &Stream, memory: &Bindings) -> Result<()> {
-        if memory.is_empty() {
-            return self.run(stream);
-        }
         self.check_capture(stream)?;
         self.enqueue_on((stream, &self.parts.streams), None, memory)
     }
@@ -202,12 +196,19 @@ impl Plan {
         memory: &Bindings,
     ) -> Result<()> {
         let parts = &self.parts;
-        let replaced = Replaced::new(&parts.program, &parts.memory, &parts.replaceable, memory)
+        let replaced = self
+            .replaced(memory)
             .map_err(|error| error.with_operation(format!("run '{}'", parts.name)))?;
-        let operands = (&replaced, parts.compute.as_ref());
         self.for_each_command_on(streams, |command, stream| {
-            command.enqueue_on(stream, launch, operands)
+            command.enqueue(stream, launch, &replaced)
         })
+    }
+
+    /// Substitutes for the plan's memory in a run on `memory`.
+    pub(super) fn replaced<'a>(&'a self, memory: &'a Bindings) -> Result<Replaced<'a>> {
+        let parts = &self.parts;
+        let further = (&parts.replaceable, parts.compute.as_ref());
+        Replaced::new(&parts.program, &parts.memory, further, memory)
     }
 
     /// Like [`run`](Self::run); reports the host time to enqueue each operation, with the operation's name.
@@ -218,7 +219,7 @@ impl Plan {
     ) -> Result<()> {
         self.for_each_command(stream, |command, stream| {
             let start = Instant::now();
-            command.enqueue(stream, None)?;
+            command.enqueue(stream, None, &Replaced::default())?;
             tell(command.kind.name(), start.elapsed());
             Ok(())
         })
@@ -271,7 +272,7 @@ impl Plan {
         self.for_each_command(stream, |command, stream| {
             if command.kind.is_event() {
                 // No spans: the time of a wait for an event is visible between its neighbours.
-                return command.enqueue(stream, None);
+                return command.enqueue(stream, None, &Replaced::default());
             }
             let operation = &self.parts.program.operations[command.operation];
             let begin = tracer.mark(stream)?;
@@ -281,7 +282,7 @@ impl Plan {
                     kernel.note(stream);
                     kernel.launch.enqueue(stream)?;
                 }
-                None => command.enqueue(stream, None)?,
+                None => command.enqueue(stream, None, &Replaced::default())?,
             }
             let end = tracer.mark(stream)?;
             let stream = self.parts.program.streams[command.stream];

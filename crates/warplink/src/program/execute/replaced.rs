@@ -4,19 +4,23 @@
 //! commands of this rank only, so a run can substitute it without notifying a peer; what this rank puts is part of that.
 
 use super::memory::{Bindings, PlanMemory};
-use crate::device::{CollectiveRequest, DeviceSlice};
+use crate::device::{CollectiveRequest, Compute, DeviceSlice, Elementwise};
 use crate::error::{Error, Result};
 use crate::memory::Region;
 use crate::p2p::{Direction, Protocol, Transfer};
 use crate::program::ir::{Backend, Role};
 use crate::program::rank_program::{OperationKind, RankProgram, TensorId, TransferInstance};
+use std::borrow::Cow;
 use std::collections::HashSet;
+use std::sync::Arc;
 
-/// Substitutes for the memory of tensors.
-#[derive(Debug)]
+/// Substitutes for the memory of tensors; by default none.
+#[derive(Debug, Default)]
 pub(super) struct Replaced<'a> {
     // Pairs of the plan's own memory and its substitute, of equal length.
     pairs: Vec<(&'a DeviceSlice, &'a DeviceSlice)>,
+    /// Computes on substitutes, if the program computes.
+    pub(super) compute: Option<&'a Arc<dyn Compute>>,
 }
 
 impl<'a> Replaced<'a> {
@@ -24,7 +28,7 @@ impl<'a> Replaced<'a> {
     pub(super) fn new(
         program: &RankProgram,
         memory: &'a PlanMemory,
-        replaceable: &HashSet<TensorId>,
+        (replaceable, compute): (&HashSet<TensorId>, Option<&'a Arc<dyn Compute>>),
         given: &'a Bindings,
     ) -> Result<Self> {
         let pair = |(name, slice): (&'a String, &'a DeviceSlice)| {
@@ -46,7 +50,7 @@ impl<'a> Replaced<'a> {
             Ok((own, slice))
         };
         let pairs = given.iter().map(pair).collect::<Result<Vec<_>>>()?;
-        Ok(Self { pairs })
+        Ok(Self { pairs, compute })
     }
 
     /// Whether `slice` is replaced.
@@ -55,14 +59,27 @@ impl<'a> Replaced<'a> {
     }
 
     /// Memory used for `slice` in this run.
-    pub(super) fn of(&self, slice: &DeviceSlice) -> Result<DeviceSlice> {
+    pub(super) fn of<'s>(&self, slice: &'s DeviceSlice) -> Result<Cow<'s, DeviceSlice>> {
         match self.pairs.iter().find(|(own, _)| lies_in(slice, own)) {
             Some((own, other)) => {
                 let offset = (slice.address() - own.address()) as usize;
-                other.slice(offset..offset + slice.bytes())
+                other.slice(offset..offset + slice.bytes()).map(Cow::Owned)
             }
-            None => Ok(slice.clone()),
+            None => Ok(Cow::Borrowed(slice)),
         }
+    }
+
+    fn owned(&self, slice: &DeviceSlice) -> Result<DeviceSlice> {
+        self.of(slice).map(Cow::into_owned)
+    }
+
+    /// `request` with the memory of this run.
+    pub(super) fn of_elementwise(&self, request: &Elementwise) -> Result<Elementwise> {
+        let mut request = request.clone();
+        for operand in std::iter::once(&mut request.target).chain(&mut request.sources) {
+            operand.slice = self.owned(&operand.slice)?;
+        }
+        Ok(request)
     }
 
     /// Memory that `transfer` copies in this run instead of its buffer, if that is replaced.
@@ -72,12 +89,18 @@ impl<'a> Replaced<'a> {
         let sends = transfer.direction() == Direction::Send && transfer.protocol() == Protocol::Put;
         let buffer = transfer.region().map(Region::memory);
         let buffer = buffer.filter(|buffer| sends && self.has(buffer));
-        buffer.map(|buffer| self.of(buffer)).transpose()
+        buffer.map(|buffer| self.owned(buffer)).transpose()
     }
 
     /// `request` with the memory of this run.
-    pub(super) fn of_request(&self, request: &CollectiveRequest) -> Result<CollectiveRequest> {
-        Ok(match request {
+    pub(super) fn of_request<'r>(
+        &self,
+        request: &'r CollectiveRequest,
+    ) -> Result<Cow<'r, CollectiveRequest>> {
+        if self.pairs.is_empty() {
+            return Ok(Cow::Borrowed(request));
+        }
+        Ok(Cow::Owned(match request {
             CollectiveRequest::Collective {
                 collective,
                 dtype,
@@ -86,12 +109,13 @@ impl<'a> Replaced<'a> {
             } => CollectiveRequest::Collective {
                 collective: *collective,
                 dtype: *dtype,
-                target: self.of(target)?,
-                source: self.of(source)?,
+                target: self.owned(target)?,
+                source: self.owned(source)?,
             },
             CollectiveRequest::Exchange { sends, receives } => {
                 let each = |pieces: &[(usize, DeviceSlice)]| {
-                    let piece = |(peer, slice): &(usize, DeviceSlice)| Ok((*peer, self.of(slice)?));
+                    let piece =
+                        |(peer, slice): &(usize, DeviceSlice)| Ok((*peer, self.owned(slice)?));
                     pieces.iter().map(piece).collect::<Result<Vec<_>>>()
                 };
                 CollectiveRequest::Exchange {
@@ -99,7 +123,7 @@ impl<'a> Replaced<'a> {
                     receives: each(receives)?,
                 }
             }
-        })
+        }))
     }
 }
 
