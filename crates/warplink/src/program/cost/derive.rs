@@ -170,6 +170,9 @@ fn of_host(device: &DeviceProperties, figures: &Figures, world: usize) -> Hardwa
         figures.launch,
         figures.put,
     );
+    let products = times(&HOST_EXTENTS, |m, k, n| {
+        5e-6 + 2.0 * (m * k * n) as f64 / figures.products
+    });
     HardwareModel {
         name: "processors of one machine".to_owned(),
         // Ranks that share processors disturb one another's trials more than estimates are off, so estimates alone
@@ -190,11 +193,7 @@ fn of_host(device: &DeviceProperties, figures: &Figures, world: usize) -> Hardwa
             tail_filled: 0.5,
             tile_sharers: 4.0,
             grids: [DType::F32, DType::F16, DType::BF16]
-                .map(|dtype| {
-                    grid(dtype, &HOST_EXTENTS, |m, k, n| {
-                        5e-6 + 2.0 * (m * k * n) as f64 / figures.products
-                    })
-                })
+                .map(|dtype| grid(dtype, &HOST_EXTENTS, &products))
                 .to_vec(),
         },
         link: Link {
@@ -324,29 +323,17 @@ fn gpu_gemm(device: &DeviceProperties, figures: &Figures) -> Gemm {
     } else {
         0.0625
     };
+    let (multiprocessors, memory) = (device.multiprocessors, figures.memory);
     let shape = |rate: f64, size: usize| {
-        monotone(|m, k, n| {
-            product(
-                device.multiprocessors,
-                figures.memory,
-                rate,
-                size,
-                (m, k, n),
-            )
-        })
+        monotone(times(&EXTENTS, |m, k, n| {
+            product(multiprocessors, memory, rate, size, (m, k, n))
+        }))
     };
     let (halves, floats) = (
         shape(figures.products, 2),
         shape(ratio * figures.products, 4),
     );
-    let of = |dtype, seconds: &[f64]| Grid {
-        dtype,
-        aligned: true,
-        m: EXTENTS.to_vec(),
-        k: EXTENTS.to_vec(),
-        n: EXTENTS.to_vec(),
-        seconds: seconds.to_vec(),
-    };
+    let of = |dtype, seconds: &[f64]| grid(dtype, &EXTENTS, seconds);
     Gemm {
         tile: (128, 256),
         smallest_tile: (64, 64),
@@ -386,39 +373,40 @@ fn product(
     FLOOR + (waves * wave).max(moved)
 }
 
-/// Times over the extents, each at least that of any smaller shape: wave quantization would make some larger shapes
-/// faster.
-fn monotone(seconds: impl Fn(usize, usize, usize) -> f64) -> Vec<f64> {
-    let count = EXTENTS.len();
-    let mut times: Vec<f64> = Vec::with_capacity(count.pow(3));
-    for (i, &m) in EXTENTS.iter().enumerate() {
-        for (j, &k) in EXTENTS.iter().enumerate() {
-            for (l, &n) in EXTENTS.iter().enumerate() {
-                let here = times.len();
-                let smaller = [(i, count * count), (j, count), (l, 1)];
-                let smaller = smaller.iter().filter(|(index, _)| *index > 0);
-                let most = smaller.map(|(_, back)| times[here - back]);
-                times.push(most.fold(seconds(m, k, n), f64::max));
+/// Times of products of all [`EXTENTS`], each at least that of any smaller shape: wave quantization would make some larger
+/// shapes faster.
+fn monotone(mut times: Vec<f64>) -> Vec<f64> {
+    const COUNT: usize = EXTENTS.len();
+    for here in 0..times.len() {
+        // By the next smaller extent along each axis.
+        for back in [COUNT * COUNT, COUNT, 1] {
+            if here / back % COUNT > 0 {
+                times[here] = times[here].max(times[here - back]);
             }
         }
     }
     times
 }
 
-fn grid(dtype: DType, extents: &[usize], seconds: impl Fn(usize, usize, usize) -> f64) -> Grid {
+/// Times of products whose sides are all combinations of `extents`: by m, then k, then n.
+fn times(extents: &[usize], seconds: impl Fn(usize, usize, usize) -> f64) -> Vec<f64> {
     let mut times = Vec::with_capacity(extents.len().pow(3));
     for &m in extents {
         for &k in extents {
             times.extend(extents.iter().map(|&n| seconds(m, k, n)));
         }
     }
+    times
+}
+
+fn grid(dtype: DType, extents: &[usize], seconds: &[f64]) -> Grid {
     Grid {
         dtype,
         aligned: true,
         m: extents.to_vec(),
         k: extents.to_vec(),
         n: extents.to_vec(),
-        seconds: times,
+        seconds: seconds.to_vec(),
     }
 }
 

@@ -1,6 +1,6 @@
 //! Range checks and errors for fields of a hardware model.
 
-use crate::error::Error;
+use crate::error::{Error, Result};
 use std::ops::RangeInclusive;
 
 /// Upper bound for the time of one operation in seconds; larger values are rejected as implausible.
@@ -8,26 +8,36 @@ pub(super) const MAX_SECONDS: f64 = 1e6;
 /// Lower bound for the time of a measured operation in seconds; above 0, which would give an infinite rate.
 pub(super) const MIN_SECONDS: f64 = 1e-12;
 /// Plausible rates in bytes per second.
-pub(super) const RATES: RangeInclusive<f64> = 1.0..=1e18;
+const RATES: RangeInclusive<f64> = 1.0..=1e18;
 /// Upper bound for the ratio of two times.
 pub(super) const MAX_RATIO: f64 = 1e4;
 /// Upper bound for any count of a device.
 pub(super) const MAX_COUNT: f64 = 1e9;
 
-/// Error for a field with `value`; `expected` describes the valid values.
-pub(super) fn refused(name: &str, value: f64, expected: &str) -> Error {
-    Error::parse(format!("'{name}' is {value}; expected {expected}"))
+/// Fails for a field whose value is out of `range`; `expected` describes the range. NaN is in no range.
+pub(super) fn check(
+    fields: &[(&str, f64)],
+    range: RangeInclusive<f64>,
+    expected: &str,
+) -> Result<()> {
+    match fields.iter().find(|(_, value)| !range.contains(value)) {
+        Some((name, value)) => Err(Error::parse(format!(
+            "'{name}' is {value}; expected {expected}"
+        ))),
+        None => Ok(()),
+    }
 }
 
-/// Error for a time that may be 0.
-pub(super) fn refused_seconds(name: &str, seconds: f64) -> Error {
-    refused(name, seconds, &format!("0 to {MAX_SECONDS:e} seconds"))
+/// Fails for a time that is out of range; 0 is within.
+pub(super) fn check_seconds(fields: &[(&str, f64)]) -> Result<()> {
+    let expected = format!("0 to {MAX_SECONDS:e} seconds");
+    check(fields, 0.0..=MAX_SECONDS, &expected)
 }
 
-/// Error for a rate.
-pub(super) fn refused_rate(name: &str, rate: f64) -> Error {
+/// Fails for a rate that is out of range.
+pub(super) fn check_rates(fields: &[(&str, f64)]) -> Result<()> {
     let expected = format!("{:e} to {:e} bytes a second", RATES.start(), RATES.end());
-    refused(name, rate, &expected)
+    check(fields, RATES, &expected)
 }
 
 #[cfg(test)]

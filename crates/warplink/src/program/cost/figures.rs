@@ -1,7 +1,7 @@
 //! Inputs of a derived hardware model: nominal rates reported by the device, and achieved rates from a short
 //! measurement.
 
-use super::fields::refused;
+use super::fields::check;
 use crate::device::DeviceProperties;
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
@@ -68,22 +68,17 @@ impl Figures {
 
     /// Fails if a figure is out of range.
     pub fn check(&self) -> Result<()> {
-        for (name, rate) in [
+        let rates = [
             ("memory", self.memory),
             ("put", self.put),
             ("stored", self.stored),
             ("loaded", self.loaded),
             ("products", self.products),
-        ] {
-            // From the rate of a floppy disk to beyond that of any hardware.
-            if !(1e4..=1e18).contains(&rate) {
-                return Err(refused(name, rate, "a rate between 1e4 and 1e18 a second"));
-            }
-        }
-        if !(1e-9..=1.0).contains(&self.launch) {
-            return Err(refused("launch", self.launch, "between 1e-9 and 1 second"));
-        }
-        Ok(())
+        ];
+        // From the rate of a floppy disk to beyond that of any hardware.
+        check(&rates, 1e4..=1e18, "a rate between 1e4 and 1e18 a second")?;
+        let launch = [("launch", self.launch)];
+        check(&launch, 1e-9..=1.0, "between 1e-9 and 1 second")
     }
 }
 

@@ -1,6 +1,6 @@
 //! Lane figures of a hardware model, for the step-by-step simulation of kernel launches.
 
-use super::fields::{MAX_SECONDS, RATES, refused, refused_rate, refused_seconds};
+use super::fields::{check, check_rates, check_seconds};
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
 
@@ -44,21 +44,16 @@ pub struct Lanes {
 
 impl Lanes {
     pub(super) fn check(&self) -> Result<()> {
-        if self.block_threads == 0 {
-            return Err(refused("lanes.block_threads", 0.0, "1 or more"));
-        }
-        for (name, rate) in [
+        let threads = [("lanes.block_threads", self.block_threads as f64)];
+        check(&threads, 1.0..=f64::INFINITY, "1 or more")?;
+        check_rates(&[
             ("lanes.block_own", self.block_own),
             ("lanes.block_stored", self.block_stored),
             ("lanes.block_loaded", self.block_loaded),
             ("lanes.stored", self.stored),
             ("lanes.loaded", self.loaded),
-        ] {
-            if !RATES.contains(&rate) {
-                return Err(refused_rate(name, rate));
-            }
-        }
-        for (name, seconds) in [
+        ])?;
+        check_seconds(&[
             ("lanes.launch", self.launch),
             ("lanes.signal", self.signal),
             ("lanes.fence", self.fence),
@@ -66,11 +61,6 @@ impl Lanes {
             ("lanes.packet_round", self.packet_round),
             ("lanes.load", self.load),
             ("lanes.peer_load", self.peer_load),
-        ] {
-            if !(0.0..=MAX_SECONDS).contains(&seconds) {
-                return Err(refused_seconds(name, seconds));
-            }
-        }
-        Ok(())
+        ])
     }
 }

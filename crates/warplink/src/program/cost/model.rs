@@ -5,9 +5,7 @@
 
 use super::collective::Collectives;
 use super::curve::Curve;
-use super::fields::{
-    MAX_COUNT, MAX_RATIO, MAX_SECONDS, RATES, refused, refused_rate, refused_seconds,
-};
+use super::fields::{MAX_COUNT, MAX_RATIO, check, check_rates, check_seconds};
 use super::gemm::{Gemm, Grid};
 use super::lanes::{BLOCK_THREADS, Lanes};
 #[cfg(doc)]
@@ -347,33 +345,28 @@ impl HardwareModel {
                     .with_help("measure the machine again with `warplink tune`"),
             );
         }
-        // Also rejects NaN, which no range contains; so do the checks below.
-        if !(1.0..=MAX_RATIO).contains(&self.uncertainty) {
-            let expected = format!("1 to {MAX_RATIO:e}");
-            return Err(refused("uncertainty", self.uncertainty, &expected));
-        }
+        let uncertainty = [("uncertainty", self.uncertainty)];
+        check(
+            &uncertainty,
+            1.0..=MAX_RATIO,
+            &format!("1 to {MAX_RATIO:e}"),
+        )?;
         let gemm = &self.gemm;
         gemm.grids.iter().try_for_each(Grid::check)?;
         self.collectives.check()?;
-        for (name, share) in [
+        let shares = [
             ("gemm.tail_filled", gemm.tail_filled),
             ("memory.copy_occupancy", self.memory.copy_occupancy),
             ("memory.sum_occupancy", self.memory.sum_occupancy),
             ("link.stored_exposed", self.link.stored_exposed),
-        ] {
-            if !(0.0..=1.0).contains(&share) {
-                return Err(refused(name, share, "0 to 1"));
-            }
-        }
-        for (name, count) in [
+        ];
+        check(&shares, 0.0..=1.0, "0 to 1")?;
+        let counts = [
             ("gemm.tile_sharers", gemm.tile_sharers),
             ("device.multiprocessors", self.device.multiprocessors as f64),
             ("device.ranks", self.device.ranks as f64),
-        ] {
-            if !(1.0..=MAX_COUNT).contains(&count) {
-                return Err(refused(name, count, &format!("1 to {MAX_COUNT:e}")));
-            }
-        }
+        ];
+        check(&counts, 1.0..=MAX_COUNT, &format!("1 to {MAX_COUNT:e}"))?;
         for (name, curve) in [
             ("memory.copy", &self.memory.copy),
             ("link.kernel_put", &self.link.kernel_put),
@@ -397,7 +390,7 @@ impl HardwareModel {
         }
         let (link, latency, host) = (&self.link, &self.latency, &self.host);
         let beside = &self.interference;
-        for (name, rate) in [
+        check_rates(&[
             ("memory.rate", self.memory.rate),
             ("memory.sum_rate", self.memory.sum_rate),
             ("link.put_ring", link.put_ring),
@@ -405,22 +398,19 @@ impl HardwareModel {
             ("link.put_rotated", link.put_rotated),
             ("link.get_rotated", link.get_rotated),
             ("link.stored", link.stored),
-        ] {
-            if !RATES.contains(&rate) {
-                return Err(refused_rate(name, rate));
-            }
-        }
-        for (name, speed) in [
+        ])?;
+        let speeds = [
             ("interference.matmul_beside_put", beside.matmul_beside_put),
             ("interference.matmul_beside_get", beside.matmul_beside_get),
             ("interference.copy_beside_matmul", beside.copy_beside_matmul),
-        ] {
-            if !(1.0 / MAX_RATIO..=MAX_RATIO).contains(&speed) {
-                let expected = format!("{:e} to {MAX_RATIO:e}", 1.0 / MAX_RATIO);
-                return Err(refused(name, speed, &expected));
-            }
-        }
-        for (name, seconds) in [
+        ];
+        let least = 1.0 / MAX_RATIO;
+        check(
+            &speeds,
+            least..=MAX_RATIO,
+            &format!("{least:e} to {MAX_RATIO:e}"),
+        )?;
+        check_seconds(&[
             ("memory.kernel", self.memory.kernel),
             ("latency.word", latency.word),
             ("latency.more_words", latency.more_words),
@@ -438,11 +428,6 @@ impl HardwareModel {
             ("host.event", host.event),
             ("host.collective", host.collective),
             ("host.graph", host.graph),
-        ] {
-            if !(0.0..=MAX_SECONDS).contains(&seconds) {
-                return Err(refused_seconds(name, seconds));
-            }
-        }
-        Ok(())
+        ])
     }
 }
