@@ -11,10 +11,8 @@ use std::collections::{BTreeMap, HashMap};
 /// Bytes of tensors that are still 0, in the host's order, and were not set.
 #[derive(Default)]
 pub(super) struct Zeros {
-    /// By tensor, where parts start and end.
-    parts: HashMap<TensorId, BTreeMap<usize, usize>>,
-    /// By tensor, where parts start and end that were declared to be 0, each where that was said last.
-    declared: HashMap<TensorId, BTreeMap<usize, (usize, Declared)>>,
+    /// By tensor, where parts start and end, each with where it was declared last.
+    parts: HashMap<TensorId, BTreeMap<usize, (usize, Declared)>>,
     /// Operations to insert before an operation.
     early: BTreeMap<usize, Vec<Operation>>,
 }
@@ -23,10 +21,10 @@ pub(super) struct Zeros {
 #[derive(Clone)]
 pub(super) struct Declared {
     /// The operation before which that is.
-    pub(super) operation: usize,
+    operation: usize,
     /// The stream that was current.
-    pub(super) stream: usize,
-    pub(super) site: Site,
+    stream: usize,
+    site: Site,
 }
 
 impl Zeros {
@@ -34,102 +32,69 @@ impl Zeros {
     pub(super) fn start(&mut self, range: &Range, declared: Declared) {
         self.take(range);
         let parts = self.parts.entry(range.tensor).or_default();
-        let (mut start, mut end) = (range.offset_bytes, range.end());
-        if let Some((&before, _)) = parts
-            .range(..start)
-            .next_back()
-            .filter(|part| *part.1 == start)
-        {
-            start = before;
-        }
-        // Neighbours merge: `is_zero` then finds a range across both in a single part.
-        if let Some(after) = parts.remove(&end) {
-            end = after;
-        }
-        parts.insert(start, end);
-        self.declare(range, declared);
+        // Neighbours stay apart: each may come to be set at its own place and stream.
+        parts.insert(range.offset_bytes, (range.end(), declared));
     }
 
-    /// Notes where `range` was declared to be 0; what was said of it before counts no more.
-    fn declare(&mut self, range: &Range, declared: Declared) {
+    /// Takes out the parts of `range` that are still 0, each with where it was declared.
+    fn take(&mut self, range: &Range) -> Vec<(Range, Declared)> {
         let (from, to) = (range.offset_bytes, range.end());
-        let parts = self.declared.entry(range.tensor).or_default();
+        let Some(parts) = self.parts.get_mut(&range.tensor) else {
+            return Vec::new();
+        };
         let before = parts.range(..from).next_back().map(|(start, _)| *start);
         let touched: Vec<usize> = parts
             .range(before.unwrap_or(from)..to)
             .filter(|(_, (end, _))| *end > from)
             .map(|(start, _)| *start)
             .collect();
+        let mut taken = Vec::new();
         for start in touched {
-            let Some((end, earlier)) = parts.remove(&start) else {
+            let Some((end, declared)) = parts.remove(&start) else {
                 continue;
             };
-            if end > to {
-                // Unlike zero parts, declarations do not merge: each is zeroed at its own place and stream.
-                parts.insert(to, (end, earlier.clone()));
-            }
             if start < from {
-                parts.insert(start, (from, earlier));
+                parts.insert(start, (from, declared.clone()));
             }
-        }
-        parts.insert(from, (to, declared));
-    }
-
-    /// Takes out what of a whole tensor is still 0: parts, each with where that was declared.
-    fn take_declared(&mut self, whole: &Range) -> Vec<(Range, Declared)> {
-        let tensor = whole.tensor;
-        let left = self.take(whole);
-        self.parts.remove(&tensor);
-        let declared = self.declared.remove(&tensor).unwrap_or_default();
-        let mut taken = Vec::new();
-        for part in left {
-            let first = declared.range(..=part.offset_bytes).next_back();
-            let first = first.map_or(part.offset_bytes, |(start, _)| *start);
-            for (start, (end, declared)) in declared.range(first..part.end()) {
-                let (start, end) = ((*start).max(part.offset_bytes), (*end).min(part.end()));
-                if start < end {
-                    let range = Range::of(tensor, start..end);
-                    taken.push((range, declared.clone()));
-                }
+            if end > to {
+                parts.insert(to, (end, declared.clone()));
             }
+            let part = Range::of(range.tensor, start.max(from)..end.min(to));
+            taken.push((part, declared));
         }
         taken
     }
 
-    /// Takes out the parts of `range` that are still 0.
-    fn take(&mut self, range: &Range) -> Vec<Range> {
-        let (from, to) = (range.offset_bytes, range.end());
-        let Some(parts) = self.parts.get_mut(&range.tensor) else {
-            return Vec::new();
-        };
-        let before = parts.range(..from).next_back().map(|(start, _)| *start);
-        let first = before.unwrap_or(from);
-        let touched: Vec<(usize, usize)> = parts
-            .range(first..to)
-            .map(|(start, end)| (*start, *end))
-            .filter(|(_, end)| *end > from)
-            .collect();
-        let mut taken = Vec::new();
-        for (start, end) in touched {
-            parts.remove(&start);
-            if start < from {
-                parts.insert(start, from);
+    /// Takes out the parts of `range` that are still 0, neighbours as one: wherever they were declared, they are set together.
+    fn take_joined(&mut self, range: &Range) -> Vec<Range> {
+        let mut joined: Vec<Range> = Vec::new();
+        for (part, _) in self.take(range) {
+            match joined.last_mut() {
+                Some(last) if last.end() == part.offset_bytes => last.bytes += part.bytes,
+                _ => joined.push(part),
             }
-            if end > to {
-                parts.insert(to, end);
-            }
-            let (start, end) = (start.max(from), end.min(to));
-            taken.push(Range::of(range.tensor, start..end));
         }
-        taken
+        joined
     }
 
-    /// Whether all of `range` is still 0. Parts never touch one another.
+    /// Whether all of `range` is still 0.
     fn is_zero(&self, range: &Range) -> bool {
-        self.parts.get(&range.tensor).is_some_and(|parts| {
-            let part = parts.range(..=range.offset_bytes).next_back();
-            part.is_some_and(|(_, end)| *end >= range.end())
-        })
+        let Some(parts) = self.parts.get(&range.tensor) else {
+            return false;
+        };
+        let mut reached = range.offset_bytes;
+        let before = parts.range(..=reached).next_back();
+        let first = before.map_or(reached, |(start, _)| *start);
+        for (start, (end, _)) in parts.range(first..) {
+            if *start > reached {
+                break;
+            }
+            reached = reached.max(*end);
+            if *end >= range.end() {
+                return true;
+            }
+        }
+        false
     }
 
     /// Takes `range` out if all of it is still 0.
@@ -192,8 +157,9 @@ impl Unroller<'_> {
     /// Has what is left of a tensor set where it is declared to be 0, by this program or by one that it is lent
     /// to. This is done for tensors of which parts are accessed that are not contiguous.
     fn zero_at_start(&mut self, tensor: TensorId) {
-        let whole = self.made.whole(tensor);
-        for (part, declared) in self.zeros.take_declared(&whole) {
+        let left = self.zeros.take(&self.made.whole(tensor));
+        self.zeros.parts.remove(&tensor);
+        for (part, declared) in left {
             let early = self.zeros.early.entry(declared.operation).or_default();
             early.push(Operation {
                 kind: OperationKind::Zero(part),
@@ -221,7 +187,7 @@ impl Unroller<'_> {
                 continue;
             }
             let site = instance.site.clone();
-            for part in self.zeros.take(&self.made.whole(tensor)) {
+            for part in self.zeros.take_joined(&self.made.whole(tensor)) {
                 // On the caller's stream, into which all others have joined.
                 self.push_zero(part, 0, site.clone());
             }
@@ -240,7 +206,7 @@ impl Unroller<'_> {
     }
 
     fn set_to_zero(&mut self, range: Range) {
-        for part in self.zeros.take(&range) {
+        for part in self.zeros.take_joined(&range) {
             self.push_zero(part, self.current, self.here());
         }
     }
@@ -273,15 +239,21 @@ mod tests {
     #[test]
     fn parts_are_taken_once() {
         let mut zeros = Zeros::default();
-        assert_eq!(zeros.take(&range(0, 8)), []);
+        assert_eq!(zeros.take_joined(&range(0, 8)), []);
         zeros.start(&range(0, 100), declared(0));
-        assert_eq!(zeros.take(&range(10, 20)), [range(10, 20)]);
-        assert_eq!(zeros.take(&range(10, 20)), []);
+        assert_eq!(zeros.take_joined(&range(10, 20)), [range(10, 20)]);
+        assert_eq!(zeros.take_joined(&range(10, 20)), []);
         assert!(!zeros.take_whole(&range(15, 25)));
         assert!(zeros.take_whole(&range(20, 25)));
-        assert_eq!(zeros.take(&range(5, 30)), [range(5, 10), range(25, 30)]);
+        assert_eq!(
+            zeros.take_joined(&range(5, 30)),
+            [range(5, 10), range(25, 30)]
+        );
         assert!(zeros.is_zero(&range(30, 100)) && !zeros.is_zero(&range(29, 100)));
-        assert_eq!(zeros.take(&range(0, 100)), [range(0, 5), range(30, 100)]);
+        assert_eq!(
+            zeros.take_joined(&range(0, 100)),
+            [range(0, 5), range(30, 100)]
+        );
         zeros.start(&range(20, 40), declared(1));
         zeros.start(&range(60, 80), declared(2));
         zeros.start(&range(30, 60), declared(3));
@@ -297,14 +269,14 @@ mod tests {
         zeros.start(&range(20, 50), declared(4));
         zeros.start(&range(40, 60), declared(7));
         zeros.take(&range(55, 80));
-        let taken = zeros.take_declared(&range(0, 100)).into_iter();
+        let taken = zeros.take(&range(0, 100)).into_iter();
         let taken: Vec<(Range, usize)> = taken.map(|(part, it)| (part, it.operation)).collect();
         let expected = [(range(20, 40), 4), (range(40, 55), 7), (range(80, 100), 0)];
         assert_eq!(taken, expected);
-        assert!(zeros.take_declared(&range(0, 100)).is_empty());
+        assert!(zeros.take(&range(0, 100)).is_empty());
         // What was said before does not come back.
         zeros.start(&range(10, 20), declared(9));
-        let again = zeros.take_declared(&range(0, 100));
+        let again = zeros.take(&range(0, 100));
         assert_eq!(again.len(), 1);
         assert_eq!((again[0].0, again[0].1.operation), (range(10, 20), 9));
     }
