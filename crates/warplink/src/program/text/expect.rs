@@ -19,9 +19,7 @@ impl Parser<'_> {
         let (operator, terms) = match token.text {
             "copy" => {
                 self.at += 1;
-                self.expect("(")?;
-                let term = Term::Place(self.input()?);
-                self.expect(")")?;
+                let term = Term::Place(self.in_parentheses(Self::input)?);
                 (None, vec![term.into()])
             }
             "matmul" | "linear" => (None, vec![self.term()?.into()]),
@@ -42,9 +40,8 @@ impl Parser<'_> {
                 }
             }
             _ if operator.is_some() && self.peek_at(1).text == "(" => {
-                self.at += 2;
-                let terms = self.each(Self::term)?;
-                self.expect(")")?;
+                self.at += 1;
+                let terms = self.in_parentheses(|parser| parser.each(Self::term))?;
                 (operator, terms)
             }
             _ => {
@@ -76,14 +73,14 @@ impl Parser<'_> {
             return Ok(Term::Place(self.input()?));
         }
         self.at += 1;
-        self.expect("(")?;
-        let a = self.input()?;
-        self.expect(",")?;
-        let mut b = self.input()?;
-        // The weights of a linear layer are `[out, in]`.
-        b.tensor.transposed ^= token.text == "linear";
-        self.expect(")")?;
-        Ok(Term::Product(a, b))
+        self.in_parentheses(|parser| {
+            let a = parser.input()?;
+            parser.expect(",")?;
+            let mut b = parser.input()?;
+            // The weights of a linear layer are `[out, in]`.
+            b.tensor.transposed ^= token.text == "linear";
+            Ok(Term::Product(a, b))
+        })
     }
 }
 

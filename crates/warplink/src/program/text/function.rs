@@ -26,23 +26,19 @@ impl Parser<'_> {
     /// Parses the rest of `function`.
     pub(super) fn function(&mut self) -> Parsed<Function> {
         let name = self.name("the function's name")?;
-        self.expect("(")?;
         let mut body = Body {
             names: Vec::new(),
             depth: 0,
         };
-        let mut parameters = Vec::new();
-        loop {
-            let token = self.peek();
-            let name = self.name("an argument's name")?;
-            self.enter(&mut body, token, name.clone())?;
-            let block = self.take("by").then(|| self.block_size()).transpose()?;
-            parameters.push(RowParameter { name, block });
-            if !self.take(",") {
-                break;
-            }
-        }
-        self.expect(")")?;
+        let mut parameter = |parser: &mut Self| {
+            let token = parser.peek();
+            let name = parser.name("an argument's name")?;
+            parser.enter(&mut body, token, name.clone())?;
+            let block = parser.take("by").then(|| parser.block_size());
+            let block = block.transpose()?;
+            Ok(RowParameter { name, block })
+        };
+        let parameters = self.in_parentheses(|parser| parser.list(&mut parameter))?;
         self.within(&parameters, "arguments")?;
         self.expect("{")?;
         let mut lets = Vec::new();
@@ -62,10 +58,7 @@ impl Parser<'_> {
             return Err(self.expected("'let' or 'return'"));
         }
         self.at += 1;
-        let mut results = vec![self.value(&mut body)?];
-        while self.take(",") {
-            results.push(self.value(&mut body)?);
-        }
+        let results = self.list(|parser| parser.value(&mut body))?;
         self.within(&results, "results")?;
         self.at_end()?;
         self.skip_ends();
@@ -95,7 +88,8 @@ impl Parser<'_> {
         Err(self.wrong(self.peek(), message))
     }
 
-    fn skip_ends(&mut self) {
+    /// Skips what may stand between two statements.
+    pub(super) fn skip_ends(&mut self) {
         while self.peek().kind == TokenKind::LineEnd || self.is(";") {
             self.at += 1;
         }

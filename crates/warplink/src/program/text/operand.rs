@@ -85,6 +85,29 @@ impl<'a> Parser<'a> {
         }
     }
 
+    /// `(…)` with `inner` in it.
+    pub(super) fn in_parentheses<T>(
+        &mut self,
+        inner: impl FnOnce(&mut Self) -> Parsed<T>,
+    ) -> Parsed<T> {
+        self.expect("(")?;
+        let value = inner(self)?;
+        self.expect(")")?;
+        Ok(value)
+    }
+
+    /// One item or several, with commas between them.
+    pub(super) fn list<T>(
+        &mut self,
+        mut item: impl FnMut(&mut Self) -> Parsed<T>,
+    ) -> Parsed<Vec<T>> {
+        let mut list = vec![item(self)?];
+        while self.take(",") {
+            list.push(item(self)?);
+        }
+        Ok(list)
+    }
+
     /// Error for the current token, where `what` is expected.
     pub(super) fn expected(&self, what: &str) -> ParseError {
         let token = self.peek();
@@ -297,10 +320,7 @@ impl<'a> Parser<'a> {
                 TokenKind::Word,
                 "min" | "max" | "part" | "log2" | "count" | "given" | "reachable",
             ) if self.is("(") => {
-                self.at += 1;
-                let value = self.nested(|parser| parser.call(token))?;
-                self.expect(")")?;
-                Ok(value)
+                self.in_parentheses(|parser| parser.nested(|parser| parser.call(token)))
             }
             (TokenKind::Word, "rank" | "world" | "streams" | "epoch") => {
                 Ok(UntypedExpr::Integer(Expr::Name(token.text.to_owned())))

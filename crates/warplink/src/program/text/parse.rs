@@ -8,7 +8,7 @@ use crate::dtype::DType;
 use crate::named::{Named, listed};
 use crate::program::ir::{
     Arm, Branch, Declaration, Each, ElementType, ElementwiseOp, Loop, Node, NodeKind, Order,
-    Position, PostedMatmul, Product, Program, Role, Sharding, StatementKind, Subprogram, TensorRef,
+    Position, PostedMatmul, Product, Program, Role, Sharding, StatementKind, Subprogram,
 };
 use crate::program::parameters::{Parameter, ParameterKind, Value};
 use std::mem::discriminant;
@@ -132,7 +132,7 @@ impl Parser<'_> {
         }
     }
 
-    fn skip_line_ends(&mut self) {
+    pub(super) fn skip_line_ends(&mut self) {
         while self.peek().kind == TokenKind::LineEnd {
             self.at += 1;
         }
@@ -155,9 +155,7 @@ impl Parser<'_> {
         self.blocks += 1;
         let mut list = Vec::new();
         loop {
-            while self.peek().kind == TokenKind::LineEnd || self.is(";") {
-                self.at += 1;
-            }
+            self.skip_ends();
             if self.take("}") {
                 self.blocks -= 1;
                 return Ok(list);
@@ -413,7 +411,7 @@ impl Parser<'_> {
         {
             match token.text {
                 "copy" => {
-                    let source = self.only_argument()?;
+                    let source = self.in_parentheses(Self::tensor)?;
                     return Ok(StatementKind::Copy { target, source });
                 }
                 "matmul" | "linear" => {
@@ -425,7 +423,7 @@ impl Parser<'_> {
                     });
                 }
                 "cast" => {
-                    let sources = vec![Each::from(self.only_argument()?)];
+                    let sources = vec![self.in_parentheses(Self::tensor)?.into()];
                     return Ok(StatementKind::Elementwise {
                         op: ElementwiseOp::Cast,
                         target,
@@ -440,9 +438,7 @@ impl Parser<'_> {
                         "max" => ElementwiseOp::Max,
                         _ => ElementwiseOp::Min,
                     };
-                    self.expect("(")?;
-                    let sources = self.each(Self::tensor)?;
-                    self.expect(")")?;
+                    let sources = self.in_parentheses(|parser| parser.each(Self::tensor))?;
                     return Ok(StatementKind::Elementwise {
                         op,
                         target,
@@ -473,11 +469,11 @@ impl Parser<'_> {
 
     /// Parses the rest of `post`: a list of transfers, or sends of products.
     fn posting(&mut self) -> Parsed<StatementKind> {
-        let send = self.transfer()?;
-        if !self.take("=") {
-            let list = self.each_after(send, Self::transfer)?;
-            return Ok(StatementKind::Post(list));
-        }
+        let list = self.each(Self::transfer)?;
+        let send = match &list[..] {
+            [Each { item, over: None }] if self.take("=") => item.clone(),
+            _ => return Ok(StatementKind::Post(list)),
+        };
         let token = self.peek();
         if !matches!(token.text, "matmul" | "linear") {
             return Err(self.expected("matmul or linear"));
@@ -514,13 +510,6 @@ impl Parser<'_> {
             bias = Some(self.tensor()?);
         }
         Ok(Product { a, b, bias })
-    }
-
-    fn only_argument(&mut self) -> Parsed<TensorRef> {
-        self.expect("(")?;
-        let source = self.tensor()?;
-        self.expect(")")?;
-        Ok(source)
     }
 
     /// Parses the rest of `for`.

@@ -15,12 +15,9 @@ impl Parser<'_> {
 
     pub(super) fn tensor(&mut self) -> Parsed<TensorRef> {
         if self.take("transpose") {
-            self.expect("(")?;
-            let inner = self.selected()?;
-            self.expect(")")?;
             return Ok(TensorRef {
                 transposed: true,
-                ..inner
+                ..self.in_parentheses(Self::selected)?
             });
         }
         self.selected()
@@ -94,23 +91,10 @@ impl Parser<'_> {
 
     /// A list of items, which may be repeated over an index.
     pub(super) fn each<T>(&mut self, item: fn(&mut Self) -> Parsed<T>) -> Parsed<Vec<Each<T>>> {
-        let first = item(self)?;
-        self.each_after(first, item)
-    }
-
-    /// The rest of such a list, after its first item.
-    pub(super) fn each_after<T>(
-        &mut self,
-        first: T,
-        item: fn(&mut Self) -> Parsed<T>,
-    ) -> Parsed<Vec<Each<T>>> {
-        let over = self.over()?;
-        let mut list = vec![Each { item: first, over }];
-        while self.take(",") {
-            let (item, over) = (item(self)?, self.over()?);
-            list.push(Each { item, over });
-        }
-        Ok(list)
+        self.list(|parser| {
+            let (item, over) = (item(parser)?, parser.over()?);
+            Ok(Each { item, over })
+        })
     }
 
     /// Parses an optional `for index in from..to`.
@@ -135,10 +119,7 @@ impl Parser<'_> {
             ("high", StreamRef::High),
         ] {
             if self.take(word) {
-                self.expect("(")?;
-                let number = self.integer()?;
-                self.expect(")")?;
-                return Ok(make(number));
+                return self.in_parentheses(Self::integer).map(make);
             }
         }
         if is_word(self.peek().text) && is_name(self.peek().text) {

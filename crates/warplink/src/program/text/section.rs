@@ -44,10 +44,7 @@ impl Parser<'_> {
         // A colon behind makes it the name of the scratch.
         let persistent = first.text == "persistent" && self.peek_at(1).text != ":";
         self.at += usize::from(persistent);
-        let mut all = vec![self.one_scratch(persistent)?];
-        while self.take(",") {
-            all.push(self.one_scratch(persistent)?);
-        }
+        let all = self.list(|parser| parser.one_scratch(persistent))?;
         if all.len() > 1 && all.iter().any(|one| one.packing.is_packets()) {
             let message =
                 "rows of several scratch tensors alternate; expected plain ones, without packets";
@@ -73,10 +70,7 @@ impl Parser<'_> {
         }
         let dtype = self.element_type()?;
         self.expect("[")?;
-        let mut shape = vec![self.integer()?];
-        while self.take(",") {
-            shape.push(self.integer()?);
-        }
+        let shape = self.list(Self::integer)?;
         if !self.take("]") {
             return Err(self.expected("',' or ']'"));
         }
@@ -157,17 +151,12 @@ impl Parser<'_> {
 
     /// `n, root in C[slot]`, `n, root with X, Y in C[slot]`; then maybe `to p, q`, where it `announces`.
     fn announcement(&mut self, announces: bool) -> Parsed<Announcement> {
-        let mut values = vec![self.integer()?];
-        while self.take(",") {
-            values.push(self.integer()?);
-        }
-        let mut tensors = Vec::new();
-        if self.take("with") {
-            tensors.push(self.name("a tensor")?);
-            while self.take(",") {
-                tensors.push(self.name("a tensor")?);
-            }
-        }
+        let values = self.list(Self::integer)?;
+        let tensors = if self.take("with") {
+            self.list(|parser| parser.name("a tensor"))?
+        } else {
+            Vec::new()
+        };
         if !self.take("in") {
             return Err(self.expected("',' or 'in'"));
         }
@@ -210,9 +199,7 @@ impl Parser<'_> {
             return Err(self.wrong(first, message));
         };
         if self.take("integer") {
-            self.expect("(")?;
-            let value = self.integer()?;
-            self.expect(")")?;
+            let value = self.in_parentheses(Self::integer)?;
             return match (targets.pop(), targets.is_empty()) {
                 (Some(Each { item, over: None }), true) => Ok(StepKind::Store(IntegerStore {
                     target: item,
@@ -225,9 +212,7 @@ impl Parser<'_> {
             };
         }
         if self.take("copy") {
-            self.expect("(")?;
-            let source = self.source()?;
-            self.expect(")")?;
+            let source = self.in_parentheses(Self::source)?;
             if targets.len() > 1 || targets[0].over.is_some() {
                 let message = "a copy has one target; expected reduce for several".to_owned();
                 return Err(self.wrong(first, message));
@@ -259,9 +244,7 @@ impl Parser<'_> {
     fn results(&mut self) -> Parsed<Vec<Vec<Each<Place>>>> {
         let mut results = vec![self.each(Self::place)?];
         while self.take(";") {
-            while self.peek().kind == TokenKind::LineEnd {
-                self.at += 1;
-            }
+            self.skip_line_ends();
             results.push(self.each(Self::place)?);
         }
         if !self.take("=") {
@@ -273,30 +256,25 @@ impl Parser<'_> {
     /// `norm(reduce(X[t] on r for r in 0..world, sum), R[t], W, 1e-6)`.
     fn applied(&mut self, results: Vec<Vec<Each<Place>>>) -> Parsed<Application> {
         let function = self.name("a function")?;
-        self.expect("(")?;
-        let mut arguments = Vec::new();
-        loop {
-            arguments.push(if let Some(number) = self.literal()? {
-                FunctionArgument::Number(number)
-            } else if self.take("reduce") {
-                let (sources, operator) = self.reduced()?;
-                let operator = Some(operator);
-                FunctionArgument::Sources { sources, operator }
-            } else {
-                let sources = vec![self.source()?.into()];
-                let operator = None;
-                FunctionArgument::Sources { sources, operator }
-            });
-            if !self.take(",") {
-                break;
-            }
-        }
-        self.expect(")")?;
+        let arguments = self.in_parentheses(|parser| parser.list(Self::function_argument))?;
         Ok(Application {
             function,
             arguments,
             results,
         })
+    }
+
+    fn function_argument(&mut self) -> Parsed<FunctionArgument> {
+        if let Some(number) = self.literal()? {
+            return Ok(FunctionArgument::Number(number));
+        }
+        let (sources, operator) = if self.take("reduce") {
+            let (sources, operator) = self.reduced()?;
+            (sources, Some(operator))
+        } else {
+            (vec![self.source()?.into()], None)
+        };
+        Ok(FunctionArgument::Sources { sources, operator })
     }
 
     /// Parses the rest of `reduce`: sources and the operator.

@@ -36,18 +36,18 @@ impl Parser<'_> {
         self.expect("=")?;
         let (place, gives) = match (self.peek().text, self.peek_at(1).text) {
             ("count", "(") => {
-                self.at += 2;
-                let (place, range) = self.word_range()?;
-                self.expect(")")?;
+                self.at += 1;
+                let (place, range) = self.in_parentheses(Self::word_range)?;
                 (place, WordValue::Count(range))
             }
             ("position", "(") => {
-                self.at += 2;
-                let number = self.integer()?;
-                self.expect("of")?;
-                let (place, range) = self.word_range()?;
-                self.expect(")")?;
-                (place, WordValue::Position(number, range))
+                self.at += 1;
+                self.in_parentheses(|parser| {
+                    let number = parser.integer()?;
+                    parser.expect("of")?;
+                    let (place, range) = parser.word_range()?;
+                    Ok((place, WordValue::Position(number, range)))
+                })?
             }
             _ => {
                 let place = self.place()?;
