@@ -57,6 +57,7 @@ const MAX_CACHED_STEPS: usize = 1 << 16;
 const MORE_RUNS: usize = 2;
 
 /// A kernel that all ranks launch.
+#[derive(Clone)]
 pub(super) struct JointLaunch<'a> {
     /// Lanes in which the announced tensors are reachable; `None` before the kernel is split into variants.
     reach: Option<Reach>,
@@ -94,10 +95,7 @@ impl<'a> JointLaunch<'a> {
     fn where_reachable(&self, reach: &Reach) -> Self {
         Self {
             reach: Some(reach.clone()),
-            sections: self.sections.clone(),
-            program: self.program,
-            begins: self.begins,
-            caches: self.caches.clone(),
+            ..self.clone()
         }
     }
 
@@ -190,11 +188,11 @@ pub(super) fn persistent<'a>(
     Some(Diagnostic::at(DiagnosticKind::Malformed, at, message))
 }
 
-/// Effects of a kernel that has those of one variant or of another, depending on what it reaches.
+/// Effects of a kernel that has the one or the other, depending on what it reaches, or on the words that it reads.
 fn merge(mut all: Does, other: Does) -> Does {
     for (all, other) in all.iter_mut().zip(other) {
         if all.accesses != other.accesses {
-            // Bytes that only one variant accesses may race, but nothing may rely on their being written.
+            // Bytes that only one of them accesses may race, but nothing may rely on their being written.
             all.accesses = either(&all.accesses, &other.accesses);
         }
         all.waits |= other.waits;
@@ -277,7 +275,10 @@ pub(super) fn follow(
         report::report(&run, &machine, diagnostics);
         let done = run.done();
         all = Some(match all {
-            Some(all) => all.into_iter().zip(done).map(either_way).collect(),
+            Some(all) => {
+                let both = all.into_iter().zip(done);
+                both.map(|(one, other)| merge(one, other)).collect()
+            }
             None => done,
         });
         // One valuation with a violation suffices; further ones would mostly repeat it.
@@ -296,14 +297,4 @@ pub(super) fn follow(
         return run.done();
     }
     all.unwrap_or_default()
-}
-
-/// Effects of a kernel that has the one or the other, depending on the words that it reads.
-fn either_way((one, other): (Does, Does)) -> Does {
-    let both = one.into_iter().zip(other);
-    both.map(|(one, other)| OnRank {
-        accesses: either(&one.accesses, &other.accesses),
-        waits: one.waits || other.waits,
-    })
-    .collect()
 }
