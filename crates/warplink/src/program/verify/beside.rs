@@ -115,12 +115,10 @@ impl SimulatedRun<'_> {
                 && !done.precedes(end)
             {
                 let places = [kernel, *last].map(|operation| place_of(self.ranks, rank, operation));
-                diagnostics.add(DiagnosticKind::Race, places.to_vec(), |said| {
+                diagnostics.add(DiagnosticKind::Race, places, |[kernel, last]| {
                     format!(
-                        "{} may run beside {} of the run before; kernels of a program use one workspace: \
-                         synchronize with the caller's stream first",
-                        said.say(&places[0]),
-                        said.say(&places[1])
+                        "{kernel} may run beside {last} of the run before; kernels of a program use one workspace: \
+                         synchronize with the caller's stream first"
                     )
                 });
             }

@@ -100,7 +100,7 @@ fn say(
     }
     let mut once = HashSet::new();
     places.retain(|place| once.insert(place.clone()));
-    diagnostics.add(DiagnosticKind::Deadlock, places, |said| {
+    diagnostics.add_by(DiagnosticKind::Deadlock, places, |said| {
         let links = order.iter().map(|&index| {
             let blocked = &chain[index].1;
             let place = place_of(run.ranks, blocked.rank, blocked.operation);

@@ -26,8 +26,20 @@ impl<'p> Diagnostics<'p> {
         }
     }
 
+    /// Adds a diagnostic; `message` gets the descriptions of the places.
+    pub(super) fn add<const N: usize>(
+        &mut self,
+        kind: DiagnosticKind,
+        places: [RankSite; N],
+        message: impl FnOnce([String; N]) -> String,
+    ) {
+        self.add_by(kind, places.to_vec(), |own| {
+            message(places.each_ref().map(|place| own.say(place)))
+        });
+    }
+
     /// Adds a diagnostic; `message` is evaluated only for the first of its kind at these places.
-    pub(super) fn add(
+    pub(super) fn add_by(
         &mut self,
         kind: DiagnosticKind,
         places: Vec<RankSite>,
@@ -63,7 +75,7 @@ impl<'p> Diagnostics<'p> {
     }
 
     pub(super) fn too_large(&mut self, expected: &str) {
-        self.add(DiagnosticKind::Malformed, Vec::new(), |_| {
+        self.add(DiagnosticKind::Malformed, [], |[]| {
             format!("the program is too large to verify; expected {expected}")
         });
     }

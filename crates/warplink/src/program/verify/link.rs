@@ -118,7 +118,7 @@ fn unmatched(
     let peer = &ranks[transfer.peer];
     let mut places = vec![place];
     places.extend(near.map(|near| place_of_transfer(ranks, transfer.peer, near)));
-    diagnostics.add(DiagnosticKind::AsymmetricExchange, places.clone(), |said| {
+    diagnostics.add_by(DiagnosticKind::AsymmetricExchange, places.clone(), |said| {
         let (verb, missing) = match transfer.direction {
             Direction::Send => ("sends to", "receive"),
             Direction::Receive => ("receives from", "send"),
@@ -163,17 +163,13 @@ fn compare(
     if differences.is_empty() {
         return;
     }
-    let places = vec![
+    let places = [
         place_of_transfer(ranks, rank, id),
         place_of_transfer(ranks, send.peer, partner),
     ];
-    diagnostics.add(DiagnosticKind::Mismatch, places.clone(), |said| {
-        format!(
-            "{} and its receive {} differ: {}",
-            said.say(&places[0]),
-            said.say(&places[1]),
-            differences.join(", ")
-        )
+    diagnostics.add(DiagnosticKind::Mismatch, places, |[send, receive]| {
+        let differences = differences.join(", ");
+        format!("{send} and its receive {receive} differ: {differences}")
     });
 }
 
@@ -192,12 +188,9 @@ fn interfaces(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
                 continue;
             };
             let place = RankSite::new(this, &alone.site);
-            diagnostics.add(DiagnosticKind::Mismatch, vec![place.clone()], |said| {
-                format!(
-                    "{} declares '{}'; expected it on rank {other}, too",
-                    said.say(&place),
-                    alone.name
-                )
+            diagnostics.add(DiagnosticKind::Mismatch, [place], |[declaration]| {
+                let name = &alone.name;
+                format!("{declaration} declares '{name}'; expected it on rank {other}, too")
             });
             return;
         }
@@ -213,14 +206,10 @@ fn interfaces(ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
                 let place = |rank, tensor: &crate::program::TensorInstance| {
                     RankSite::new(rank, &tensor.site)
                 };
-                let places = vec![place(rank, own), place(0, first)];
-                diagnostics.add(DiagnosticKind::Mismatch, places.clone(), |said| {
-                    format!(
-                        "{} has shape {:?}; expected {:?} as on rank 0",
-                        said.say(&places[0]),
-                        own.shape,
-                        first.shape
-                    )
+                let places = [place(rank, own), place(0, first)];
+                let (own, first) = (&own.shape, &first.shape);
+                diagnostics.add(DiagnosticKind::Mismatch, places, |[tensor, _]| {
+                    format!("{tensor} has shape {own:?}; expected {first:?} as on rank 0")
                 });
             }
         }
@@ -259,18 +248,16 @@ fn engine_pairs(ranks: &[RankProgram], links: &Links, diagnostics: &mut Diagnost
                 if links.partners[rank][id] == theirs {
                     continue;
                 }
-                let places = vec![
+                let places = [
                     place_of(ranks, rank, operation),
                     place_of(ranks, *peer, other),
                 ];
-                diagnostics.add(DiagnosticKind::Mismatch, places.clone(), |said| {
+                let tags = [(rank, id), (*peer, theirs)];
+                let [sent, received] = tags.map(|(rank, id)| ranks[rank].transfers[id].tag);
+                diagnostics.add(DiagnosticKind::Mismatch, places, |[send, receive]| {
                     format!(
-                        "{} posts a send of tag {} where {} posts a receive of tag {}; the engine \
-                         pairs them in the order of posting",
-                        said.say(&places[0]),
-                        ranks[rank].transfers[id].tag,
-                        said.say(&places[1]),
-                        ranks[*peer].transfers[theirs].tag
+                        "{send} posts a send of tag {sent} where {receive} posts a receive of tag {received}; the \
+                         engine pairs them in the order of posting"
                     )
                 });
                 break;

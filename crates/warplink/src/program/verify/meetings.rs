@@ -172,12 +172,11 @@ impl Calls {
         diagnostics: &mut Diagnostics<'_>,
     ) {
         let less = self.rank(other);
-        let places = vec![place_of(ranks, self.rank(place), operation)];
-        diagnostics.add(DiagnosticKind::CollectiveOrder, places.clone(), |said| {
-            let said = said.say(&places[0]);
+        let place = place_of(ranks, self.rank(place), operation);
+        diagnostics.add(DiagnosticKind::CollectiveOrder, [place], |[call]| {
             if let Some(other) = self.in_another_order(ranks, less) {
                 return format!(
-                    "{said} is among {}, and rank {less} calls one among {other}; expected the same ranks \
+                    "{call} is among {}, and rank {less} calls one among {other}; expected the same ranks \
                      in the same order on each of them",
                     match &self.members {
                         Some(members) => ranks_of(members),
@@ -187,11 +186,11 @@ impl Calls {
             }
             match &self.members {
                 None => format!(
-                    "{said} is one collective more than the {count} of rank {less}; expected the same on \
+                    "{call} is one collective more than the {count} of rank {less}; expected the same on \
                      every rank"
                 ),
                 Some(members) => format!(
-                    "{said} is one collective more than the {count} that rank {less} calls among {}; \
+                    "{call} is one collective more than the {count} that rank {less} calls among {}; \
                      expected the same on each of them, with the list in the same order",
                     ranks_of(members)
                 ),
@@ -253,8 +252,8 @@ impl Calls {
         } else {
             return false;
         };
-        let places = vec![place_of(ranks, rank, b), place_of(ranks, first, a)];
-        diagnostics.add(kind, places.clone(), |said| {
+        let places = [place_of(ranks, rank, b), place_of(ranks, first, a)];
+        diagnostics.add(kind, places, |[call, other]| {
             let (own, theirs, expected) = match kind {
                 DiagnosticKind::Mismatch => {
                     let sizes = |it: &CollectiveOperation| {
@@ -273,11 +272,7 @@ impl Calls {
                     (text(own_call), text(their_call), expected)
                 }
             };
-            format!(
-                "{} meets {}: {own} against {theirs}; expected {expected}",
-                said.say(&places[0]),
-                said.say(&places[1]),
-            )
+            format!("{call} meets {other}: {own} against {theirs}; expected {expected}")
         });
         true
     }
@@ -295,13 +290,9 @@ fn kernels_differ(
     let Some(difference) = kernel_difference(&one.kind, &other.kind) else {
         return false;
     };
-    let places = vec![place_of(ranks, rank, b), place_of(ranks, first, a)];
-    diagnostics.add(DiagnosticKind::CollectiveOrder, places.clone(), |said| {
-        format!(
-            "{} and {} differ: {difference}; expected the same on every rank",
-            said.say(&places[0]),
-            said.say(&places[1])
-        )
+    let places = [place_of(ranks, rank, b), place_of(ranks, first, a)];
+    diagnostics.add(DiagnosticKind::CollectiveOrder, places, |[one, other]| {
+        format!("{one} and {other} differ: {difference}; expected the same on every rank")
     });
     true
 }

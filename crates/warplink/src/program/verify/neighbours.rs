@@ -49,9 +49,8 @@ fn of_lanes(
         Ok(cases) => cases,
         Err(message) => {
             let place = RankSite::new(section.rank, &section.site);
-            let place = vec![place];
-            diagnostics.add(DiagnosticKind::Malformed, place.clone(), |said| {
-                format!("{}: {message}", said.say(&place[0]))
+            diagnostics.add(DiagnosticKind::Malformed, [place], |[kernel]| {
+                format!("{kernel}: {message}")
             });
             return;
         }
@@ -94,7 +93,7 @@ fn reached(kind: &LaneStepKind) -> BTreeSet<Rank> {
 
 fn report(diagnostics: &mut Diagnostics<'_>, place: RankSite, peer: Rank) {
     let rank = place.rank;
-    diagnostics.add(DiagnosticKind::OutOfBounds, vec![place], |_| {
+    diagnostics.add(DiagnosticKind::OutOfBounds, [place], |_| {
         format!("rank {rank} accesses rank {peer}; expected ranks that a link connects it with")
     });
 }

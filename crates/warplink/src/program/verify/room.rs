@@ -74,18 +74,16 @@ pub(super) fn report(
     diagnostics: &mut Diagnostics<'_>,
 ) {
     let places = [kernel, engine].map(|operation| place_of(ranks, rank, operation));
-    diagnostics.add(DiagnosticKind::Deadlock, places.to_vec(), |said| {
+    diagnostics.add(DiagnosticKind::Deadlock, places, |[kernel, engine]| {
         let (of, help) = if before {
             (" of the run before", "synchronize with the caller's stream first")
         } else {
             ("", "synchronize their streams, in the same order on all ranks")
         };
         format!(
-            "{} is in no order with {}{of}; both hold room on the device while they wait for other ranks, \
+            "{kernel} is in no order with {engine}{of}; both hold room on the device while they wait for other ranks, \
              and where one has to wait for the other's room, ranks that start them in different orders wait \
-             for ever: {help}",
-            said.say(&places[0]),
-            said.say(&places[1])
+             for ever: {help}"
         )
     });
 }

@@ -28,18 +28,15 @@ pub(super) fn shared_tensors(ranks: &[RankProgram], diagnostics: &mut Diagnostic
         let Some(((first_operation, _, first_tensor), _)) = there else {
             continue;
         };
-        let at = vec![
-            place_of(ranks, rank, *operation),
-            place_of(ranks, 0, *first_operation),
-        ];
-        diagnostics.add(DiagnosticKind::Mismatch, at.clone(), |said| {
+        let there = place_of(ranks, 0, *first_operation);
+        let places = [place_of(ranks, rank, *operation), there.clone()];
+        let (here, theirs) = (&own.tensors[*tensor], &first.tensors[*first_tensor]);
+        let (here, theirs) = (&here.name, &theirs.name);
+        diagnostics.add(DiagnosticKind::Mismatch, places, |[kernel, _]| {
             format!(
-                "{} accesses '{name}' at other ranks, which is '{}' here and '{}' in {}, and another name is the same \
-                 tensor on one of these ranks only; expected names that are one tensor on all ranks or on none",
-                said.say(&at[0]),
-                own.tensors[*tensor].name,
-                first.tensors[*first_tensor].name,
-                at[1],
+                "{kernel} accesses '{name}' at other ranks, which is '{here}' here and '{theirs}' in {there}, and another \
+                 name is the same tensor on one of these ranks only; expected names that are one tensor on all ranks or \
+                 on none"
             )
         });
     }

@@ -189,17 +189,15 @@ impl SimulatedRun<'_> {
                 if own.len() <= theirs {
                     continue;
                 }
-                let places = vec![
+                let peer = transfer.peer;
+                let places = [
                     place_of(self.ranks, rank, own[theirs]),
-                    place_of_transfer(self.ranks, transfer.peer, partner),
+                    place_of_transfer(self.ranks, peer, partner),
                 ];
-                diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {
+                diagnostics.add(DiagnosticKind::LostSignal, places, |[post, other]| {
                     format!(
-                        "{} signals rank {}, which posts the other end, {}, only {theirs} times; \
-                         nothing waits for the signal, and the next run would take it for its own",
-                        said.say(&places[0]),
-                        transfer.peer,
-                        said.say(&places[1])
+                        "{post} signals rank {peer}, which posts the other end, {other}, only {theirs} times; \
+                         nothing waits for the signal, and the next run would take it for its own"
                     )
                 });
             }
@@ -239,13 +237,11 @@ impl SimulatedRun<'_> {
                 continue;
             }
             let places = [last, first].map(|post| place_of(self.ranks, rank, post));
-            diagnostics.add(DiagnosticKind::LostSignal, places.to_vec(), |said| {
+            diagnostics.add(DiagnosticKind::LostSignal, places, |[last, first]| {
                 format!(
-                    "{} may not be over when the run ends, and its signal may overwrite that of the \
-                     next run's {}: wait for that transfer itself, or synchronize with the stream of \
-                     its post",
-                    said.say(&places[0]),
-                    said.say(&places[1])
+                    "{last} may not be over when the run ends, and its signal may overwrite that of the \
+                     next run's {first}: wait for that transfer itself, or synchronize with the stream of \
+                     its post"
                 )
             });
         }
@@ -263,13 +259,11 @@ impl SimulatedRun<'_> {
                     && end.get(number) < stream.clock.get(number)
                 {
                     loose.insert(number);
-                    let places = vec![place_of(self.ranks, rank, last)];
-                    diagnostics.add(DiagnosticKind::Unjoined, places.clone(), |said| {
+                    let place = place_of(self.ranks, rank, last);
+                    diagnostics.add(DiagnosticKind::Unjoined, [place], |[last]| {
                         format!(
-                            "{} is enqueued on {}, which the caller's stream does not synchronize \
-                             with afterwards; the run may end before it",
-                            said.say(&places[0]),
-                            kind
+                            "{last} is enqueued on {kind}, which the caller's stream does not synchronize \
+                             with afterwards; the run may end before it"
                         )
                     });
                 }

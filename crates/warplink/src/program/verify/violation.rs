@@ -81,14 +81,12 @@ impl Violations {
     /// Reports posts that are not ordered after the previous post.
     pub(super) fn report_signals(&self, ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
         for &(rank, before, post) in &self.signals {
-            let places = vec![place_of(ranks, rank, post), place_of(ranks, rank, before)];
-            diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {
+            let places = [post, before].map(|operation| place_of(ranks, rank, operation));
+            diagnostics.add(DiagnosticKind::LostSignal, places, |[post, before]| {
                 format!(
-                    "{} is not ordered after the post of the same transfer before it, {}; the \
+                    "{post} is not ordered after the post of the same transfer before it, {before}; the \
                      older signal may overwrite the newer one: wait for that transfer itself, or \
-                     synchronize with the stream of its post",
-                    said.say(&places[0]),
-                    said.say(&places[1])
+                     synchronize with the stream of its post"
                 )
             });
         }
@@ -96,15 +94,13 @@ impl Violations {
 
     fn report_accesses(&self, ranks: &[RankProgram], diagnostics: &mut Diagnostics<'_>) {
         for (rank, by, access, tensor) in &self.deallocated {
-            let places = places_of(ranks, &[access, by]);
-            let name = &ranks[*rank].tensors[*tensor].name;
-            diagnostics.add(DiagnosticKind::UseAfterDeallocate, places.clone(), |said| {
-                format!(
-                    "{} {} '{name}' of rank {rank} after {}",
-                    said.say(&places[0]),
-                    verb(access),
-                    said.say(&places[1])
-                )
+            let (Some(place), Some(freed)) = (place_by(ranks, access), place_by(ranks, by)) else {
+                continue;
+            };
+            let (does, name) = (verb(access), &ranks[*rank].tensors[*tensor].name);
+            let kind = DiagnosticKind::UseAfterDeallocate;
+            diagnostics.add(kind, [place, freed], |[access, freed]| {
+                format!("{access} {does} '{name}' of rank {rank} after {freed}")
             });
         }
         for conflict in &self.conflicts {
@@ -120,16 +116,12 @@ impl Violations {
                     && range.offset_bytes < bytes.end()
                     && !matches!(a.actor, Actor::Before)
             });
-            if raced {
+            let Some(place) = place_by(ranks, access).filter(|_| !raced) else {
                 continue;
-            }
-            let places = places_of(ranks, &[access]);
-            diagnostics.add(DiagnosticKind::UnwrittenRead, places.clone(), |said| {
-                format!(
-                    "{} reads {} of rank {rank}, which nothing wrote before",
-                    said.say(&places[0]),
-                    describe(&ranks[*rank], range)
-                )
+            };
+            let what = describe(&ranks[*rank], range);
+            diagnostics.add(DiagnosticKind::UnwrittenRead, [place], |[access]| {
+                format!("{access} reads {what} of rank {rank}, which nothing wrote before")
             });
         }
     }
@@ -141,24 +133,22 @@ fn report_unordered_kernel(
     (rank, before, after): (Rank, usize, usize),
     diagnostics: &mut Diagnostics<'_>,
 ) {
-    let places = vec![place_of(ranks, rank, after), place_of(ranks, rank, before)];
-    diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
+    let places = [after, before].map(|operation| place_of(ranks, rank, operation));
+    diagnostics.add(DiagnosticKind::Race, places, |[after, before]| {
         format!(
-            "{} is not ordered after the kernel before it, {}; kernels of a program use one workspace",
-            said.say(&places[0]),
-            said.say(&places[1])
+            "{after} is not ordered after the kernel before it, {before}; kernels of a program use one workspace"
         )
     });
 }
 
-fn places_of(ranks: &[RankProgram], accesses: &[&RecordedAccess]) -> Vec<RankSite> {
-    let place = |access: &&RecordedAccess| match access.actor {
+/// Place of the operation that makes an access; `None` for the state before the run.
+fn place_by(ranks: &[RankProgram], access: &RecordedAccess) -> Option<RankSite> {
+    match access.actor {
         Actor::Before => None,
         Actor::Operation(rank, operation) => {
             Some(place_of(ranks, rank as usize, operation as usize))
         }
-    };
-    accesses.iter().filter_map(place).collect()
+    }
 }
 
 const fn verb(access: &RecordedAccess) -> &'static str {
@@ -185,7 +175,9 @@ fn report_conflict(
     (rank, first, second, range): &(Rank, RecordedAccess, RecordedAccess, Range),
     diagnostics: &mut Diagnostics<'_>,
 ) {
-    let places = places_of(ranks, &[second, first]);
+    let Some(place) = place_by(ranks, second) else {
+        return;
+    };
     let what = describe(&ranks[*rank], range);
     let freed = [first, second].iter().any(|a| a.mode == Mode::Deallocate);
     let kind = if freed {
@@ -193,36 +185,30 @@ fn report_conflict(
     } else {
         DiagnosticKind::Race
     };
-    diagnostics.add(kind, places.clone(), |said| match &places[..] {
-        [only] => format!(
-            "{} on {} {} {what} of rank {rank}, unordered with what that rank's caller stream did \
-             before the run",
-            said.say(only),
-            stream_of(ranks, second),
-            verb(second)
-        ),
-        [one, other, ..] if first.actor == second.actor => format!(
-            "{} on {} both {} and {} {what} of rank {rank}, in no order{}",
-            said.say(one),
-            stream_of(ranks, second),
-            verb(first),
-            verb(second),
-            if one == other {
-                ""
-            } else {
-                " within the group"
-            }
-        ),
-        [one, other, ..] => format!(
-            "{} on {} {} {what} of rank {rank}, unordered with {} on {}, which {} it",
-            said.say(one),
-            stream_of(ranks, second),
-            verb(second),
-            said.say(other),
-            stream_of(ranks, first),
-            verb(first)
-        ),
-        [] => String::new(),
+    let (does, stream) = (verb(second), stream_of(ranks, second));
+    let Some(before) = place_by(ranks, first) else {
+        diagnostics.add(kind, [place], |[access]| {
+            format!(
+                "{access} on {stream} {does} {what} of rank {rank}, unordered with what that rank's caller stream did \
+                 before the run"
+            )
+        });
+        return;
+    };
+    let (did, other) = (verb(first), stream_of(ranks, first));
+    let group = if place == before {
+        ""
+    } else {
+        " within the group"
+    };
+    diagnostics.add(kind, [place, before], |[access, before]| {
+        if first.actor == second.actor {
+            format!("{access} on {stream} both {did} and {does} {what} of rank {rank}, in no order{group}")
+        } else {
+            format!(
+                "{access} on {stream} {does} {what} of rank {rank}, unordered with {before} on {other}, which {did} it"
+            )
+        }
     });
 }
 
@@ -234,17 +220,16 @@ pub(super) fn report_unfinished(
     access: &RecordedAccess,
     diagnostics: &mut Diagnostics<'_>,
 ) {
-    let places = places_of(ranks, &[access]);
+    let Some(place) = place_by(ranks, access) else {
+        return;
+    };
     let name = &ranks[rank].tensors[tensor].name;
-    diagnostics.add(DiagnosticKind::Race, places.clone(), |said| match &places[..] {
-        [place, ..] => format!(
-            "{} on {} {} '{name}' of rank {rank}, and may still do so when the run ends there; it \
-             races with the caller and the next run",
-            said.say(place),
-            stream_of(ranks, access),
-            verb(access)
-        ),
-        [] => String::new(),
+    let (does, stream) = (verb(access), stream_of(ranks, access));
+    diagnostics.add(DiagnosticKind::Race, [place], |[access]| {
+        format!(
+            "{access} on {stream} {does} '{name}' of rank {rank}, and may still do so when the run ends there; it \
+             races with the caller and the next run"
+        )
     });
 }
 
@@ -262,13 +247,10 @@ pub(super) fn report_unwritten_outputs(
             continue;
         };
         let range = Range::of(tensor, start..end);
-        let places = vec![RankSite::new(rank_program.rank, &instance.site)];
-        diagnostics.add(DiagnosticKind::UnwrittenOutput, places.clone(), |said| {
-            format!(
-                "{}: {} is never written",
-                said.say(&places[0]),
-                describe(rank_program, &range)
-            )
+        let place = RankSite::new(rank_program.rank, &instance.site);
+        diagnostics.add(DiagnosticKind::UnwrittenOutput, [place], |[output]| {
+            let bytes = describe(rank_program, &range);
+            format!("{output}: {bytes} is never written")
         });
     }
 }

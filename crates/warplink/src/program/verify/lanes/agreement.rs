@@ -1,6 +1,6 @@
 //! Announcements of a launch: all ranks must announce the same values, or the launch fails.
 
-use super::report::{place, told};
+use super::report::by_steps;
 use super::run::{LaneRun, RankMemory};
 use crate::error::Rank;
 use crate::named::comma;
@@ -171,33 +171,33 @@ pub(super) fn report(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
             continue;
         };
         if let Some(other) = actors.iter().find(|other| other.rank != deaf.rank) {
-            let places = vec![place(run, deaf), place(run, other)];
-            diagnostics.add(DiagnosticKind::Malformed, places.clone(), |said| {
+            let kind = DiagnosticKind::Malformed;
+            by_steps(run, diagnostics, kind, [deaf, other], |[deaf, other]| {
                 format!(
-                    "{} announces a tensor that {} announces, too, and does not agree on it; expected it to, since the \
-                     ranks would not find the same tensors reachable",
-                    told(run, said, deaf, &places[0]),
-                    told(run, said, other, &places[1])
+                    "{deaf} announces a tensor that {other} announces, too, and does not agree on it; expected it to, \
+                     since the ranks would not find the same tensors reachable"
                 )
             });
         }
     }
     for ((actor, values), _, other) in &run.announcements.differ {
-        let mut places = vec![place(run, actor)];
-        places.extend(other.iter().map(|(other, _)| place(run, other)));
-        diagnostics.add(DiagnosticKind::Mismatch, places.clone(), |said| {
-            let own = told(run, said, actor, &places[0]);
-            match (other, places.get(1)) {
-                (Some((other, theirs)), Some(place)) => format!(
-                    "{own} expects {}, and {} announces {}; expected the same on every rank",
+        let actors = [actor, other.as_ref().map_or(actor, |(other, _)| other)];
+        let kind = DiagnosticKind::Mismatch;
+        by_steps(
+            run,
+            diagnostics,
+            kind,
+            actors,
+            |[own, sender]| match other {
+                Some((_, theirs)) => format!(
+                    "{own} expects {}, and {sender} announces {}; expected the same on every rank",
                     comma(values),
-                    told(run, said, other, place),
                     comma(theirs)
                 ),
-                _ => format!(
+                None => format!(
                     "{own} reads packets that are no announcement of the launch; expected those of the other rank"
                 ),
-            }
-        });
+            },
+        );
     }
 }

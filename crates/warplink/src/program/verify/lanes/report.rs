@@ -51,7 +51,7 @@ pub(super) fn report(
 }
 
 /// Place of a lane's step, with the launch among the indices.
-pub(super) fn place(run: &LaneRun<'_>, actor: &Actor) -> RankSite {
+fn place(run: &LaneRun<'_>, actor: &Actor) -> RankSite {
     let (rank, launch) = (actor.rank as Rank, actor.launch as usize);
     let steps = run.steps(launch, rank, actor.lane as usize);
     let site = steps.ok().and_then(|steps| {
@@ -68,13 +68,27 @@ pub(super) fn place(run: &LaneRun<'_>, actor: &Actor) -> RankSite {
     }
 }
 
-/// Description of a step; names its program if several are simulated.
-pub(super) fn told(
+/// Reports a violation by steps; `message` gets their descriptions. The same step may be given twice.
+pub(super) fn by_steps<const N: usize>(
     run: &LaneRun<'_>,
-    said: &Diagnostics<'_>,
-    actor: &Actor,
-    place: &RankSite,
-) -> String {
+    diagnostics: &mut Diagnostics<'_>,
+    kind: DiagnosticKind,
+    actors: [&Actor; N],
+    message: impl FnOnce([String; N]) -> String,
+) {
+    let places = actors.map(|actor| place(run, actor));
+    let mut once = places.to_vec();
+    // Two lanes, or launches, at one statement make one place.
+    once.dedup();
+    diagnostics.add_by(kind, once, |said| {
+        message(std::array::from_fn(|number| {
+            told(run, said, actors[number], &places[number])
+        }))
+    });
+}
+
+/// Description of a step; names its program if several are simulated.
+fn told(run: &LaneRun<'_>, said: &Diagnostics<'_>, actor: &Actor, place: &RankSite) -> String {
     match run.program(actor.launch as usize) {
         None => said.say(place),
         Some(program) => {
@@ -94,23 +108,21 @@ fn say(run: &LaneRun<'_>, finding: &Finding<'_>, diagnostics: &mut Diagnostics<'
     let verb = if *writes { "writes" } else { "reads" };
     let (kind, actors) = match wrong {
         // The stream between launches has no statement that a message could show.
-        Wrong::Unordered(other, _) if actor.lane == STREAM => (DiagnosticKind::Race, vec![other]),
-        Wrong::Unordered(other, _) if other.lane == STREAM => (DiagnosticKind::Race, vec![actor]),
-        Wrong::Unordered(other, _) | Wrong::Overwritten(other) | Wrong::SameFlag(other) => {
-            (DiagnosticKind::Race, vec![actor, other])
+        Wrong::Unordered(other, _) if actor.lane == STREAM => {
+            (DiagnosticKind::Race, [other, other])
         }
-        Wrong::Unwritten => (DiagnosticKind::UnwrittenRead, vec![actor]),
-        Wrong::Stale(other) => (DiagnosticKind::UnwrittenRead, vec![actor, other]),
+        Wrong::Unordered(other, _) if other.lane == STREAM => {
+            (DiagnosticKind::Race, [actor, actor])
+        }
+        Wrong::Unordered(other, _) | Wrong::Overwritten(other) | Wrong::SameFlag(other) => {
+            (DiagnosticKind::Race, [actor, other])
+        }
+        Wrong::Unwritten => (DiagnosticKind::UnwrittenRead, [actor, actor]),
+        Wrong::Stale(other) => (DiagnosticKind::UnwrittenRead, [actor, other]),
     };
-    let mut places: Vec<RankSite> = actors.iter().map(|actor| place(run, actor)).collect();
-    // Two lanes, or launches, at one statement make one place.
-    places.dedup();
-    diagnostics.add(kind, places.clone(), |said| {
-        let first = told(run, said, actors[0], &places[0]);
+    by_steps(run, diagnostics, kind, actors, |[first, second]| {
         // The other step, if the two have different places.
-        let second = places
-            .get(1)
-            .map(|place| told(run, said, actors[1], place));
+        let second = Some(second).filter(|second| *second != first);
         let did = match wrong {
             Wrong::Unordered(_, Was::Read) => "reads",
             _ => "writes",
@@ -185,7 +197,7 @@ fn stuck(run: &LaneRun<'_>, machine: &Machine<Knowledge>, diagnostics: &mut Diag
     }
     let mut once = places.clone();
     once.dedup();
-    diagnostics.add(DiagnosticKind::Deadlock, once, |said| {
+    diagnostics.add_by(DiagnosticKind::Deadlock, once, |said| {
         let links = chain.iter().zip(&places).map(|(actor, place)| {
             let step = told(run, said, actor, place);
             format!("{step} waits for {}", what(run, machine, actor))
@@ -240,13 +252,11 @@ fn what(run: &LaneRun<'_>, machine: &Machine<Knowledge>, actor: &Actor) -> Strin
 /// Reports two lanes that signal one word: the waiter cannot distinguish them.
 fn crossed_signals(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
     for (actor, other) in &run.crossed {
-        let places = vec![place(run, actor), place(run, other)];
-        diagnostics.add(DiagnosticKind::Race, places.clone(), |said| {
+        let kind = DiagnosticKind::Race;
+        by_steps(run, diagnostics, kind, [actor, other], |[one, other]| {
             format!(
-                "{} signals the same lane of the same rank as {} in the same launch; a wait cannot tell one \
-                 from the other",
-                told(run, said, actor, &places[0]),
-                told(run, said, other, &places[1])
+                "{one} signals the same lane of the same rank as {other} in the same launch; a wait cannot tell one \
+                 from the other"
             )
         });
     }
@@ -256,14 +266,11 @@ fn crossed_signals(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
 /// one.
 fn outliving_signals(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
     for (sender, actor) in &run.outlived {
-        let places = vec![place(run, sender), place(run, actor)];
-        diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {
+        let (kind, rank) = (DiagnosticKind::LostSignal, actor.rank);
+        by_steps(run, diagnostics, kind, [sender, actor], |[signal, wait]| {
             format!(
-                "{} signals rank {}, which waits for that only in a later run: {}; expected a wait in the run that \
-                 signals",
-                told(run, said, sender, &places[0]),
-                actor.rank,
-                told(run, said, actor, &places[1])
+                "{signal} signals rank {rank}, which waits for that only in a later run: {wait}; expected a wait in the \
+                 run that signals"
             )
         });
     }
@@ -279,14 +286,11 @@ fn lost_signals(
         let Some(last) = word.last.filter(|_| word.signalled > word.awaited) else {
             continue;
         };
-        let places = vec![place(run, &last)];
-        diagnostics.add(DiagnosticKind::LostSignal, places.clone(), |said| {
+        let (kind, awaited, all) = (DiagnosticKind::LostSignal, word.awaited, word.signalled);
+        by_steps(run, diagnostics, kind, [&last], |[last]| {
             format!(
-                "{} signals rank {rank}, which waits for {} of the {} signals; the next launch would take \
-                 what is left for its own",
-                told(run, said, &last, &places[0]),
-                word.awaited,
-                word.signalled
+                "{last} signals rank {rank}, which waits for {awaited} of the {all} signals; the next launch would take \
+                 what is left for its own"
             )
         });
     }
@@ -303,12 +307,11 @@ fn unsteady(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
             step: 0,
         });
         let name = &run.ranks[rank].tensors[range.tensor].name;
-        let places = vec![place(run, &actor)];
-        diagnostics.add(DiagnosticKind::Malformed, places.clone(), |said| {
+        let kind = DiagnosticKind::Malformed;
+        by_steps(run, diagnostics, kind, [&actor], |[step]| {
             format!(
-                "{}: what the kernel reads and writes of '{name}' of rank {rank} depends on the epoch; expected \
-                 the same in every launch",
-                told(run, said, &actor, &places[0])
+                "{step}: what the kernel reads and writes of '{name}' of rank {rank} depends on the epoch; expected \
+                 the same in every launch"
             )
         });
     }
