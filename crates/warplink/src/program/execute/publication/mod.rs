@@ -27,8 +27,8 @@ pub(crate) use tables::{Published, Tables};
 
 use super::context::RankContext;
 use crate::device::{Backing, DeviceSlice, InFlight, InUse, Stream};
-use crate::error::{Rank, Result};
-use crate::memory::{Heard, MemoryRegistry, Notice, PeerHandle};
+use crate::error::Result;
+use crate::memory::{Heard, MemoryRegistry};
 use crate::program::section::UNPUBLISHED;
 use crate::sync::lock;
 use publisher::Publisher;
@@ -95,18 +95,8 @@ enum PublisherEvent {
     Past {
         number: u64,
     },
-    /// A peer, by its rank in the job, offers an entry.
-    Offer {
-        from: Rank,
-        entry: u64,
-        handle: PeerHandle,
-    },
-    /// A peer reports on an entry.
-    Notice {
-        from: Rank,
-        entry: u64,
-        notice: Notice,
-    },
+    /// A peer, by its rank in the job, offers or reports on an entry.
+    Heard(Heard),
     /// Release memory without other references, and reply when done.
     Reclaim(Sender<()>),
     Stop,
@@ -273,24 +263,6 @@ impl Events {
 
     fn hear(&self, heard: Heard) {
         match heard {
-            Heard::Offer {
-                from,
-                entry,
-                handle,
-            } => self.send(PublisherEvent::Offer {
-                from,
-                entry,
-                handle,
-            }),
-            Heard::Notice {
-                from,
-                entry,
-                notice,
-            } => self.send(PublisherEvent::Notice {
-                from,
-                entry,
-                notice,
-            }),
             Heard::Reclaim => {
                 // Without a thread, no memory is held.
                 if lock(&self.thread).is_none() {
@@ -301,6 +273,7 @@ impl Events {
                 // In vain is no error: the allocation is tried again and then fails by itself.
                 let _ = wait.recv_timeout(MAX_RECLAIM);
             }
+            _ => self.send(PublisherEvent::Heard(heard)),
         }
     }
 
@@ -344,20 +317,20 @@ impl UsedAllocations {
         entries.into_iter().map(|(_, _, number)| number).collect()
     }
 
-    /// Removes the entry of a number, and returns it if it was in use.
-    fn forget(&mut self, number: u64) -> Option<TableEntry> {
+    /// Removes the entry of a number, and returns it if it was in use; marks `never` as unpublishable.
+    fn forget(&mut self, number: u64, never: Option<&Arc<dyn Backing>>) -> Option<TableEntry> {
         let of = |entry: &TableEntry| matches!(entry, TableEntry::Entry { number: other, .. } if *other == number);
         let identity = self.by_identity.iter().find(|(_, entry)| of(entry));
-        let identity = *identity?.0;
-        self.by_identity.remove(&identity)
-    }
-
-    /// Marks an allocation as unpublishable, and drops marks of freed ones.
-    fn never(&mut self, backing: &Arc<dyn Backing>) {
-        self.by_identity.retain(
-            |_, entry| !matches!(entry, TableEntry::Never(gone) if gone.strong_count() == 0),
-        );
-        let entry = TableEntry::Never(Arc::downgrade(backing));
-        self.by_identity.insert(backing.identity(), entry);
+        let identity = identity.map(|(identity, _)| *identity);
+        let removed = identity.and_then(|identity| self.by_identity.remove(&identity));
+        if let Some(backing) = never {
+            // Marks of freed allocations are dropped.
+            self.by_identity.retain(
+                |_, entry| !matches!(entry, TableEntry::Never(gone) if gone.strong_count() == 0),
+            );
+            let entry = TableEntry::Never(Arc::downgrade(backing));
+            self.by_identity.insert(backing.identity(), entry);
+        }
+        removed
     }
 }

@@ -4,7 +4,7 @@ use super::super::context::RankContext;
 use super::{FEW_ENTRIES, Publication, PublisherEvent, Tables, UsedAllocations};
 use crate::device::{Backing, DeviceSlice};
 use crate::error::{Rank, Result};
-use crate::memory::{MemoryRegistry, Message, Notice, PeerHandle, Region, RemoteRegion};
+use crate::memory::{Heard, MemoryRegistry, Message, Notice, PeerHandle, Region, RemoteRegion};
 use crate::sync::lock;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
@@ -124,24 +124,7 @@ impl Publisher {
                     self.offer(number, allocation);
                 }
                 Some(PublisherEvent::Past { number }) => self.past(number),
-                Some(PublisherEvent::Offer {
-                    from,
-                    entry,
-                    handle,
-                }) => {
-                    if let Some(rank) = self.peer(from) {
-                        self.map(rank, entry, handle);
-                    }
-                }
-                Some(PublisherEvent::Notice {
-                    from,
-                    entry,
-                    notice,
-                }) => {
-                    if let Some(rank) = self.peer(from) {
-                        self.hear(rank, entry, notice);
-                    }
-                }
+                Some(PublisherEvent::Heard(heard)) => self.hear(heard),
                 Some(PublisherEvent::Reclaim(done)) => {
                     self.sweep();
                     let _ = done.send(());
@@ -222,23 +205,38 @@ impl Publisher {
 
     /// Frees a number that no peer knows; `never` is marked as unpublishable.
     fn free(&mut self, number: u64, never: Option<&Arc<dyn Backing>>) {
-        let mut used = lock(&self.used);
-        let removed = used.forget(number);
-        if let Some(backing) = never {
-            used.never(backing);
-        }
-        drop(used);
+        let removed = lock(&self.used).forget(number, never);
         // The release notice arrives later and needs no reply. The number stays reserved until then.
-        self.own.insert(
-            number,
-            OwnState::Withdrawn {
-                left: BTreeSet::new(),
-            },
-        );
+        let left = BTreeSet::new();
+        self.own.insert(number, OwnState::Withdrawn { left });
         drop(removed);
     }
 
-    fn hear(&mut self, rank: Rank, entry: u64, notice: Notice) {
+    fn hear(&mut self, heard: Heard) {
+        match heard {
+            Heard::Offer {
+                from,
+                entry,
+                handle,
+            } => {
+                if let Some(rank) = self.peer(from) {
+                    self.map(rank, entry, handle);
+                }
+            }
+            Heard::Notice {
+                from,
+                entry,
+                notice,
+            } => {
+                if let Some(rank) = self.peer(from) {
+                    self.notice(rank, entry, notice);
+                }
+            }
+            Heard::Reclaim => self.sweep(),
+        }
+    }
+
+    fn notice(&mut self, rank: Rank, entry: u64, notice: Notice) {
         match notice {
             Notice::Taken => self.taken(rank, entry),
             Notice::Refused => self.refused(entry),
@@ -317,12 +315,7 @@ impl Publisher {
         if let Err(error) = self.tables.clear(self.rank, entry) {
             tracing::debug!(%error, "an entry of a table stays");
         }
-        let mut used = lock(&self.used);
-        let removed = used.forget(entry);
-        if let Some(backing) = never {
-            used.never(backing);
-        }
-        drop(used);
+        let removed = lock(&self.used).forget(entry, never);
         // Dropping the region ends the registration; the memory is held until all peers have released it.
         let before = self.own.insert(entry, OwnState::Leaving);
         drop(before);
@@ -332,16 +325,13 @@ impl Publisher {
 
     /// Asks peers to release an allocation: all streams that may have used it have completed.
     fn past(&mut self, entry: u64) {
-        match self.own.get_mut(&entry) {
-            Some(own @ OwnState::Leaving) => {
-                *own = OwnState::Withdrawn {
-                    left: (0..self.peers.len())
-                        .filter(|rank| *rank != self.rank)
-                        .collect(),
-                };
-                for rank in self.others() {
-                    self.notify(rank, entry, Notice::Withdrawn);
+        match self.own.get(&entry) {
+            Some(OwnState::Leaving) => {
+                let left = self.others();
+                for rank in &left {
+                    self.notify(*rank, entry, Notice::Withdrawn);
                 }
+                self.own.insert(entry, OwnState::Withdrawn { left });
             }
             Some(OwnState::Withdrawn { left }) if left.is_empty() => self.reuse(entry),
             _ => {}
