@@ -48,40 +48,26 @@ impl RowValue for BoundedValue {
     }
 
     fn unary(self, function: RowUnary) -> Self {
+        let single = |value: f64| f64::from((value as f32).unary(function));
         match function {
-            RowUnary::Negative => Self::exact(0.0).plus(Self {
-                value: -self.value,
-                ..self
-            }),
-            RowUnary::Abs => Self {
-                value: self.value.abs(),
-                ..self
-            },
-            RowUnary::Sqrt => self.mapped(f64::sqrt, f64::INFINITY),
+            RowUnary::Negative => Self::exact(0.0).plus(self.with_value(-self.value)),
+            RowUnary::Abs => self.with_value(self.value.abs()),
+            RowUnary::Sqrt => self.mapped(f64::sqrt),
             RowUnary::Rsqrt => {
                 // Both the square root and the quotient are rounded.
-                let root = self.mapped(f64::sqrt, f64::INFINITY).stored(DType::F32);
+                let root = self.mapped(f64::sqrt).stored(DType::F32);
                 Self::exact(1.0).divided_by(root).stored(DType::F32)
             }
-            RowUnary::PowerOfTwo => {
-                let power = |value: f64| f64::from((value as f32).unary(RowUnary::PowerOfTwo));
-                self.mapped(power, f64::INFINITY)
-            }
-            RowUnary::Exponent => {
-                let exponent = |value: f64| f64::from((value as f32).unary(RowUnary::Exponent));
-                self.mapped(exponent, f64::INFINITY)
-            }
+            RowUnary::PowerOfTwo | RowUnary::Exponent => self.mapped(single),
             RowUnary::E2m1 => {
-                let code = |value: f64| f64::from((value as f32).unary(RowUnary::E2m1));
-                let near = self.mapped(code, f64::INFINITY);
+                let near = self.mapped(single);
                 // A code is that of a magnitude and a sign.
                 let straddles = self.value.abs() <= self.bound && self.bound > 0.0;
-                let bound = if straddles { 15.0 } else { near.bound };
-                Self { bound, ..near }
+                near.with_bound(if straddles { 15.0 } else { near.bound })
             }
             // Allows for the error of library implementations: several roundings.
             RowUnary::Exp => {
-                let near = self.mapped(f64::exp, f64::INFINITY).stored(DType::F32);
+                let near = self.mapped(f64::exp).stored(DType::F32);
                 near.stored(DType::F32).stored(DType::F32)
             }
         }
@@ -90,10 +76,7 @@ impl RowValue for BoundedValue {
     fn binary(self, function: RowBinary, other: Self) -> Self {
         let value = match function {
             RowBinary::Add => self.plus(other),
-            RowBinary::Subtract => self.plus(Self {
-                value: -other.value,
-                ..other
-            }),
+            RowBinary::Subtract => self.plus(other.with_value(-other.value)),
             RowBinary::Multiply => self.times(other),
             RowBinary::Divide => self.divided_by(other),
             RowBinary::Min => return self.smaller(other),
@@ -110,12 +93,8 @@ impl RowValue for BoundedValue {
         if (a.value - b.value).abs() > a.bound + b.bound || a.bound + b.bound == 0.0 {
             return taken;
         }
-        Self {
-            bound: taken
-                .bound
-                .max((taken.value - left.value).abs() + left.bound),
-            ..taken
-        }
+        let reached = (taken.value - left.value).abs() + left.bound;
+        taken.with_bound(taken.bound.max(reached))
     }
 
     fn round(self, dtype: DType) -> Self {
@@ -124,11 +103,9 @@ impl RowValue for BoundedValue {
 
     fn pair(self, high: Self) -> Self {
         let value = (self.value as f32).pair(high.value as f32);
-        Self {
-            value: value.into(),
-            bound: self.bound + 16.0 * high.bound,
-            ..self.plus(high)
-        }
+        self.plus(high)
+            .with_value(value.into())
+            .with_bound(self.bound + 16.0 * high.bound)
     }
 
     fn row(
@@ -147,11 +124,7 @@ impl RowValue for BoundedValue {
                 }
                 // The bound holds for any order of additions.
                 let rounding = f64::from(count) * 2_f64.powi(-24) * size;
-                Self {
-                    bound: sum.bound + rounding,
-                    ..sum
-                }
-                .stored(DType::F32)
+                sum.with_bound(sum.bound + rounding).stored(DType::F32)
             }
         }
     }
@@ -159,21 +132,18 @@ impl RowValue for BoundedValue {
 
 impl BoundedValue {
     /// Result of a monotonic function: its error is largest at an end of the argument's interval.
-    fn mapped(self, function: fn(f64) -> f64, unknown: f64) -> Self {
+    fn mapped(self, function: impl Fn(f64) -> f64) -> Self {
         let value = function(self.value);
-        let ends = [self.value - self.bound, self.value + self.bound].map(function);
+        let ends = [self.value - self.bound, self.value + self.bound].map(&function);
         let off = ends.map(|end| (end - value).abs());
         // The interval reaches outside the function's domain, such as below 0 for a root.
         let bound = if off.iter().any(|off| off.is_nan()) && self.bound > 0.0 {
-            unknown
+            f64::INFINITY
         } else {
             off[0].max(off[1])
         };
-        Self {
-            value,
-            bound: if bound.is_nan() { 0.0 } else { bound },
-            ..self
-        }
+        self.with_value(value)
+            .with_bound(if bound.is_nan() { 0.0 } else { bound })
     }
 
     fn divided_by(self, other: Self) -> Self {

@@ -82,6 +82,15 @@ impl BoundedValue {
         }
     }
 
+    /// Another value of the same provenance and bound.
+    pub(super) const fn with_value(self, value: f64) -> Self {
+        Self { value, ..self }
+    }
+
+    pub(super) const fn with_bound(self, bound: f64) -> Self {
+        Self { bound, ..self }
+    }
+
     pub(super) fn plus(self, other: Self) -> Self {
         // Sums of integers are exact as long as `f64` is. Other sums are rounded when stored, and the bound added
         // there covers this.
@@ -105,10 +114,7 @@ impl BoundedValue {
     /// Wrapping product of two 32-bit integers.
     pub(super) fn times_wrapping(self, other: Self) -> Self {
         let product = (self.value as i32).wrapping_mul(other.value as i32);
-        Self {
-            value: f64::from(product),
-            ..self.times(other)
-        }
+        self.times(other).with_value(f64::from(product))
     }
 
     /// Product in a reduction of `dtype`.
@@ -123,18 +129,10 @@ impl BoundedValue {
     pub(super) fn divided(self, count: usize, dtype: DType) -> Self {
         let value = self.value / count as f64;
         if dtype.is_float() {
-            let bound = self.bound / count as f64;
-            return Self {
-                value,
-                bound,
-                ..self
-            };
+            return self.with_value(value).with_bound(self.bound / count as f64);
         }
-        Self {
-            // Integer division truncates towards zero, on hosts and GPUs.
-            value: value.trunc(),
-            ..self
-        }
+        // Integer division truncates towards zero, on hosts and GPUs.
+        self.with_value(value.trunc())
     }
 
     pub(super) fn larger(self, other: Self) -> Self {
@@ -165,53 +163,34 @@ impl BoundedValue {
         };
         // Truncation is discontinuous: a slightly smaller value may truncate to one less.
         let fraction = if self.bound > 0.0 { 1.0 } else { 0.0 };
-        Self {
-            value: self.value.trunc().clamp(least, most),
-            bound: self.bound + fraction,
-            ..self
-        }
+        self.with_value(self.value.trunc().clamp(least, most))
+            .with_bound(self.bound + fraction)
     }
 
     /// Value as an element of `dtype`.
     pub(super) fn stored(self, dtype: DType) -> Self {
+        if !dtype.is_float() {
+            return match dtype {
+                // Larger integers are not exact in `f64`.
+                _ if self.value.abs() > EXACT => self.with_bound(f64::INFINITY),
+                DType::U64 if self.value < 0.0 => self.with_bound(f64::INFINITY),
+                DType::I64 | DType::U64 => self,
+                // Integers wrap.
+                _ => self.with_value(wrapped(self.value as i64, dtype)),
+            };
+        }
+        let most = largest(dtype);
+        let size = self.value.abs() + self.bound;
+        let rounding = |size: f64| roundoff(dtype) * size + smallest(dtype);
+        let rounded = |rounding: f64| self.with_bound(self.bound + MARGIN * rounding);
         match dtype {
-            // Larger integers are not exact in `f64`.
-            _ if !dtype.is_float() && self.value.abs() > EXACT => Self {
-                bound: f64::INFINITY,
-                ..self
-            },
-            DType::U64 if self.value < 0.0 => Self {
-                bound: f64::INFINITY,
-                ..self
-            },
-            DType::I64 | DType::U64 => self,
-            // Integers wrap.
-            _ if !dtype.is_float() => Self {
-                value: wrapped(self.value as i64, dtype),
-                ..self
-            },
             // Overflow saturates to the largest value.
-            DType::F8E4M3 | DType::F8E5M2 if (self.value.abs() + self.bound).is_finite() => {
-                let most = largest(dtype);
-                let size = (self.value.abs() + self.bound).min(most);
-                let rounding = roundoff(dtype) * size + smallest(dtype);
-                Self {
-                    value: self.value.clamp(-most, most),
-                    bound: self.bound + MARGIN * rounding,
-                    ..self
-                }
+            DType::F8E4M3 | DType::F8E5M2 if size.is_finite() => {
+                rounded(rounding(size.min(most))).with_value(self.value.clamp(-most, most))
             }
-            _ => {
-                let size = self.value.abs() + self.bound;
-                let rounding = roundoff(dtype) * size + smallest(dtype);
-                let bound = if size + rounding > largest(dtype) {
-                    // The value may overflow to infinity.
-                    f64::INFINITY
-                } else {
-                    self.bound + MARGIN * rounding
-                };
-                Self { bound, ..self }
-            }
+            // The value may overflow to infinity.
+            _ if size + rounding(size) > most => self.with_bound(f64::INFINITY),
+            _ => rounded(rounding(size)),
         }
     }
 }
@@ -297,10 +276,7 @@ mod tests {
             BoundedValue::exact(f64::from(i32::MAX))
         );
         assert_eq!(cast(-1.0, DType::U8), BoundedValue::exact(0.0));
-        let uncertain = BoundedValue {
-            bound: 1e-6,
-            ..BoundedValue::exact(3.0)
-        };
+        let uncertain = BoundedValue::exact(3.0).with_bound(1e-6);
         assert!(uncertain.cast(DType::I32).bound >= 1.0);
         let rounded = cast(3.001, DType::BF16);
         let near = f64::from(bf16::from_f32(3.001));
@@ -310,27 +286,15 @@ mod tests {
     #[test]
     fn a_product_may_be_as_far_off_as_its_factors() {
         let (a, b) = (
-            BoundedValue {
-                bound: 0.5,
-                ..BoundedValue::exact(-3.0)
-            },
-            BoundedValue {
-                bound: 0.25,
-                ..BoundedValue::exact(2.0)
-            },
+            BoundedValue::exact(-3.0).with_bound(0.5),
+            BoundedValue::exact(2.0).with_bound(0.25),
         );
         let product = a.times(b);
         for (a, b) in [(-3.5, 2.25), (-2.5, 1.75), (-3.5, 1.75)] {
             assert!((a * b - product.value).abs() <= product.bound);
         }
         assert_eq!(a.larger(b).value, 2.0);
-        assert_eq!(
-            a.smaller(b),
-            BoundedValue {
-                bound: 0.5,
-                ..BoundedValue::exact(-3.0)
-            }
-        );
+        assert_eq!(a.smaller(b), BoundedValue::exact(-3.0).with_bound(0.5));
     }
 
     #[test]
