@@ -4,7 +4,7 @@ use super::agreement::Digest;
 use super::context::{ProgramCollectives, RankContext};
 use super::kernel::{BoundKernels, KernelMemory};
 use super::launches::Launches;
-use super::memory::{Bindings, PlanMemory, TensorMemory};
+use super::memory::{Bindings, PlanMemory};
 use super::plan::{Plan, PlanParts};
 use super::pool::Pool;
 use super::replaced::replaceable;
@@ -18,6 +18,7 @@ use crate::program::diagnostic::Diagnostic;
 use crate::program::ir::Backend;
 use crate::program::rank_program::{RankProgram, TensorId, TransferInstance};
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 /// A program prepared for this rank, ready to be bound to memory.
@@ -242,23 +243,18 @@ impl Prepared {
         for (transfer, protocol) in self.direct() {
             let range = transfer.range;
             let tag = tag(transfer);
-            let region = match (memory.tensor(range.tensor), registered.get(&range.tensor)) {
-                (TensorMemory::Nothing, _) => {
-                    // Sends of posted matmuls: the tensor has a shape but no memory, as the result goes straight to
-                    // the receiver.
-                    let store = TransferRequest::store(range.bytes, transfer.peer, tag);
-                    requests.push(store.with_path(path));
-                    continue;
-                }
-                (TensorMemory::Pooled(region) | TensorMemory::Staged { region, .. }, _) => {
-                    region.clone()
-                }
-                (_, Some(region)) => region.clone(),
-                (TensorMemory::Bound(slice), None) => {
-                    // Once per tensor: several transfers may be of parts of one.
-                    let region = self.context.memory.register(slice)?;
-                    registered.insert(range.tensor, region.clone());
-                    region
+            // Once per tensor: several transfers may be of parts of one.
+            let region = match registered.entry(range.tensor) {
+                Entry::Occupied(known) => known.into_mut(),
+                Entry::Vacant(place) => {
+                    let Some(region) = memory.region(range.tensor, &self.context.memory)? else {
+                        // Sends of posted matmuls: the tensor has a shape but no memory, as the result goes straight
+                        // to the receiver.
+                        let store = TransferRequest::store(range.bytes, transfer.peer, tag);
+                        requests.push(store.with_path(path));
+                        continue;
+                    };
+                    place.insert(region)
                 }
             };
             let part = region.slice(range.offset_bytes..range.end())?;

@@ -7,9 +7,8 @@
 use super::context::RankContext;
 use super::lane::{SectionLanes, tell_difference};
 use super::lane_times::LaneTimes;
-use super::memory::{PlanMemory, TensorMemory};
+use super::memory::PlanMemory;
 use super::reach::Reach;
-use super::section_kernel::SectionKernel;
 use crate::device::{
     AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, Priority,
     Stream,
@@ -104,14 +103,11 @@ impl KernelMemory {
         };
         let mut shared = Vec::new();
         for id in program.shared_tensors() {
-            let region = match memory.tensor(id) {
-                TensorMemory::Pooled(region) | TensorMemory::Staged { region, .. } => {
-                    region.clone()
-                }
-                // The pool's regions are registered already; the caller's memory is not.
-                TensorMemory::Bound(slice) => context.memory.register(slice)?,
-                TensorMemory::Nothing => return Err(internal("a tensor without memory is shared")),
-            };
+            let region = memory.region(id, &context.memory)?;
+            let region = region.ok_or_else(|| {
+                let message = "a tensor without memory is shared";
+                Error::internal(message).with_operation("bind a program with kernels")
+            })?;
             shared.push((id, region));
         }
         let layout = WorkspaceLayout::of(&program.scratch);
@@ -270,25 +266,18 @@ impl BoundKernels {
                 kernel_text(&written, &aligned)
             }
         };
-        let SectionKernel {
-            kernel,
-            launch,
-            signals,
-        } = self.load(device, section, text, lanes)?;
+        let (kernel, launch) = self.load(device, section, text, lanes)?;
         let words = addresses.words(section);
         let words = Argument::Words(match times {
             // Last in the kernel's `Binding`, where the emitter appends them for a traced kernel.
             Some(times) => words.iter().copied().chain(times.words()).collect(),
             None => words,
         });
+        let signals = self.signals.region().memory();
         Ok(KernelLaunch {
             kernel,
             launch,
-            arguments: vec![words, Argument::Slice(signals)],
+            arguments: vec![words, Argument::Slice(signals.clone())],
         })
     }
-}
-
-fn internal(what: &'static str) -> Error {
-    Error::internal(what).with_operation("bind a program with kernels")
 }

@@ -4,7 +4,7 @@ use super::pool::Pool;
 use super::replaced::untransferred;
 use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, Result};
-use crate::memory::Region;
+use crate::memory::{MemoryRegistry, Region};
 use crate::program::ir::Role;
 use crate::program::rank_program::{Range, RankProgram, TensorId, TensorInstance};
 use std::collections::BTreeMap;
@@ -182,8 +182,16 @@ impl PlanMemory {
         Ok(())
     }
 
-    pub(super) fn tensor(&self, id: TensorId) -> &TensorMemory {
-        &self.tensors[id]
+    /// Memory of a tensor for peers to map, if this rank accesses it.
+    pub(super) fn region(&self, id: TensorId, memory: &MemoryRegistry) -> Result<Option<Region>> {
+        Ok(match &self.tensors[id] {
+            TensorMemory::Pooled(region) | TensorMemory::Staged { region, .. } => {
+                Some(region.clone())
+            }
+            // The pool's regions are registered already; the caller's memory is not.
+            TensorMemory::Bound(slice) => Some(memory.register(slice)?),
+            TensorMemory::Nothing => None,
+        })
     }
 
     /// Whether peers map another region than the caller's memory.

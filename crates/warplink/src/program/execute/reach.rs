@@ -1,7 +1,8 @@
 //! Memory that the kernels of a plan access, and the addresses that a launch is bound to.
 
-use crate::device::DeviceSlice;
-use crate::error::Rank;
+use super::lane::packet_flag;
+use crate::device::{Device, DeviceSlice};
+use crate::error::{Rank, Result};
 use crate::program::rank_program::TensorId;
 use crate::program::section::{
     Addresses, SectionInstance, SectionMemory, SectionTensor, WorkspaceLayout,
@@ -42,8 +43,20 @@ pub(crate) enum Announced {
 }
 
 impl Announced {
+    /// The first difference that kernels have recorded in `verdicts`, with its number. Blocks for the time of a small
+    /// read from the device.
+    pub(super) fn first(
+        device: &dyn Device,
+        verdicts: &DeviceSlice,
+    ) -> Result<Option<(usize, Self)>> {
+        let mut bytes = vec![0; verdicts.bytes()];
+        device.download(verdicts, &mut bytes)?;
+        let mut verdicts = bytes.chunks_exact(VERDICT_BYTES).enumerate();
+        Ok(verdicts.find_map(|(number, verdict)| Some((number, Self::read(verdict)?))))
+    }
+
     /// Reads a verdict. `None` if kernels have recorded no difference there.
-    pub(super) fn read(verdict: &[u8]) -> Option<Self> {
+    fn read(verdict: &[u8]) -> Option<Self> {
         let (theirs, rest) = verdict.split_at(VERDICT_WORDS_BYTES);
         let (differ, own) = rest.split_at(rest.len() - VERDICT_WORDS_BYTES);
         // The kernel stores the words first and these bytes last, so a verdict that is being written reads as none.
@@ -71,6 +84,25 @@ pub(super) fn announced_words(bytes: &[u8]) -> Vec<u32> {
     words
         .map(|word| u32::from_le_bytes([word[0], word[1], word[2], word[3]]))
         .collect()
+}
+
+/// Words of `memory`. Blocks for the time of a small read from the device.
+pub(super) fn read_words(device: &dyn Device, memory: &DeviceSlice) -> Result<Vec<u64>> {
+    let mut bytes = vec![0; memory.bytes()];
+    device.download(memory, &mut bytes)?;
+    let (words, _) = bytes.as_chunks();
+    Ok(words.iter().copied().map(u64::from_le_bytes).collect())
+}
+
+/// Whether the launch of `epoch` has stored the packet of an announcement. Blocks for the time of a small read from the
+/// device.
+pub(super) fn has_announced(device: &dyn Device, packet: &DeviceSlice, epoch: u64) -> Result<bool> {
+    // Devices flag 16-byte packets with the lower half of the epoch, which differs from `packet_flag` after four
+    // billion launches.
+    let flags = [packet_flag(epoch), (epoch + 1) as u32].map(u32::to_le_bytes);
+    let mut bytes = [0; 16];
+    device.download(packet, &mut bytes)?;
+    Ok(flags.iter().any(|flag| bytes[4..8] == *flag))
 }
 
 /// Memory of all ranks that kernels access, as mapped here.

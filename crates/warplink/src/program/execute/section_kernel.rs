@@ -2,28 +2,20 @@
 
 use super::kernel::BoundKernels;
 use super::lane::SectionLanes;
-use crate::device::{Device, DeviceSlice, Kernel, Launch, ModuleSource};
+use crate::device::{Device, Kernel, Launch, ModuleSource};
 use crate::error::Result;
 use crate::program::section::{KERNEL, SectionInstance};
 
-/// A loaded kernel, and its launch parameters.
-pub(super) struct SectionKernel {
-    pub(super) kernel: Kernel,
-    pub(super) launch: Launch,
-    /// Argument that follows the words of a launch.
-    pub(super) signals: DeviceSlice,
-}
-
 impl BoundKernels {
     /// Compiles and loads the kernel of `section`: `text` on devices that take code, unless a kernel of the same text
-    /// is already loaded, or `lanes` on devices that take closures.
+    /// is already loaded, or `lanes` on devices that take closures. Returns the parameters of its launch as well.
     pub(super) fn load(
         &self,
         device: &dyn Device,
         section: &SectionInstance,
         text: impl Fn() -> Result<String> + Send + Sync + 'static,
         lanes: SectionLanes,
-    ) -> Result<SectionKernel> {
+    ) -> Result<(Kernel, Launch)> {
         let source = ModuleSource::new("kernel section")
             .with_written_cuda(text)
             .with_host_lanes(KERNEL, section.world, lanes);
@@ -42,11 +34,6 @@ impl BoundKernels {
         let ranks_per_device = self.reach.ranks_per_device;
         kernel.check_together(&launch, ranks_per_device)?;
         let launch = kernel.early(launch, ranks_per_device);
-        let signals = self.signals.region().memory();
-        Ok(SectionKernel {
-            kernel,
-            launch,
-            signals: signals.clone(),
-        })
+        Ok((kernel, launch))
     }
 }

@@ -3,7 +3,7 @@
 //! A kernel on a device that takes code cannot fail its stream. It notes the integer in its state, stores nothing more and
 //! stops to wait; the host looks for such notes when it synchronizes. Devices that take closures fail the stream instead.
 
-use super::reach::{Reach, VALUE_NOTE_BYTES};
+use super::reach::{Reach, VALUE_NOTE_BYTES, read_words};
 use crate::device::Device;
 use crate::error::{Error, Result};
 use crate::program::site::Position;
@@ -41,15 +41,7 @@ impl Reach {
     pub(super) fn refused_value(&self, device: &dyn Device) -> Result<Option<Error>> {
         let from = Self::value_note_offset(self.lanes, self.workspaces.len());
         let note = self.state.slice(from..from + VALUE_NOTE_BYTES)?;
-        let mut bytes = [0; VALUE_NOTE_BYTES];
-        device.download(&note, &mut bytes)?;
-        let words = bytes.chunks_exact(8);
-        let words = words.map(|word| {
-            word.iter()
-                .rev()
-                .fold(0, |all, byte| all << 8 | u64::from(*byte))
-        });
-        let [place, value, most, lane, _] = words.collect::<Vec<u64>>()[..] else {
+        let [place, value, most, lane, _] = read_words(device, &note)?[..] else {
             return Ok(None);
         };
         if place == 0 {

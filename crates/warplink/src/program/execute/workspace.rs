@@ -8,10 +8,11 @@
 
 use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelMemory};
-use super::lane::{SectionLanes, TellDifference, packet_flag};
+use super::lane::{SectionLanes, TellDifference};
 use super::publication::{Publication, Published, Tables};
-use super::reach::{Announced, DIRECT_BYTES, EPOCH_BYTES, Reach, VERDICT_BYTES};
-use super::section_kernel::SectionKernel;
+use super::reach::{
+    Announced, DIRECT_BYTES, EPOCH_BYTES, Reach, VERDICT_BYTES, has_announced, read_words,
+};
 use crate::device::{
     Device, DeviceSlice, Fault, Launch, Readying, SerialArguments, SerialKernel, SerialKernels,
     Stream, Word,
@@ -259,8 +260,7 @@ impl SharedWorkspace {
             times: None,
             cache: StepCache::default(),
         };
-        let SectionKernel { kernel, launch, .. } =
-            self.kernels.load(&*self.device, &section, text, lanes)?;
+        let (kernel, launch) = self.kernels.load(&*self.device, &section, text, lanes)?;
         let kernel = self.serial.ready(kernel, &launch, wanted.readying)?;
         let mut largest = None;
         if let Some(larger) = wanted.largest.as_ref().filter(|_| kernel.is_code()) {
@@ -284,10 +284,8 @@ impl SharedWorkspace {
     pub(crate) fn direct_lanes(&self) -> Result<u64> {
         let reach = &self.kernels.reach;
         let from = Reach::direct_offset(reach.lanes, self.world);
-        let mut count = [0; DIRECT_BYTES];
-        let memory = reach.state.slice(from..from + DIRECT_BYTES)?;
-        self.device.download(&memory, &mut count)?;
-        Ok(u64::from_le_bytes(count))
+        let count = reach.state.slice(from..from + DIRECT_BYTES)?;
+        Ok(read_words(&*self.device, &count)?[0])
     }
 
     /// Word of [`direct_lanes`](Self::direct_lanes), for closures.
@@ -300,14 +298,8 @@ impl SharedWorkspace {
     /// Ranks that have not announced themselves in this rank's launch in flight; empty if there is none. `rows` is
     /// the scratch of the announcements. Blocks for the time of a small read from the device.
     pub(crate) fn absent(&self, rows: &ScratchInstance) -> Result<Vec<Rank>> {
-        let mut epoch = [0; EPOCH_BYTES];
         let reach = &self.kernels.reach;
-        self.device
-            .download(&reach.state.slice(0..EPOCH_BYTES)?, &mut epoch)?;
-        let epoch = u64::from_le_bytes(epoch);
-        // Devices flag 16-byte packets with the lower half of the epoch, which differs from `packet_flag` after four
-        // billion launches.
-        let flags = [packet_flag(epoch), (epoch + 1) as u32].map(u32::to_le_bytes);
+        let epoch = read_words(&*self.device, &reach.state.slice(0..EPOCH_BYTES)?)?[0];
         let slot = (epoch % 2) as usize;
         // Whether rank `of` announced itself at rank `at`.
         let announced = |at: Rank, of: Rank| -> Result<bool> {
@@ -317,9 +309,7 @@ impl SharedWorkspace {
             };
             let from = reach.layout.area(rows.packing).offset_bytes;
             let packet = memory.slice(from + range.start..from + range.end)?;
-            let mut bytes = [0; 16];
-            self.device.download(&packet, &mut bytes)?;
-            Ok(flags.iter().any(|flag| bytes[4..8] == *flag))
+            has_announced(&*self.device, &packet, epoch)
         };
         let mut absent = Vec::new();
         let mut is_in_launch = false;
@@ -340,16 +330,9 @@ impl SharedWorkspace {
     pub(crate) fn disagreement(&self) -> Result<Option<(Rank, Announced)>> {
         let reach = &self.kernels.reach;
         let from = EPOCH_BYTES * reach.lanes;
-        let mut bytes = vec![0; VERDICT_BYTES * self.world];
-        let verdicts = reach.state.slice(from..from + bytes.len())?;
-        self.device.download(&verdicts, &mut bytes)?;
-        let mut verdicts = bytes.chunks_exact(VERDICT_BYTES).enumerate();
-        Ok(verdicts.find_map(|(place, verdict)| {
-            Some((
-                (self.rank + 1 + place) % self.world,
-                Announced::read(verdict)?,
-            ))
-        }))
+        let verdicts = from..from + VERDICT_BYTES * self.world;
+        let first = Announced::first(&*self.device, &reach.state.slice(verdicts)?)?;
+        Ok(first.map(|(place, announced)| ((self.rank + 1 + place) % self.world, announced)))
     }
 }
 

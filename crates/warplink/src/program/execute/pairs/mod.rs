@@ -16,9 +16,9 @@ pub(crate) use table::{CARRIED_WORDS, MAX_MESSAGES, MessageMemory, PairMessage};
 pub(super) use table::{Decoded, decode};
 
 use super::context::RankContext;
-use super::lane::{PairLanes, TellDifference, packet_flag};
+use super::lane::{PairLanes, TellDifference};
 use super::publication::Published;
-use super::reach::{Announced, EPOCH_BYTES, Reach, VERDICT_BYTES};
+use super::reach::{Announced, EPOCH_BYTES, Reach, VERDICT_BYTES, has_announced, read_words};
 use super::workspace::SharedWorkspace;
 use crate::device::{Device, DeviceSlice, Launch, ModuleSource, SerialArguments, Stream};
 use crate::error::{Error, Rank, Result};
@@ -279,15 +279,10 @@ impl Pairs {
             for peer in 0..self.state.world {
                 let line = self.state.line(role, peer);
                 let from = EPOCH_BYTES * line * self.state.lanes;
-                let mut epoch = [0; EPOCH_BYTES];
-                device.download(&self.counts.slice(from..from + EPOCH_BYTES)?, &mut epoch)?;
-                let epoch = u64::from_le_bytes(epoch);
-                // Devices flag packets with the lower half of the epoch, closures with `packet_flag`.
-                let flags = [packet_flag(epoch), (epoch + 1) as u32].map(u32::to_le_bytes);
-                let has_begun = |announced: &Announcements| -> Result<bool> {
-                    let mut packet = [0; 16];
-                    device.download(&announced[(epoch % 2) as usize], &mut packet)?;
-                    Ok(flags.iter().any(|flag| packet[4..8] == *flag))
+                let count = self.counts.slice(from..from + EPOCH_BYTES)?;
+                let epoch = read_words(device, &count)?[0];
+                let has_begun = |announced: &Announcements| {
+                    has_announced(device, &announced[(epoch % 2) as usize], epoch)
                 };
                 let [own, theirs] = &self.announced[line];
                 if has_begun(own)? && !has_begun(theirs)? {
@@ -305,18 +300,12 @@ impl Pairs {
         if !self.used.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        let lines = 2 * self.state.world;
-        let mut bytes = vec![0; VERDICT_BYTES * lines];
-        let from = self.state.verdict(0);
-        let verdicts = self.counts.slice(from..from + bytes.len())?;
-        self.device.download(&verdicts, &mut bytes)?;
-        let mut verdicts = bytes.chunks_exact(VERDICT_BYTES).enumerate();
-        Ok(verdicts.find_map(|(line, verdict)| {
-            Some(PairDifference {
-                peer: line % self.state.world,
-                role: line / self.state.world,
-                announced: Announced::read(verdict)?,
-            })
+        let verdicts = self.state.verdict(0)..self.state.verdict(2 * self.state.world);
+        let first = Announced::first(&*self.device, &self.counts.slice(verdicts)?)?;
+        Ok(first.map(|(line, announced)| PairDifference {
+            peer: line % self.state.world,
+            role: line / self.state.world,
+            announced,
         }))
     }
 }
