@@ -17,16 +17,12 @@ pub(super) struct Access {
 impl RankProgram {
     /// This rank's memory that an operation reads, writes, or exposes to a peer.
     pub(super) fn accesses(&self, kind: &OperationKind) -> Vec<Access> {
-        let range = |range: &Range, reads, writes| Access {
-            area: Area::from(*range),
-            reads,
-            writes,
-        };
         let area = |area: &Area, reads, writes| Access {
             area: area.clone(),
             reads,
             writes,
         };
+        let range = |range: &Range, reads, writes| area(&Area::from(*range), reads, writes);
         match kind {
             OperationKind::Allocate(_)
             | OperationKind::Deallocate(_)

@@ -29,31 +29,32 @@ pub enum Expr {
     Binary(Operator, Box<Expr>, Box<Expr>),
 }
 
-/// An operator between integers.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Operator {
-    /// `+`.
-    Add,
-    /// `-`.
-    Subtract,
-    /// `*`.
-    Multiply,
-    /// `/`, rounded towards minus infinity.
-    Divide,
-    /// `%`, the remainder of `/`: it has the sign of the divisor, so `(rank - 1) % world` is a rank.
-    Remainder,
-    /// `<<`: `a << b` is `a` times 2 to the `b`, for a `b` from 0 to 62.
-    ShiftLeft,
-    /// `>>`: `a >> b` is `a / 2^b`, rounded towards minus infinity, for a `b` from 0 to 62.
-    ShiftRight,
-    /// `^`, bitwise exclusive or: `rank ^ 1` is a neighbour.
-    Xor,
-    /// `min(a, b)`.
-    Min,
-    /// `max(a, b)`.
-    Max,
-    /// `part(n, k)`: length of the parts into which `[i of k]` cuts a tensor of `n`.
-    Part,
+named! {
+    /// An operator between integers. The name is its sign in program text; that of `min`, `max` and `part` is a function.
+    pub enum Operator: "operator" {
+        /// `+`.
+        Add = "+",
+        /// `-`.
+        Subtract = "-",
+        /// `*`.
+        Multiply = "*",
+        /// `/`, rounded towards minus infinity.
+        Divide = "/",
+        /// `%`, the remainder of `/`: it has the sign of the divisor, so `(rank - 1) % world` is a rank.
+        Remainder = "%",
+        /// `<<`: `a << b` is `a` times 2 to the `b`, for a `b` from 0 to 62.
+        ShiftLeft = "<<",
+        /// `>>`: `a >> b` is `a / 2^b`, rounded towards minus infinity, for a `b` from 0 to 62.
+        ShiftRight = ">>",
+        /// `^`, bitwise exclusive or: `rank ^ 1` is a neighbour.
+        Xor = "^",
+        /// `min(a, b)`.
+        Min = "min",
+        /// `max(a, b)`.
+        Max = "max",
+        /// `part(n, k)`: length of the parts into which `[i of k]` cuts a tensor of `n`.
+        Part = "part",
+    }
 }
 
 named! {
@@ -170,14 +171,16 @@ impl Expr {
     /// Calls `with` for this expression and its subexpressions, outermost first.
     pub(super) fn walk<'e>(&'e self, with: &mut dyn FnMut(&'e Self)) {
         with(self);
-        match self {
-            Self::Number(_) | Self::Name(_) | Self::Count(_) => {}
-            Self::Negative(a) | Self::Element(_, a) | Self::Log2(a) => a.walk(with),
-            Self::Binary(_, a, b) => {
-                a.walk(with);
-                b.walk(with);
-            }
-        }
+        self.operands().for_each(|operand| operand.walk(with));
+    }
+
+    fn operands(&self) -> impl Iterator<Item = &Self> {
+        let (first, second) = match self {
+            Self::Number(_) | Self::Name(_) | Self::Count(_) => (None, None),
+            Self::Negative(a) | Self::Element(_, a) | Self::Log2(a) => (Some(a), None),
+            Self::Binary(_, a, b) => (Some(a), Some(b)),
+        };
+        first.into_iter().chain(second).map(|operand| &**operand)
     }
 
     /// Number of numbers, names and operators.
@@ -189,11 +192,7 @@ impl Expr {
 
     /// Nesting depth; a number or name has depth 1.
     pub fn depth(&self) -> usize {
-        match self {
-            Self::Number(_) | Self::Name(_) | Self::Count(_) => 1,
-            Self::Negative(a) | Self::Element(_, a) | Self::Log2(a) => 1 + a.depth(),
-            Self::Binary(_, a, b) => 1 + a.depth().max(b.depth()),
-        }
+        1 + self.operands().map(Self::depth).max().unwrap_or(0)
     }
 }
 
@@ -240,21 +239,23 @@ impl Operator {
         a.wrapping_rem(b) != 0 && (a < 0) != (b < 0)
     }
 
+    /// Operators that are written as signs, those that bind least first.
+    pub(super) const LEVELS: [&[Self]; 4] = [
+        &[Self::Xor],
+        &[Self::ShiftLeft, Self::ShiftRight],
+        &[Self::Add, Self::Subtract],
+        &[Self::Multiply, Self::Divide, Self::Remainder],
+    ];
+
+    /// Its place in [`LEVELS`](Self::LEVELS); `None` for functions.
+    pub(super) fn level(self) -> Option<usize> {
+        let mut levels = Self::LEVELS.iter();
+        levels.position(|level| level.contains(&self))
+    }
+
     /// Sign in program text; for `min`, `max` and `part`, the function name.
     pub const fn sign(self) -> &'static str {
-        match self {
-            Self::Add => "+",
-            Self::Subtract => "-",
-            Self::Multiply => "*",
-            Self::Divide => "/",
-            Self::Remainder => "%",
-            Self::ShiftLeft => "<<",
-            Self::ShiftRight => ">>",
-            Self::Xor => "^",
-            Self::Min => "min",
-            Self::Max => "max",
-            Self::Part => "part",
-        }
+        self.name()
     }
 }
 
@@ -296,14 +297,8 @@ impl Condition {
             Self::Compare(comparison, a, b) => {
                 comparison.holds(a.evaluate(lookup)?, b.evaluate(lookup)?)
             }
-            Self::Given(tensor) => {
-                let name = format!("given({tensor})");
-                lookup(&name).ok_or(EvaluationError::Unknown(name))? != 0
-            }
-            Self::Reachable(tensor) => {
-                let name = reachable(tensor);
-                lookup(&name).ok_or(EvaluationError::Unknown(name))? != 0
-            }
+            Self::Given(tensor) => Expr::Name(format!("given({tensor})")).evaluate(lookup)? != 0,
+            Self::Reachable(tensor) => Expr::Name(reachable(tensor)).evaluate(lookup)? != 0,
             Self::Not(a) => !a.evaluate_within(lookup, left)?,
             Self::And(a, b) => {
                 a.evaluate_within(lookup, left)? && b.evaluate_within(lookup, left)?
@@ -314,35 +309,38 @@ impl Condition {
         })
     }
 
+    fn operands(&self) -> impl Iterator<Item = &Self> {
+        let (first, second) = match self {
+            Self::Compare(..) | Self::Given(_) | Self::Reachable(_) => (None, None),
+            Self::Not(a) => (Some(a), None),
+            Self::And(a, b) | Self::Or(a, b) => (Some(a), Some(b)),
+        };
+        first.into_iter().chain(second).map(|operand| &**operand)
+    }
+
     /// Calls `with` for the comparisons, `given` and `reachable` tests in the condition.
     pub(super) fn leaves<'c>(&'c self, with: &mut dyn FnMut(&'c Self)) {
-        match self {
-            Self::Compare(..) | Self::Given(_) | Self::Reachable(_) => with(self),
-            Self::Not(a) => a.leaves(with),
-            Self::And(a, b) | Self::Or(a, b) => {
-                a.leaves(with);
-                b.leaves(with);
-            }
+        if matches!(
+            self,
+            Self::Compare(..) | Self::Given(_) | Self::Reachable(_)
+        ) {
+            with(self);
         }
+        self.operands().for_each(|operand| operand.leaves(with));
     }
 
     /// Number of numbers, names and operators.
     pub fn terms(&self) -> usize {
-        match self {
-            Self::Compare(_, a, b) => 1 + a.terms() + b.terms(),
-            Self::Given(_) | Self::Reachable(_) => 1,
-            Self::Not(a) => 1 + a.terms(),
-            Self::And(a, b) | Self::Or(a, b) => 1 + a.terms() + b.terms(),
-        }
+        let compared = match self {
+            Self::Compare(_, a, b) => a.terms() + b.terms(),
+            _ => 0,
+        };
+        1 + compared + self.operands().map(Self::terms).sum::<usize>()
     }
 
     /// Nesting depth, not counting the compared expressions.
     pub fn depth(&self) -> usize {
-        match self {
-            Self::Compare(..) | Self::Given(_) | Self::Reachable(_) => 1,
-            Self::Not(a) => 1 + a.depth(),
-            Self::And(a, b) | Self::Or(a, b) => 1 + a.depth().max(b.depth()),
-        }
+        1 + self.operands().map(Self::depth).max().unwrap_or(0)
     }
 }
 

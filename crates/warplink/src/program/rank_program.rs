@@ -229,11 +229,8 @@ impl RankProgram {
 
     /// Whether the engine that spans all ranks carries any transfer or collective of this rank.
     pub fn uses_engine_of_all(&self) -> bool {
-        let of_all = |operation: &Operation| match &operation.kind {
-            OperationKind::Collective(it) => it.members.is_none(),
-            _ => false,
-        };
-        self.transfers.iter().any(TransferInstance::is_engine) || self.operations.iter().any(of_all)
+        self.transfers.iter().any(TransferInstance::is_engine)
+            || self.collectives().any(|it| it.members.is_none())
     }
 
     /// Whether only the vendor's library can execute some engine operation of this rank: sends and receives, and
@@ -245,11 +242,17 @@ impl RankProgram {
     /// The lists of ranks of this rank's collectives, without the list of all ranks. Each occurs once, in the same
     /// order on all ranks.
     pub fn parts(&self) -> BTreeSet<Arc<[Rank]>> {
-        let members = |operation: &Operation| match &operation.kind {
-            OperationKind::Collective(it) => it.members.clone(),
+        self.collectives()
+            .filter_map(|it| it.members.clone())
+            .collect()
+    }
+
+    fn collectives(&self) -> impl Iterator<Item = &CollectiveOperation> {
+        let operations = self.operations.iter();
+        operations.filter_map(|operation| match &operation.kind {
+            OperationKind::Collective(it) => Some(it),
             _ => None,
-        };
-        self.operations.iter().filter_map(members).collect()
+        })
     }
 
     /// The operations that the collective engine performs, in host order.

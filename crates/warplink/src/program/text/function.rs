@@ -1,7 +1,7 @@
 //! Functions of rows: `function norm(x, w) { return x * rsqrt(row_sum(x * x) / width) * w }`.
 
 use super::operand::{Parsed, Parser};
-use super::print::Indented;
+use super::print::{Indented, write_part};
 use super::token::{Token, TokenKind};
 use crate::named::{comma, listed};
 use crate::program::expr::Comparison;
@@ -342,9 +342,5 @@ impl RowExpr {
 
 /// A value, in parentheses if its operator binds less than `least`.
 fn within(f: &mut Formatter<'_>, value: &RowExpr, least: u32) -> fmt::Result {
-    if value.binds() < least {
-        write!(f, "({value})")
-    } else {
-        value.fmt(f)
-    }
+    write_part(value, value.binds() < least, f)
 }

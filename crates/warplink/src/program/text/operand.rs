@@ -26,6 +26,9 @@ enum UntypedExpr {
     Truth(Condition),
 }
 
+/// How a word between two conditions joins them.
+type Junction = fn(Box<Condition>, Box<Condition>) -> Condition;
+
 impl<'a> Parser<'a> {
     pub(super) fn new(text: &'a str, tokens: Vec<Token<'a>>) -> Self {
         Self {
@@ -144,17 +147,13 @@ impl<'a> Parser<'a> {
 
     pub(super) fn integer(&mut self) -> Parsed<Expr> {
         let start = self.peek();
-        match self.any_of(start)? {
-            UntypedExpr::Integer(expression) => Ok(expression),
-            UntypedExpr::Truth(_) => {
-                Err(self.wrong(start, "expected an integer, found a condition".into()))
-            }
-        }
+        let value = self.any_of()?;
+        self.number_of(start, value)
     }
 
     pub(super) fn condition(&mut self) -> Parsed<Condition> {
         let start = self.peek();
-        match self.any_of(start)? {
+        match self.any_of()? {
             UntypedExpr::Truth(condition) => Ok(condition),
             UntypedExpr::Integer(_) => Err(self.wrong(
                 start,
@@ -179,44 +178,30 @@ impl<'a> Parser<'a> {
         result
     }
 
-    /// An expression of any kind; `or` has the lowest precedence.
-    fn any_of(&mut self, start: Token<'a>) -> Parsed<UntypedExpr> {
-        let mut left = self.conjunction(start)?;
-        while self.is("or") {
-            self.at += 1;
-            let next = self.peek();
-            let right = self.conjunction(next)?;
-            left = self.joined(start, left, next, right, Condition::Or)?;
-        }
-        Ok(left)
+    /// An expression of any kind.
+    fn any_of(&mut self) -> Parsed<UntypedExpr> {
+        self.junction(&[("or", Condition::Or), ("and", Condition::And)])
     }
 
-    fn conjunction(&mut self, start: Token<'a>) -> Parsed<UntypedExpr> {
-        let mut left = self.negation()?;
-        while self.is("and") {
-            self.at += 1;
+    /// Conditions between these words, those that bind least first.
+    fn junction(&mut self, levels: &[(&str, Junction)]) -> Parsed<UntypedExpr> {
+        let Some(((word, join), tighter)) = levels.split_first() else {
+            return self.negation();
+        };
+        let start = self.peek();
+        let mut left = self.junction(tighter)?;
+        while self.take(word) {
             let next = self.peek();
-            let right = self.negation()?;
-            left = self.joined(start, left, next, right, Condition::And)?;
+            let right = self.junction(tighter)?;
+            let condition = join(
+                Box::new(self.truth(start, left)?),
+                Box::new(self.truth(next, right)?),
+            );
+            // Chains do not recurse in the parser, but their trees are as deep as they are long.
+            self.within_depth(start, condition.depth())?;
+            left = UntypedExpr::Truth(condition);
         }
         Ok(left)
-    }
-
-    fn joined(
-        &self,
-        start: Token<'_>,
-        left: UntypedExpr,
-        next: Token<'_>,
-        right: UntypedExpr,
-        join: fn(Box<Condition>, Box<Condition>) -> Condition,
-    ) -> Parsed<UntypedExpr> {
-        let condition = join(
-            Box::new(self.truth(start, left)?),
-            Box::new(self.truth(next, right)?),
-        );
-        // Chains do not recurse in the parser, but their trees are as deep as they are long.
-        self.within_depth(start, condition.depth())?;
-        Ok(UntypedExpr::Truth(condition))
     }
 
     fn negation(&mut self) -> Parsed<UntypedExpr> {
@@ -232,14 +217,14 @@ impl<'a> Parser<'a> {
 
     fn comparison(&mut self) -> Parsed<UntypedExpr> {
         let start = self.peek();
-        let left = self.difference()?;
+        let left = self.chain(&Operator::LEVELS)?;
         let comparison = Comparison::ALL.into_iter().find(|it| self.is(it.name()));
         let Some(comparison) = comparison else {
             return Ok(left);
         };
         self.at += 1;
         let next = self.peek();
-        let right = self.difference()?;
+        let right = self.chain(&Operator::LEVELS)?;
         Ok(UntypedExpr::Truth(Condition::Compare(
             comparison,
             self.number_of(start, left)?,
@@ -247,36 +232,17 @@ impl<'a> Parser<'a> {
         )))
     }
 
-    fn difference(&mut self) -> Parsed<UntypedExpr> {
-        self.chain(Self::shift, &[Operator::Xor])
-    }
-
-    fn shift(&mut self) -> Parsed<UntypedExpr> {
-        self.chain(Self::sum, &[Operator::ShiftLeft, Operator::ShiftRight])
-    }
-
-    fn sum(&mut self) -> Parsed<UntypedExpr> {
-        self.chain(Self::product, &[Operator::Add, Operator::Subtract])
-    }
-
-    fn product(&mut self) -> Parsed<UntypedExpr> {
-        self.chain(
-            Self::factor,
-            &[Operator::Multiply, Operator::Divide, Operator::Remainder],
-        )
-    }
-
-    fn chain(
-        &mut self,
-        part: fn(&mut Self) -> Parsed<UntypedExpr>,
-        operators: &[Operator],
-    ) -> Parsed<UntypedExpr> {
+    /// Integers between the signs of these levels.
+    fn chain(&mut self, levels: &[&[Operator]]) -> Parsed<UntypedExpr> {
+        let Some((operators, tighter)) = levels.split_first() else {
+            return self.factor();
+        };
         let start = self.peek();
-        let mut left = part(self)?;
+        let mut left = self.chain(tighter)?;
         while let Some(operator) = operators.iter().find(|operator| self.is(operator.sign())) {
             self.at += 1;
             let next = self.peek();
-            let right = part(self)?;
+            let right = self.chain(tighter)?;
             let expression = Expr::Binary(
                 *operator,
                 Box::new(self.number_of(start, left)?),
@@ -311,8 +277,7 @@ impl<'a> Parser<'a> {
                 Ok(UntypedExpr::Integer(expression))
             }
             (TokenKind::Sign, "(") => {
-                let start = self.peek();
-                let inner = self.nested(|parser| parser.any_of(start))?;
+                let inner = self.nested(Self::any_of)?;
                 self.expect(")")?;
                 Ok(inner)
             }

@@ -395,24 +395,20 @@ impl Display for StreamRef {
 }
 
 /// Binding strength of an expression's outermost operator.
-fn tightness(expression: &Expr) -> u8 {
-    match expression {
-        Expr::Binary(Operator::Xor, ..) => 1,
-        Expr::Binary(Operator::ShiftLeft | Operator::ShiftRight, ..) => 2,
-        Expr::Binary(Operator::Add | Operator::Subtract, ..) => 3,
-        Expr::Binary(Operator::Multiply | Operator::Divide | Operator::Remainder, ..) => 4,
-        Expr::Binary(Operator::Min | Operator::Max | Operator::Part, ..)
-        | Expr::Number(_)
-        | Expr::Name(_)
-        | Expr::Element(..)
-        | Expr::Count(_)
-        | Expr::Log2(_)
-        | Expr::Negative(_) => 5,
-    }
+fn tightness(expression: &Expr) -> usize {
+    let level = match expression {
+        Expr::Binary(operator, ..) => operator.level(),
+        _ => None,
+    };
+    level.unwrap_or(Operator::LEVELS.len())
 }
 
 /// Writes a part of an expression or condition, in parentheses where it binds less tightly than what it is part of.
-fn write_part(part: &impl Display, parentheses: bool, f: &mut Formatter<'_>) -> fmt::Result {
+pub(super) fn write_part(
+    part: &impl Display,
+    parentheses: bool,
+    f: &mut Formatter<'_>,
+) -> fmt::Result {
     if parentheses {
         write!(f, "({part})")
     } else {
@@ -428,7 +424,7 @@ impl Display for Expr {
             Self::Element(list, index) => write!(f, "{list}[{index}]"),
             Self::Count(list) => write!(f, "count({list})"),
             Self::Log2(a) => write!(f, "log2({a})"),
-            Self::Binary(operator @ (Operator::Min | Operator::Max | Operator::Part), a, b) => {
+            Self::Binary(operator, a, b) if operator.level().is_none() => {
                 write!(f, "{}({a}, {b})", operator.sign())
             }
             Self::Negative(a) => {

@@ -113,28 +113,14 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const OPERATORS: [Operator; 11] = [
-        Operator::Add,
-        Operator::Subtract,
-        Operator::Multiply,
-        Operator::Divide,
-        Operator::Remainder,
-        Operator::ShiftLeft,
-        Operator::ShiftRight,
-        Operator::Xor,
-        Operator::Min,
-        Operator::Max,
-        Operator::Part,
-    ];
-
     proptest! {
         #[test]
         fn a_range_has_every_value_that_an_operator_gives(
-            which in 0..OPERATORS.len(),
+            which in 0..Operator::ALL.len(),
             a in -40_i64..40, b in -40_i64..40, more in prop::array::uniform2(0_i64..20),
             at in prop::array::uniform2(0_i64..20),
         ) {
-            let operator = OPERATORS[which];
+            let operator = Operator::ALL[which];
             let (x, y) = (a + at[0].min(more[0]), b + at[1].min(more[1]));
             let ranges = [(a, more[0]), (b, more[1])].map(|(least, more)| Range::of(least.into(), (least + more).into()));
             if let Ok(value) = operator.apply(x, y) {

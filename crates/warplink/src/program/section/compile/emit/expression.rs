@@ -1,7 +1,7 @@
 //! Integers and conditions of a section as expressions of the kernel.
 
 use super::code::bare;
-use crate::program::expr::{Comparison, Condition, Expr, Operator, reachable};
+use crate::program::expr::{Condition, Expr, Operator, reachable};
 use crate::program::section::compile::scope::Scope;
 
 impl Scope {
@@ -65,14 +65,7 @@ impl Scope {
     pub(super) fn condition(&self, condition: &Condition) -> Result<String, String> {
         Ok(match condition {
             Condition::Compare(comparison, a, b) => {
-                let sign = match comparison {
-                    Comparison::Equal => "==",
-                    Comparison::NotEqual => "!=",
-                    Comparison::Less => "<",
-                    Comparison::LessOrEqual => "<=",
-                    Comparison::Greater => ">",
-                    Comparison::GreaterOrEqual => ">=",
-                };
+                let sign = comparison.name();
                 format!("({} {sign} {})", self.integer(a)?, self.integer(b)?)
             }
             Condition::Given(tensor) => return Err(format!("given({tensor})")),
