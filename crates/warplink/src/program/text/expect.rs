@@ -1,10 +1,10 @@
 //! Statements of an output's expected value: `expect Y = reduce(X on r for r in 0..world, sum)`.
 
 use super::operand::{Parsed, Parser};
-use super::print::List;
+use super::print::after;
 use super::token::TokenKind;
 use crate::device::ReduceOp;
-use crate::named::listed;
+use crate::named::{comma, listed};
 use crate::program::ir::{Expectation, Term};
 use crate::program::section::{Place, ReduceOperator};
 use std::fmt::{self, Display, Formatter};
@@ -25,19 +25,8 @@ impl Parser<'_> {
             "matmul" | "linear" => (None, vec![self.term()?.into()]),
             "reduce" => {
                 self.at += 1;
-                self.expect("(")?;
-                let mut terms = Vec::new();
-                loop {
-                    if let Some(operator) = self.last_operator(!terms.is_empty()) {
-                        self.expect(")")?;
-                        break (Some(operator), terms);
-                    }
-                    let (item, over) = (self.term()?, self.over()?);
-                    terms.push(crate::program::ir::Each { item, over });
-                    if !self.take(",") {
-                        return Err(self.expected("',' and, at the end, the operator"));
-                    }
-                }
+                let (terms, operator) = self.reduced(Self::term)?;
+                (Some(operator), terms)
             }
             _ if operator.is_some() && self.peek_at(1).text == "(" => {
                 self.at += 1;
@@ -88,16 +77,13 @@ impl Display for Expectation {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         write!(f, "expect {} = ", self.target)?;
         match (&self.operator, &self.terms[..]) {
-            (Some(operator), terms) => write!(f, "reduce({}, {operator})", List(terms))?,
+            (Some(operator), terms) => write!(f, "reduce({}, {operator})", comma(terms))?,
             (None, [each]) if matches!(each.item, Term::Place(_)) => {
                 write!(f, "copy({})", each.item)?
             }
-            (None, terms) => List(terms).fmt(f)?,
+            (None, terms) => f.write_str(&comma(terms))?,
         }
-        match &self.plus {
-            Some(place) => write!(f, " + {place}"),
-            None => Ok(()),
-        }
+        after(f, " + ", self.plus.as_ref())
     }
 }
 

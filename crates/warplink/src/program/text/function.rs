@@ -54,10 +54,7 @@ impl Parser<'_> {
             lets.push((name, value));
             self.skip_ends();
         }
-        if self.peek().text != "return" {
-            return Err(self.expected("'let' or 'return'"));
-        }
-        self.at += 1;
+        self.expect_among("return", "'let' or 'return'")?;
         let results = self.list(|parser| parser.value(&mut body))?;
         self.within(&results, "results")?;
         self.at_end()?;

@@ -88,6 +88,15 @@ impl<'a> Parser<'a> {
         }
     }
 
+    /// Like [`expect`](Self::expect), where the text might also go on in the ways that `all` names.
+    pub(super) fn expect_among(&mut self, text: &str, all: &str) -> Parsed<()> {
+        if self.take(text) {
+            Ok(())
+        } else {
+            Err(self.expected(all))
+        }
+    }
+
     /// `(…)` with `inner` in it.
     pub(super) fn in_parentheses<T>(
         &mut self,

@@ -268,9 +268,7 @@ impl Parser<'_> {
         self.expect("=")?;
         if self.take("[") {
             let elements = self.each(Self::integer)?;
-            if !self.take("]") {
-                return Err(self.expected("',' or ']'"));
-            }
+            self.expect_among("]", "',' or ']'")?;
             return Ok(NodeKind::Do(StatementKind::LetList { name, elements }));
         }
         // A word with brackets is a tensor or the element of a list; only a tensor ends the statement where the
@@ -332,8 +330,7 @@ impl Parser<'_> {
             if self.take("over") {
                 let kind = if self.take("loop") {
                     Sharding::Loop
-                } else if self.peek().text == "ranks" {
-                    self.at += 1;
+                } else if self.take("ranks") {
                     Sharding::Ranks(shape.len() - 1)
                 } else {
                     return Err(self.expected("'ranks' or 'loop'"));
@@ -350,9 +347,7 @@ impl Parser<'_> {
                 break;
             }
         }
-        if !self.take("]") {
-            return Err(self.expected("',' or ']'"));
-        }
+        self.expect_among("]", "',' or ']'")?;
         let order = match (self.take("column_major"), self.is("if")) {
             (false, _) => Order::RowMajor,
             (true, false) => Order::ColumnMajor,
@@ -409,53 +404,38 @@ impl Parser<'_> {
         if token.kind == TokenKind::Word
             && (!accumulate || matches!(token.text, "matmul" | "linear" | "sum"))
         {
-            match token.text {
-                "copy" => {
-                    let source = self.in_parentheses(Self::tensor)?;
-                    return Ok(StatementKind::Copy { target, source });
-                }
-                "matmul" | "linear" => {
-                    let product = self.matrix_product(token.text)?;
-                    return Ok(StatementKind::Matmul {
-                        target,
-                        product,
-                        accumulate,
-                    });
-                }
-                "cast" => {
-                    let sources = vec![self.in_parentheses(Self::tensor)?.into()];
-                    return Ok(StatementKind::Elementwise {
-                        op: ElementwiseOp::Cast,
-                        target,
-                        sources,
-                        accumulate,
-                    });
-                }
-                "sum" | "product" | "max" | "min" => {
-                    let op = match token.text {
-                        "sum" => ElementwiseOp::Sum,
-                        "product" => ElementwiseOp::Product,
-                        "max" => ElementwiseOp::Max,
-                        _ => ElementwiseOp::Min,
-                    };
-                    let sources = self.in_parentheses(|parser| parser.each(Self::tensor))?;
-                    return Ok(StatementKind::Elementwise {
-                        op,
-                        target,
-                        sources,
-                        accumulate,
-                    });
-                }
-                _ => {
-                    if let Some((source, collective)) = self.collective(token.text)? {
-                        return Ok(StatementKind::Collective {
-                            target,
-                            source,
-                            collective,
-                            among: self.among()?,
-                        });
-                    }
-                }
+            if token.text == "copy" {
+                let source = self.in_parentheses(Self::tensor)?;
+                return Ok(StatementKind::Copy { target, source });
+            }
+            if matches!(token.text, "matmul" | "linear") {
+                let product = self.matrix_product(token.text)?;
+                return Ok(StatementKind::Matmul {
+                    target,
+                    product,
+                    accumulate,
+                });
+            }
+            if let Ok(op) = token.text.parse::<ElementwiseOp>() {
+                let sources = if op.is_unary() {
+                    vec![self.in_parentheses(Self::tensor)?.into()]
+                } else {
+                    self.in_parentheses(|parser| parser.each(Self::tensor))?
+                };
+                return Ok(StatementKind::Elementwise {
+                    op,
+                    target,
+                    sources,
+                    accumulate,
+                });
+            }
+            if let Some((source, collective)) = self.collective(token.text)? {
+                return Ok(StatementKind::Collective {
+                    target,
+                    source,
+                    collective,
+                    among: self.among()?,
+                });
             }
         }
         self.at -= 1;
@@ -499,13 +479,8 @@ impl Parser<'_> {
         if linear && self.take(",") {
             bias = Some(self.tensor()?);
         }
-        if !self.take(")") {
-            return Err(self.expected(if linear && bias.is_none() {
-                "',' or ')'"
-            } else {
-                "')'"
-            }));
-        }
+        let goes_on = linear && bias.is_none();
+        self.expect_among(")", if goes_on { "',' or ')'" } else { "')'" })?;
         if !linear && self.take("+") {
             bias = Some(self.tensor()?);
         }

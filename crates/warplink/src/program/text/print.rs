@@ -136,7 +136,7 @@ impl Action for StatementKind {
             StatementKind::Declare(declaration) => declaration.fmt(f)?,
             StatementKind::Deallocate(name) => write!(f, "deallocate {name}")?,
             StatementKind::LetList { name, elements } => {
-                write!(f, "let {name} = [{}]", List(elements))?;
+                write!(f, "let {name} = [{}]", comma(elements))?;
             }
             StatementKind::Copy { target, source } => write!(f, "{target} = copy({source})")?,
             StatementKind::Matmul {
@@ -154,7 +154,7 @@ impl Action for StatementKind {
                 accumulate,
             } => {
                 let sign = if *accumulate { "+=" } else { "=" };
-                write!(f, "{target} {sign} {op}({})", List(sources))?;
+                write!(f, "{target} {sign} {op}({})", comma(sources))?;
             }
             StatementKind::Collective {
                 target,
@@ -164,25 +164,23 @@ impl Action for StatementKind {
             } => {
                 let (name, arguments) = (collective.name(), collective.arguments());
                 write!(f, "{target} = {name}({source}{arguments})")?;
-                if let Some(list) = among {
-                    write!(f, " among {list}")?;
-                }
+                after(f, " among ", among.as_ref())?;
             }
             StatementKind::Share(items) => {
                 f.write_str("share ")?;
                 block(f, depth, items)?;
             }
-            StatementKind::Post(list) => write!(f, "post {}", List(list))?,
+            StatementKind::Post(list) => write!(f, "post {}", comma(list))?,
             StatementKind::PostMatmul(each) => {
                 write!(f, "post {} = {}", each.item.send, each.item.product)?;
-                over(f, each.over.as_ref())?;
+                after(f, " ", each.over.as_ref())?;
             }
-            StatementKind::Wait(list) => write!(f, "wait {}", List(list))?,
+            StatementKind::Wait(list) => write!(f, "wait {}", comma(list))?,
             StatementKind::GetStream(name) => write!(f, "get_stream {name}")?,
             StatementKind::SetStream(stream) => write!(f, "set_stream {stream}")?,
             StatementKind::Synchronize(stream) => write!(f, "synchronize {stream}")?,
             StatementKind::Fork { streams, body } => {
-                write!(f, "fork {} ", List(streams))?;
+                write!(f, "fork {} ", comma(streams))?;
                 block(f, depth, body)?;
             }
             StatementKind::Call { program, arguments } => {
@@ -234,16 +232,11 @@ impl Display for Argument {
     }
 }
 
-pub(super) struct List<'a, T>(pub(super) &'a [Each<T>]);
-
-impl<T: Display> Display for List<'_, T> {
+/// An item, and its repetition.
+impl<T: Display> Display for Each<T> {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        for (position, each) in self.0.iter().enumerate() {
-            let lead = if position == 0 { "" } else { ", " };
-            write!(f, "{lead}{}", each.item)?;
-            over(f, each.over.as_ref())?;
-        }
-        Ok(())
+        self.item.fmt(f)?;
+        after(f, " ", self.over.as_ref())
     }
 }
 
@@ -254,10 +247,10 @@ impl Display for Over {
     }
 }
 
-/// The repetition after an item.
-fn over(f: &mut Formatter<'_>, over: Option<&Over>) -> fmt::Result {
-    match over {
-        Some(over) => write!(f, " {over}"),
+/// What may follow something else, with `lead` before it.
+pub(super) fn after(f: &mut Formatter<'_>, lead: &str, item: Option<impl Display>) -> fmt::Result {
+    match item {
+        Some(item) => write!(f, "{lead}{item}"),
         None => Ok(()),
     }
 }
@@ -272,16 +265,11 @@ impl Display for Product {
                 ..b.clone()
             };
             write!(f, "linear({a}, {weights}")?;
-            if let Some(bias) = bias {
-                write!(f, ", {bias}")?;
-            }
+            after(f, ", ", bias.as_ref())?;
             return f.write_str(")");
         }
         write!(f, "matmul({a}, {b})")?;
-        match bias {
-            Some(bias) => write!(f, " + {bias}"),
-            None => Ok(()),
-        }
+        after(f, " + ", bias.as_ref())
     }
 }
 
@@ -316,7 +304,7 @@ impl Display for Declaration {
             Order::ColumnMajorIf(condition) => write!(f, " column_major if {condition}")?,
         }
         f.write_str(if self.zero { " = 0" } else { "" })?;
-        over(f, self.family.as_ref())
+        after(f, " ", self.family.as_ref())
     }
 }
 
@@ -356,21 +344,21 @@ impl Display for TensorRef {
             match selection {
                 Selection::Index(index) => write!(f, "[{index}]")?,
                 Selection::Range(from, to) => write!(f, "[{from}..{to}]")?,
-                Selection::Axes(axes) => {
-                    for (position, axis) in axes.iter().enumerate() {
-                        f.write_str(if position == 0 { "[" } else { ", " })?;
-                        match axis {
-                            AxisSelection::All => f.write_str(":")?,
-                            AxisSelection::Index(index) => write!(f, "{index}")?,
-                            AxisSelection::Range(from, to) => write!(f, "{from}..{to}")?,
-                        }
-                    }
-                    f.write_str("]")?;
-                }
+                Selection::Axes(axes) => write!(f, "[{}]", comma(axes))?,
                 Selection::Part(index, of) => write!(f, "[{index} of {of}]")?,
             }
         }
         f.write_str(if self.transposed { ")" } else { "" })
+    }
+}
+
+impl Display for AxisSelection {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::All => f.write_str(":"),
+            Self::Index(index) => index.fmt(f),
+            Self::Range(from, to) => write!(f, "{from}..{to}"),
+        }
     }
 }
 

@@ -42,13 +42,12 @@ impl Parser<'_> {
                 axes.push(self.axis()?);
             }
             let open = matches!(axes.last(), Some(AxisSelection::Index(_)));
-            if !self.take("]") {
-                return Err(self.expected(if open {
-                    "']', ',', '..' or 'of'"
-                } else {
-                    "']' or ','"
-                }));
-            }
+            let all = if open {
+                "']', ',', '..' or 'of'"
+            } else {
+                "']' or ','"
+            };
+            self.expect_among("]", all)?;
             // A single one selects on the leading axis.
             selections.push(match (axes.pop(), axes.is_empty()) {
                 (Some(AxisSelection::Index(index)), true) => Selection::Index(index),

@@ -20,7 +20,7 @@
 
 use super::is_name;
 use super::operand::{Parsed, Parser};
-use super::print::{Action, List};
+use super::print::{Action, after};
 use super::token::{Token, TokenKind};
 use crate::device::ReduceOp;
 use crate::named::{comma, listed};
@@ -71,9 +71,7 @@ impl Parser<'_> {
         let dtype = self.element_type()?;
         self.expect("[")?;
         let shape = self.list(Self::integer)?;
-        if !self.take("]") {
-            return Err(self.expected("',' or ']'"));
-        }
+        self.expect_among("]", "',' or ']'")?;
         Ok(Scratch {
             name,
             persistent,
@@ -92,10 +90,7 @@ impl Parser<'_> {
         if from != Expr::Number(0) {
             return Err(self.wrong(start, "lanes are counted from 0".into()));
         }
-        if self.peek().text != "threads" {
-            return Err(self.expected("'threads'"));
-        }
-        self.at += 1;
+        self.expect("threads")?;
         let threads = self.integer()?;
         let body = self.block(Self::lane_step)?;
         Ok(Section {
@@ -157,9 +152,7 @@ impl Parser<'_> {
         } else {
             Vec::new()
         };
-        if !self.take("in") {
-            return Err(self.expected("',' or 'in'"));
-        }
+        self.expect_among("in", "',' or 'in'")?;
         let rows = self.selected()?;
         let lists = announces && self.take("to");
         let peers = lists.then(|| self.each(Self::integer)).transpose()?;
@@ -223,10 +216,8 @@ impl Parser<'_> {
                 sources: vec![source.into()],
             }));
         }
-        if !self.take("reduce") {
-            return Err(self.expected("copy, reduce, integer or a function of rows"));
-        }
-        let (sources, operator) = self.reduced()?;
+        self.expect_among("reduce", "copy, reduce, integer or a function of rows")?;
+        let (sources, operator) = self.reduced(Self::source)?;
         Ok(StepKind::Move(Move {
             verb: Verb::Reduce(operator),
             targets,
@@ -247,9 +238,7 @@ impl Parser<'_> {
             self.skip_line_ends();
             results.push(self.each(Self::place)?);
         }
-        if !self.take("=") {
-            return Err(self.expected("'=', 'on', '[', ',' or ';'"));
-        }
+        self.expect_among("=", "'=', 'on', '[', ',' or ';'")?;
         Ok(results)
     }
 
@@ -269,7 +258,7 @@ impl Parser<'_> {
             return Ok(FunctionArgument::Number(number));
         }
         let (sources, operator) = if self.take("reduce") {
-            let (sources, operator) = self.reduced()?;
+            let (sources, operator) = self.reduced(Self::source)?;
             (sources, Some(operator))
         } else {
             (vec![self.source()?.into()], None)
@@ -278,7 +267,10 @@ impl Parser<'_> {
     }
 
     /// Parses the rest of `reduce`: sources and the operator.
-    fn reduced(&mut self) -> Parsed<(Vec<Each<Source>>, ReduceOperator)> {
+    pub(super) fn reduced<T>(
+        &mut self,
+        source: fn(&mut Self) -> Parsed<T>,
+    ) -> Parsed<(Vec<Each<T>>, ReduceOperator)> {
         self.expect("(")?;
         let mut sources = Vec::new();
         loop {
@@ -286,9 +278,8 @@ impl Parser<'_> {
                 self.expect(")")?;
                 return Ok((sources, operator));
             }
-            let source = self.source()?;
-            let over = self.over()?;
-            sources.push(Each { item: source, over });
+            let (item, over) = (source(self)?, self.over()?);
+            sources.push(Each { item, over });
             if !self.take(",") {
                 let operators = ReduceOp::alternatives();
                 let expected = format!("',' and, at the end, the operator: {operators}");
@@ -299,7 +290,7 @@ impl Parser<'_> {
 
     /// The operator, which comes last, before the parenthesis, if anything precedes it: a word for one, which may be
     /// a tensor's name elsewhere, or a parameter's name.
-    pub(super) fn last_operator(&mut self, before: bool) -> Option<ReduceOperator> {
+    fn last_operator(&mut self, before: bool) -> Option<ReduceOperator> {
         let token = self.peek();
         let last = before && self.peek_at(1).text == ")";
         let operator = match token.text.parse() {
@@ -389,8 +380,8 @@ impl Action for StepKind {
             StepKind::Apply(it) => it.fmt(f),
             StepKind::Value(it) => it.fmt(f),
             StepKind::Store(it) => write!(f, "{} = {}({})", it.target, self.word(), it.value),
-            StepKind::Signal(list) => write!(f, "{} {}", self.word(), List(list)),
-            StepKind::Wait(list) => write!(f, "{} {}", self.word(), List(list)),
+            StepKind::Signal(list) => write!(f, "{} {}", self.word(), comma(list)),
+            StepKind::Wait(list) => write!(f, "{} {}", self.word(), comma(list)),
             StepKind::Barrier => f.write_str(self.word()),
             StepKind::Announce(it) | StepKind::Agree(it) => write!(f, "{} {it}", self.word()),
         }
@@ -404,16 +395,13 @@ impl Display for Announcement {
             write!(f, " with {}", comma(&self.tensors))?;
         }
         write!(f, " in {}", self.rows)?;
-        match &self.peers {
-            Some(peers) => write!(f, " to {}", List(peers)),
-            None => Ok(()),
-        }
+        after(f, " to ", self.peers.as_ref().map(comma))
     }
 }
 
 impl Display for Move {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let (targets, sources) = (List(&self.targets), List(&self.sources));
+        let (targets, sources) = (comma(&self.targets), comma(&self.sources));
         match &self.verb {
             Verb::Put => write!(f, "put {sources} to {targets}"),
             Verb::Get => write!(f, "get {sources} to {targets}"),
@@ -427,7 +415,7 @@ impl Display for Application {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         for (number, targets) in self.results.iter().enumerate() {
             let lead = if number == 0 { "" } else { "; " };
-            write!(f, "{lead}{}", List(targets))?;
+            write!(f, "{lead}{}", comma(targets))?;
         }
         write!(f, " = {}({})", self.function, comma(&self.arguments))
     }
@@ -439,8 +427,8 @@ impl Display for FunctionArgument {
             Self::Sources {
                 sources,
                 operator: Some(operator),
-            } => write!(f, "reduce({}, {operator})", List(sources)),
-            Self::Sources { sources, .. } => List(sources).fmt(f),
+            } => write!(f, "reduce({}, {operator})", comma(sources)),
+            Self::Sources { sources, .. } => f.write_str(&comma(sources)),
             Self::Number(number) => number.fmt(f),
         }
     }
@@ -458,20 +446,14 @@ impl Display for ReduceOperator {
 impl Display for Place {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         self.tensor.fmt(f)?;
-        match &self.on {
-            Some(rank) => write!(f, " on {rank}"),
-            None => Ok(()),
-        }
+        after(f, " on ", self.on.as_ref())
     }
 }
 
 impl Display for Receiver {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         self.rank.fmt(f)?;
-        match &self.lane {
-            Some(lane) => write!(f, " at {lane}"),
-            None => Ok(()),
-        }
+        after(f, " at ", self.lane.as_ref())
     }
 }
 

@@ -3,7 +3,7 @@
 use super::operand::{Parsed, Parser};
 use super::print::Action;
 use crate::program::expr::Expr;
-use crate::program::ir::{Backend, Direction, NodeKind, Protocol, Transfer};
+use crate::program::ir::{Backend, Direction, NodeKind, Transfer};
 use std::fmt::{self, Display, Formatter};
 
 impl Parser<'_> {
@@ -38,15 +38,12 @@ impl Parser<'_> {
         } else {
             Expr::Number(0)
         };
-        if !self.take("via") {
-            return Err(self.expected("'tag' or 'via'"));
-        }
+        self.expect_among("via", "'tag' or 'via'")?;
         let token = self.next();
-        let backend = match token.text {
-            "get" => Backend::Direct(Protocol::Get),
-            "put" => Backend::Direct(Protocol::Put),
-            "nccl" => Backend::Nccl,
-            _ => {
+        let backend = match token.text.parse() {
+            Ok(protocol) => Backend::Direct(protocol),
+            Err(_) if token.text == "nccl" => Backend::Nccl,
+            Err(_) => {
                 self.at -= 1;
                 return Err(self.expected("get, put or nccl"));
             }
@@ -89,8 +86,7 @@ impl Display for Transfer {
 impl Display for Backend {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Self::Direct(Protocol::Get) => "get",
-            Self::Direct(Protocol::Put) => "put",
+            Self::Direct(protocol) => protocol.name(),
             Self::Nccl => "nccl",
         })
     }

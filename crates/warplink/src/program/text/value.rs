@@ -52,10 +52,7 @@ impl Parser<'_> {
             _ => {
                 let place = self.place()?;
                 self.expect("at")?;
-                if self.peek().text != "most" {
-                    return Err(self.expected("'most'"));
-                }
-                self.at += 1;
+                self.expect("most")?;
                 (place, WordValue::Word(self.integer()?))
             }
         };
