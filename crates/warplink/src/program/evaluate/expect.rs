@@ -156,7 +156,7 @@ impl Evaluator {
                     .max()
                     .unwrap_or(0)
                     .max(found.len());
-                let mut results = super::rows::apply(step, &terms, width);
+                let mut results = step.apply(&terms, width);
                 let values = results.swap_remove(*result);
                 let values = values.iter().copied().cycle();
                 values.take(found.len()).collect()

@@ -158,8 +158,8 @@ impl Domain for LaunchMemory<'_, '_> {
             }
         };
         if let Some(rows) = &it.rows {
-            let results = super::rows::apply(rows, &sources, it.elements);
-            for (target, values) in it.targets.iter().zip(&results) {
+            let results = rows.apply(&sources, it.elements);
+            for (target, values) in it.targets.iter().zip(rows.by_target(&results)) {
                 let section = self.section(actor.launch as usize, target.rank);
                 let dtype = section.tensors[target.tensor].dtype;
                 let all = 0..target.elements;

@@ -1,46 +1,9 @@
 //! Row functions over values with error bounds.
 
-use super::kernel::combined;
 use super::value::BoundedValue;
 use crate::dtype::DType;
 use crate::program::expr::Comparison;
-use crate::program::section::{
-    RowArgument, RowBinary, RowOrder, RowReduction, RowStep, RowUnary, RowValue,
-};
-
-/// Results for each target of a step, in order: one value per element, or one for all.
-pub(super) fn apply(
-    step: &RowStep,
-    sources: &[Vec<BoundedValue>],
-    width: usize,
-) -> Vec<Vec<BoundedValue>> {
-    let mut arguments = Vec::with_capacity(step.arguments.len());
-    let mut sources = sources;
-    for argument in &step.arguments {
-        arguments.push(match argument {
-            RowArgument::Number(number) => vec![BoundedValue::exact(number.value().into())],
-            RowArgument::Sources(count, operator) => {
-                let (these, others) = sources.split_at((*count).min(sources.len()));
-                sources = others;
-                let elements = these.first().map_or(0, Vec::len);
-                let at = |element: usize| {
-                    let mut values = these.iter().map(|source| source[element]);
-                    // Not stored in the tensor's type in between: kernels keep rows in registers as f32.
-                    combined(*operator, DType::F32, these.len(), &mut values)
-                };
-                (0..elements).map(at).collect()
-            }
-        });
-    }
-    let order = RowOrder {
-        threads: step.threads,
-    };
-    let results = step.function.apply(&arguments, width, order);
-    let results = results.into_iter().zip(&step.results);
-    results
-        .flat_map(|(result, count)| std::iter::repeat_n(result, *count))
-        .collect()
-}
+use crate::program::section::{RowBinary, RowOrder, RowReduction, RowUnary, RowValue};
 
 impl RowValue for BoundedValue {
     fn number(value: f32) -> Self {
@@ -83,6 +46,10 @@ impl RowValue for BoundedValue {
             RowBinary::Max => return self.larger(other),
         };
         value.stored(DType::F32)
+    }
+
+    fn averaged(self, count: usize) -> Self {
+        self.divided(count, DType::F32)
     }
 
     fn select(comparison: Comparison, a: Self, b: Self, yes: Self, no: Self) -> Self {

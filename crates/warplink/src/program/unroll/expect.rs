@@ -141,17 +141,8 @@ impl<'p> Unroller<'p> {
                 }
             });
         }
-        let mut before = 0;
-        let single: Vec<bool> = arguments
-            .iter()
-            .map(|argument| match argument {
-                RowArgument::Number(_) => true,
-                RowArgument::Sources(count, _) => {
-                    before += count;
-                    shapes[before - count].0.shape.is_empty()
-                }
-            })
-            .collect();
+        let single = |source: usize| shapes.get(source).is_some_and(|it| it.0.shape.is_empty());
+        let single = RowArgument::singles(&arguments, single);
         let blocks = function.blocks(&function.uniform(&|argument| single[argument]));
         let mut targets = Vec::new();
         for (result, list) in application.results.iter().enumerate() {

@@ -9,15 +9,14 @@ pub(super) use pairs::PairLanes;
 use super::lane_times::LaneClock;
 use super::publication::Tables;
 use super::reach::{Reach, announced_words};
-use super::row_values::{integer, row_arguments, row_bytes};
+use super::row_values::{integer, row_bytes};
 use crate::device::{
     Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, Values, Word, combine,
 };
-use crate::dtype::DType;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::section::{
-    LaneMove, LaneStep, LaneStepKind, Packing, Part, Resolution, RowOrder, RowStep,
-    SectionInstance, SectionMemory, StepCache,
+    LaneMove, LaneStep, LaneStepKind, Packing, Part, Resolution, RowStep, SectionInstance,
+    SectionMemory, StepCache,
 };
 use located::{Announcing, Located};
 use std::cell::RefCell;
@@ -377,29 +376,20 @@ impl Lane<'_> {
         if width == 0 {
             return Ok(());
         }
-        let size = |part: &Part| self.section.tensors[part.tensor].dtype.size();
+        let dtype = |part: &Part| self.section.tensors[part.tensor].dtype;
         let mut values = Vec::with_capacity(sources.len());
+        let mut bytes = Vec::new();
         for source in sources {
             let operand = self.operand(source, &(0..source.elements))?;
-            let mut bytes = Vec::new();
-            let all = source.elements * size(source);
+            let all = source.elements * dtype(source).size();
             self.load(&operand, (&mut bytes, all)).await?;
-            values.push(bytes);
+            values.push(dtype(source).decode_f32(&bytes));
         }
-        let dtype = |part: &Part| self.section.tensors[part.tensor].dtype;
-        let types: Vec<DType> = sources.iter().map(dtype).collect();
-        let arguments = row_arguments(&step.arguments, &types, &values)?;
-        let order = RowOrder {
-            threads: step.threads,
-        };
-        let results = step.function.apply(&arguments, width, order);
-        let mut left = targets.iter();
-        for (count, result) in step.results.iter().zip(&results) {
-            for target in left.by_ref().take(*count) {
-                let operand = self.operand(target, &(0..target.elements))?;
-                let bytes = row_bytes(dtype(target), result, target.elements);
-                self.store(target, &operand, &bytes)?;
-            }
+        let results = step.apply(&values, width);
+        for (target, result) in targets.iter().zip(step.by_target(&results)) {
+            let operand = self.operand(target, &(0..target.elements))?;
+            let bytes = row_bytes(dtype(target), result, target.elements);
+            self.store(target, &operand, &bytes)?;
         }
         Ok(())
     }

@@ -410,3 +410,20 @@ pub enum RowArgument {
     /// The same number for all rows.
     Number(Literal),
 }
+
+impl RowArgument {
+    /// For each argument, whether it has a single value for the whole row; `single` tells which sources do.
+    pub(crate) fn singles(arguments: &[Self], single: impl Fn(usize) -> bool) -> Vec<bool> {
+        let mut next = 0;
+        let one = |argument: &Self| match argument {
+            Self::Number(_) => true,
+            Self::Sources(count, _) => {
+                // All sources of an argument are laid out alike.
+                let first = next;
+                next += count;
+                single(first)
+            }
+        };
+        arguments.iter().map(one).collect()
+    }
+}

@@ -1,6 +1,7 @@
 //! Evaluation of row functions over any kind of value.
 
-use super::{RowBinary, RowFunction, RowNode, RowReduction, RowUnary};
+use super::{RowArgument, RowBinary, RowFunction, RowNode, RowReduction, RowStep, RowUnary};
+use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::expr::Comparison;
 use std::borrow::Cow;
@@ -21,7 +22,7 @@ const WARP: usize = 32;
 /// the warps, padded with neutral elements to 32, or to 64 if there are more, are combined in the same way, from the highest bit on.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct RowOrder {
-    pub(crate) threads: usize,
+    threads: usize,
 }
 
 /// Arithmetic value type of row functions.
@@ -29,6 +30,8 @@ pub(crate) trait RowValue: Copy {
     fn number(value: f32) -> Self;
     fn unary(self, function: RowUnary) -> Self;
     fn binary(self, function: RowBinary, other: Self) -> Self;
+    /// The sum of so many values as their average.
+    fn averaged(self, count: usize) -> Self;
     /// `yes` if the comparison of `a` and `b` holds, otherwise `no`.
     fn select(comparison: Comparison, a: Self, b: Self, yes: Self, no: Self) -> Self;
     fn round(self, dtype: DType) -> Self;
@@ -39,6 +42,61 @@ pub(crate) trait RowValue: Copy {
         values: &mut dyn Iterator<Item = Self>,
         order: RowOrder,
     ) -> Self;
+}
+
+impl RowStep {
+    /// Results for a row of `width` elements; `sources` are the values of the step's sources.
+    pub(crate) fn apply<V: RowValue>(&self, sources: &[Vec<V>], width: usize) -> Vec<Vec<V>> {
+        let mut sources = sources;
+        let arguments = self.arguments.iter().map(|argument| match argument {
+            RowArgument::Number(number) => vec![V::number(number.value())],
+            RowArgument::Sources(count, operator) => {
+                let (these, others) = sources.split_at((*count).min(sources.len()));
+                sources = others;
+                combined(*operator, these)
+            }
+        });
+        let arguments: Vec<Vec<V>> = arguments.collect();
+        let order = RowOrder {
+            threads: self.threads,
+        };
+        self.function.apply(&arguments, width, order)
+    }
+
+    /// For each target of the step, in order, the result that it stores.
+    pub(crate) fn by_target<'v, V>(&self, results: &'v [Vec<V>]) -> impl Iterator<Item = &'v [V]> {
+        let results = results.iter().zip(&self.results);
+        results.flat_map(|(result, count)| std::iter::repeat_n(&result[..], *count))
+    }
+}
+
+/// Rows combined in order, element by element. Not stored in a tensor's type in between: kernels keep rows in registers
+/// as f32.
+fn combined<V: RowValue>(operator: ReduceOp, rows: &[Vec<V>]) -> Vec<V> {
+    let function = match operator {
+        ReduceOp::Sum | ReduceOp::Average | ReduceOp::ScaledSum(_) => RowBinary::Add,
+        ReduceOp::Product => RowBinary::Multiply,
+        ReduceOp::Max => RowBinary::Max,
+        ReduceOp::Min => RowBinary::Min,
+    };
+    let factor = operator.factor();
+    let factor = factor.map(|factor| V::number(factor.value() as f32));
+    // Each source before it is added, as NCCL's scaled sum and the kernels do.
+    let begin = |value: V| factor.map_or(value, |factor| value.binary(RowBinary::Multiply, factor));
+    let mut rows = rows.iter();
+    let count = rows.len();
+    let first = rows.next().into_iter().flatten();
+    let mut all: Vec<V> = first.map(|value| begin(*value)).collect();
+    for row in rows {
+        for (value, other) in all.iter_mut().zip(row) {
+            *value = value.binary(function, begin(*other));
+        }
+    }
+    if operator == ReduceOp::Average {
+        all.iter_mut()
+            .for_each(|value| *value = value.averaged(count));
+    }
+    all
 }
 
 impl RowFunction {
@@ -166,6 +224,10 @@ impl RowValue for f32 {
             RowBinary::Min => self.min(other),
             RowBinary::Max => self.max(other),
         }
+    }
+
+    fn averaged(self, count: usize) -> Self {
+        self / count as Self
     }
 
     fn select(comparison: Comparison, a: Self, b: Self, yes: Self, no: Self) -> Self {

@@ -76,8 +76,13 @@ impl<'s> Resolver<'s> {
                 }
             });
         }
-        let single = |argument: usize| is_single(argument, &arguments, &sources);
-        let uniform = function.uniform(&single);
+        let single = |source: usize| {
+            sources
+                .get(source)
+                .is_some_and(|it: &MoveOperand| it.single)
+        };
+        let singles = RowArgument::singles(&arguments, single);
+        let uniform = function.uniform(&|argument| singles[argument]);
         let blocks = function.blocks(&uniform);
         // For each target, the number of elements that share one value.
         let each = results.iter().zip(&function.results);
@@ -295,22 +300,5 @@ impl<'s> Resolver<'s> {
             }
         }
         Ok(())
-    }
-}
-
-/// Whether an argument is a single value for the whole row.
-fn is_single(argument: usize, arguments: &[RowArgument], sources: &[MoveOperand]) -> bool {
-    let before = arguments
-        .iter()
-        .take(argument)
-        .map(|argument| match argument {
-            RowArgument::Sources(count, _) => *count,
-            RowArgument::Number(_) => 0,
-        });
-    match arguments.get(argument) {
-        Some(RowArgument::Sources(..)) => sources
-            .get(before.sum::<usize>())
-            .is_some_and(|source| source.single),
-        _ => true,
     }
 }
