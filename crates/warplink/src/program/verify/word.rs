@@ -36,12 +36,13 @@ impl WordHistory {
         self.values.get(number.checked_sub(1)?)
     }
 
+    fn value_mut(&mut self, number: usize) -> Option<&mut WordValue> {
+        self.values.get_mut(number.checked_sub(1)?)
+    }
+
     /// Registers one more reader of value `number`.
     pub(super) fn expect_reader(&mut self, number: usize) {
-        if let Some(value) = number
-            .checked_sub(1)
-            .and_then(|index| self.values.get_mut(index))
-        {
+        if let Some(value) = self.value_mut(number) {
             value.readers += 1;
         }
     }
@@ -79,13 +80,9 @@ impl WordHistory {
 
     /// Writes value `number` in `stream`, and returns the streams to wake.
     pub(super) fn write(&mut self, number: usize, stream: usize, clock: &Clock) -> Vec<usize> {
-        let Some(index) = number
-            .checked_sub(1)
-            .filter(|index| *index < self.values.len())
-        else {
+        let Some(value) = self.value_mut(number) else {
             return Vec::new();
         };
-        let value = &mut self.values[index];
         value.written = Some((stream, clock.get(stream)));
         // A snapshot pins the nodes of its clock, so one that nobody will read is not taken.
         if value.readers > 0 {
@@ -102,13 +99,9 @@ impl WordHistory {
 
     /// Joins the snapshot of value `number` into `clock`, for one reader.
     pub(super) fn read(&mut self, number: usize, clock: &mut Clock) {
-        let Some(index) = number
-            .checked_sub(1)
-            .filter(|index| *index < self.values.len())
-        else {
+        let Some(value) = self.value_mut(number) else {
             return;
         };
-        let value = &mut self.values[index];
         if let Some(written) = &value.clock {
             clock.learn(written);
         }

@@ -277,24 +277,16 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
             let accesses = self.of_parts.take().unwrap_or_default();
             return self.follow(id_of_loop(it), accesses);
         }
-        let Over { index, from, to } = &it.over;
-        let bounds = (self.scope.value(from), self.scope.value(to));
         // The loop may have no iterations, so the code after it also follows the code before it.
         let mut before = BTreeSet::new();
-        let values: Vec<Option<i64>> = match bounds {
-            (Some(from), Some(to)) if to.saturating_sub(from) <= MAX_ITERATIONS => {
-                (from..to).map(Some).collect()
-            }
-            // Two rounds, since accesses of one round are followed by those of the next; with unknown indices,
-            // further ones add nothing.
-            (Some(_), Some(_)) => vec![None; 2],
-            _ => {
-                // Copies of the set take time as well, so they count against the limit.
-                self.looks += self.pending.len();
-                before.clone_from(&self.pending);
-                vec![None; 2]
-            }
-        };
+        if self.bounds(&it.over).is_none() {
+            // Copies of the set take time as well, so they count against the limit.
+            self.looks += self.pending.len();
+            before.clone_from(&self.pending);
+        }
+        // Two rounds, since accesses of one round are followed by those of the next; with unknown indices, further ones
+        // add nothing.
+        let values = self.values(&it.over, 2);
         let outer = self.divided;
         if outer.is_none() && divides_integers(self.instance, it) {
             self.divided = Some(id_of_loop(it));
@@ -303,7 +295,7 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
             if self.is_exhausted() {
                 return;
             }
-            self.with(index, value, |walk| walk.body(&it.body));
+            self.with(&it.over.index, value, |walk| walk.body(&it.body));
         }
         self.divided = outer;
         self.pending.extend(before);
@@ -336,14 +328,7 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
     }
 
     fn over(&mut self, over: &'s Over, mut inner: impl FnMut(&mut Self)) {
-        let bounds = (self.scope.value(&over.from), self.scope.value(&over.to));
-        let values: Vec<Option<i64>> = match bounds {
-            (Some(from), Some(to)) if to.saturating_sub(from) <= MAX_ITERATIONS => {
-                (from..to).map(Some).collect()
-            }
-            _ => vec![None],
-        };
-        for value in values {
+        for value in self.values(over, 1) {
             self.with(&over.index, value, &mut inner);
         }
     }
@@ -367,6 +352,21 @@ impl<'s> Visitor<'s> for HazardWalk<'s> {
 }
 
 impl<'s> HazardWalk<'s> {
+    /// The bounds of an index, if both are known.
+    fn bounds(&self, over: &Over) -> Option<(i64, i64)> {
+        self.scope.value(&over.from).zip(self.scope.value(&over.to))
+    }
+
+    /// Values of an index; `rounds` unknown ones if its bounds are unknown or too far apart.
+    fn values(&self, over: &Over, rounds: usize) -> Vec<Option<i64>> {
+        match self.bounds(over) {
+            Some((from, to)) if to.saturating_sub(from) <= MAX_ITERATIONS => {
+                (from..to).map(Some).collect()
+            }
+            _ => vec![None; rounds],
+        }
+    }
+
     /// Whether the step budget is exhausted; the result is then incomplete.
     fn is_exhausted(&self) -> bool {
         self.steps > MAX_STEPS || self.looks > MAX_LOOKS
