@@ -41,6 +41,15 @@ impl fmt::Debug for Position {
     }
 }
 
+/// Names with their values, outermost first.
+pub(super) type Indices = Arc<[(Arc<str>, i64)]>;
+
+/// `outer`, and a further name inside.
+pub(super) fn with_index(outer: &Indices, name: impl Into<Arc<str>>, value: i64) -> Indices {
+    let outer = outer.iter().cloned();
+    outer.chain([(name.into(), value)]).collect()
+}
+
 /// Location of a statement: its position and the indices of the loops around it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Site {

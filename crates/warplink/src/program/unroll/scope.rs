@@ -13,6 +13,7 @@ use crate::program::ir::{Each, Over, Position, Statement, StreamRef, TransferRef
 use crate::program::parameters::Value;
 use crate::program::rank_program::{OperationKind, Site, StreamKind, TransferId};
 use crate::program::section::{RowFunction, ScratchId};
+use crate::program::site::with_index;
 use crate::program::text::{below, shortened};
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -421,11 +422,7 @@ impl<'p> Unroller<'p> {
         };
         for value in (from..left_out.start).chain(left_out.end..to) {
             self.step()?;
-            self.site.indices = outer
-                .iter()
-                .cloned()
-                .chain([(Arc::clone(&index), value)])
-                .collect();
+            self.site.indices = with_index(&outer, Arc::clone(&index), value);
             self.loops.push(OpenLoop { id, value });
             self.scoped(|unroller| {
                 unroller.bind(&over.index, Bound::Integer(value))?;

@@ -15,8 +15,8 @@ use crate::program::ir::{Program, StatementKind};
 use crate::program::parameters::Parameters;
 use crate::program::rank_program::{Expected, InputPart};
 use crate::program::section::{DeviceValue, Matching, Place, VALUE_TYPES, WordRange, WordValue};
+use crate::program::site::with_index;
 use std::cell::Cell;
-use std::sync::Arc;
 
 /// Reads elements of an input as integers; an error says why it cannot.
 pub(in crate::program) type ReadInput<'v> = dyn Fn(&InputPart) -> Result<Vec<i64>, String> + 'v;
@@ -93,9 +93,7 @@ impl<'p> Unroller<'p> {
         };
         self.bind(&it.name, Bound::Integer(value))?;
         self.words.bound += 1;
-        let known = self.site.indices.iter().cloned();
-        let read = (Arc::from(it.name.as_str()), value);
-        self.site.indices = known.chain([read]).collect();
+        self.site.indices = with_index(&self.site.indices, it.name.as_str(), value);
         Ok(())
     }
 

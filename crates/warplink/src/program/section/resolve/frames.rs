@@ -6,10 +6,8 @@ use super::value::{Resolved, Stop};
 use crate::program::construct::{Branch, Loop};
 use crate::program::section::ir::{Step, StepKind};
 use crate::program::section::iterations::Iterations;
+use crate::program::site::{Indices, with_index};
 use std::sync::Arc;
-
-/// Values of indices around a step.
-type Indices = Arc<[(Arc<str>, i64)]>;
 
 /// What ends with a block: how many integers and aliases were bound before, and the indices around it.
 pub(super) struct Scope {
@@ -102,7 +100,7 @@ impl<'s> Resolver<'s> {
         self.frames.push(Frame::Body { steps, scope });
     }
 
-    fn scope(&self) -> Scope {
+    pub(super) fn scope(&self) -> Scope {
         Scope {
             integers: self.integers.len(),
             aliases: self.aliases.len(),
@@ -110,7 +108,7 @@ impl<'s> Resolver<'s> {
         }
     }
 
-    fn leave(&mut self, scope: Scope) {
+    pub(super) fn leave(&mut self, scope: Scope) {
         self.integers.truncate(scope.integers);
         self.aliases.truncate(scope.aliases);
         self.site.indices = scope.indices;
@@ -154,8 +152,7 @@ impl<'s> Resolver<'s> {
             return Ok(());
         };
         let (it, weight) = (*it, *weight);
-        let open = scope.indices.iter().cloned();
-        let indices = open.chain([(Arc::clone(index), value)]).collect();
+        let indices = with_index(&scope.indices, Arc::clone(index), value);
         // Names of the previous iteration end here, since the loop's frame stays on the stack between iterations.
         self.integers.truncate(scope.integers);
         self.aliases.truncate(scope.aliases);

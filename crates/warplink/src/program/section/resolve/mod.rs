@@ -23,13 +23,12 @@ use crate::dtype::DType;
 use crate::program::construct::{Each, Loop, NodeKind, Selection, TensorRef};
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use crate::program::expr::Expr;
-use crate::program::site::{Position, Site};
+use crate::program::site::{Position, Site, with_index};
 use frames::{Frame, StepStart};
 use names::Slot;
 use resolution::Answers;
 use rustc_hash::FxHashMap;
 use std::cell::{OnceCell, RefCell};
-use std::sync::Arc;
 use value::{Resolved, Stop, with_large_values};
 
 impl SectionInstance {
@@ -157,7 +156,6 @@ impl<'s> Resolver<'s> {
         most: u64,
     ) -> Self {
         let section = &instance.section;
-        let index = (Arc::from(section.lane.as_str()), lane as i64);
         // As kernels do: products with an unreduced epoch would overflow eventually.
         let epoch = epoch % instance.period.max(1);
         let mut resolver = Self {
@@ -182,13 +180,7 @@ impl<'s> Resolver<'s> {
             most,
             taken: 0,
             site: Site {
-                indices: instance
-                    .site
-                    .indices
-                    .iter()
-                    .cloned()
-                    .chain([index])
-                    .collect(),
+                indices: with_index(&instance.site.indices, &*section.lane, lane as i64),
                 ..instance.site.clone()
             },
         };
@@ -222,12 +214,9 @@ impl<'s> Resolver<'s> {
 
     /// Runs `inner` in a new scope.
     fn scoped<T>(&mut self, inner: impl FnOnce(&mut Self) -> Resolved<T>) -> Resolved<T> {
-        let (integers, aliases) = (self.integers.len(), self.aliases.len());
-        let indices = Arc::clone(&self.site.indices);
+        let scope = self.scope();
         let result = inner(self)?;
-        self.integers.truncate(integers);
-        self.aliases.truncate(aliases);
-        self.site.indices = indices;
+        self.leave(scope);
         Ok(result)
     }
 

@@ -12,10 +12,10 @@ use crate::program::section::ir::{
 };
 use crate::program::section::lane::{LaneStepKind, Matching, Part};
 use crate::program::section::view::View;
+use crate::program::site::with_index;
 use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
-use std::sync::Arc;
 
 /// Element types of words that lanes read.
 pub(crate) const VALUE_TYPES: [DType; 3] = [DType::I32, DType::I64, DType::U32];
@@ -119,9 +119,7 @@ impl<'s> Resolver<'s> {
         // Bound after the read, so that the word's own place cannot use the name.
         self.integers.push((&it.name, value));
         // Diagnostics name the values that led there, as they name loop indices.
-        let known = self.site.indices.iter().cloned();
-        let read = (Arc::from(it.name.as_str()), value);
-        self.site.indices = known.chain([read]).collect();
+        self.site.indices = with_index(&self.site.indices, it.name.as_str(), value);
         Ok(())
     }
 

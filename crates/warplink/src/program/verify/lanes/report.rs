@@ -8,9 +8,9 @@ use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use crate::program::machine::{Actor, Machine};
 use crate::program::rank_program::{Range, Site};
 use crate::program::section::{LaneStep, LaneStepKind, Part, SectionInstance};
+use crate::program::site::with_index;
 use crate::program::text::summary;
 use crate::program::verify::diagnostics::{Diagnostics, chained};
-use std::sync::Arc;
 
 /// Limit on the links of a chain that a message spells out, to keep it readable.
 const MAX_SAID: usize = 4;
@@ -56,9 +56,8 @@ fn place(run: &LaneRun<'_>, actor: &Actor) -> RankSite {
     let steps = run.steps(launch, rank, actor.lane as usize);
     let site = steps.ok().and_then(|steps| {
         let step = steps.get(actor.step as usize)?;
-        let launch = (Arc::from("launch"), i64::from(actor.launch));
         Some(Site {
-            indices: step.site.indices.iter().cloned().chain([launch]).collect(),
+            indices: with_index(&step.site.indices, "launch", actor.launch.into()),
             ..step.site.clone()
         })
     });
