@@ -25,10 +25,9 @@ enum Mover {
 
 /// Protocol of a transfer that this end initiates.
 fn initiates(transfer: &TransferInstance) -> Option<Protocol> {
-    match (transfer.backend, transfer.direction) {
-        (Backend::Direct(Protocol::Put), Direction::Send) => Some(Protocol::Put),
-        (Backend::Direct(Protocol::Get), Direction::Receive) => Some(Protocol::Get),
-        _ => None,
+    match transfer.backend {
+        Backend::Direct(protocol) => transfer.initiates().then_some(protocol),
+        Backend::Nccl => None,
     }
 }
 

@@ -58,6 +58,10 @@ pub(super) fn check(
         return accesses;
     }
     let found = lanes::check(ranks, &launches, diagnostics);
+    let found = found.unwrap_or_else(|diagnostic| {
+        diagnostics.add_made(diagnostic);
+        Vec::new()
+    });
     for (by_rank, kernel) in found.into_iter().zip(kernels) {
         for (rank, (does, (operation, _))) in by_rank.into_iter().zip(kernel).enumerate() {
             accesses.insert(rank, operation, does);

@@ -178,10 +178,7 @@ impl Calls {
                 return format!(
                     "{call} is among {}, and rank {less} calls one among {other}; expected the same ranks \
                      in the same order on each of them",
-                    match &self.members {
-                        Some(members) => ranks_of(members),
-                        None => "all ranks in order".to_owned(),
-                    }
+                    named(&self.members)
                 );
             }
             match &self.members {
@@ -216,10 +213,7 @@ impl Calls {
                 OperationKind::Collective(it)
                     if it.members != self.members && sorted(&it.members) == own =>
                 {
-                    Some(match &it.members {
-                        Some(members) => ranks_of(members),
-                        None => "all ranks in order".to_owned(),
-                    })
+                    Some(named(&it.members))
                 }
                 _ => None,
             })
@@ -275,6 +269,13 @@ impl Calls {
             format!("{call} meets {other}: {own} against {theirs}; expected {expected}")
         });
         true
+    }
+}
+
+fn named(members: &Members) -> String {
+    match members {
+        Some(members) => ranks_of(members),
+        None => "all ranks in order".to_owned(),
     }
 }
 

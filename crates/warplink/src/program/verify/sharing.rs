@@ -47,24 +47,14 @@ pub fn verify_sharing(
                 .collect(),
         );
         let why = "other programs write to this workspace between its runs";
-        if let Some(diagnostic) = lanes::persistent(kernels[number].iter().flatten(), why) {
-            diagnostics.add_made(diagnostic);
-            diagnostics.end_of_stage()?;
-        }
+        lanes::persistent(kernels[number].iter().flatten(), why).map_err(alone)?;
         let reaches = kernels[number]
             .iter()
             .map(|sections| Reaches::of(&sections[0]));
-        match reaches.collect::<Result<Vec<_>, _>>() {
-            Ok(of_kernels) => {
-                let most = of_kernels.iter().map(|it| it.main().len()).max();
-                followed.extend((0..most.unwrap_or(1)).map(|form| (number, form)));
-                reaches_of.push(of_kernels);
-            }
-            Err(diagnostic) => {
-                diagnostics.add_made(diagnostic);
-                diagnostics.end_of_stage()?;
-            }
-        }
+        let of_kernels: Vec<Reaches> = reaches.collect::<Result<_, _>>().map_err(alone)?;
+        let most = of_kernels.iter().map(|it| it.main().len()).max();
+        followed.extend((0..most.unwrap_or(1)).map(|form| (number, form)));
+        reaches_of.push(of_kernels);
         for (rank, own) in ranks.into_iter().enumerate() {
             match merged.get_mut(rank) {
                 Some(all) => all.tensors.extend(own.tensors),
@@ -77,7 +67,7 @@ pub fn verify_sharing(
             let (of_one, of_other) = (&kernels[one], &kernels[other]);
             let mut diagnostics = Diagnostics::new(programs[one].0);
             let period = lanes::period(of_one.iter().chain(of_other).flatten());
-            let period = period.map_err(|diagnostic| vec![diagnostic])?;
+            let period = period.map_err(alone)?;
             let mut launches = named(
                 (of_one, &caches[one]),
                 programs[one].0,
@@ -89,11 +79,15 @@ pub fn verify_sharing(
                 (&reaches_of[other], other_form),
             ));
             let sequence = alternate(of_one.len(), of_other.len(), lanes::runs(period));
-            lanes::follow(&merged, &launches, &sequence, &mut diagnostics);
+            lanes::follow(&merged, &launches, &sequence, &mut diagnostics).map_err(alone)?;
             diagnostics.end_of_stage()?;
         }
     }
     Ok(())
+}
+
+fn alone(diagnostic: Diagnostic) -> Vec<Diagnostic> {
+    vec![diagnostic]
 }
 
 /// Launches of a program's kernels, with the announced tensors reachable as in one of the forms.

@@ -126,66 +126,59 @@ impl<'a> JointLaunch<'a> {
 pub(super) type Does = Vec<OnRank>;
 
 /// Simulates the kernels of a program in order over several runs; returns the effects of each.
+///
+/// # Errors
+/// Why they cannot be simulated.
 pub(super) fn check(
     ranks: &[RankProgram],
     kernels: &[JointLaunch<'_>],
     diagnostics: &mut Diagnostics<'_>,
-) -> Vec<Does> {
+) -> Result<Vec<Does>, Diagnostic> {
     let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
     // By rank 0's section: conditions on reachability are in the text, which all ranks share.
     let reaches = kernels.iter().map(|kernel| Reaches::of(kernel.sections[0]));
-    let prepared = period(sections.copied())
-        .and_then(|period| Ok((period, reaches.collect::<Result<Vec<_>, _>>()?)));
-    let (period, reaches) = match prepared {
-        Ok(prepared) => prepared,
-        Err(diagnostic) => {
-            diagnostics.add_made(diagnostic);
-            return Vec::new();
-        }
-    };
+    let period = period(sections.copied())?;
+    let reaches = reaches.collect::<Result<Vec<_>, _>>()?;
     // Launches of different variants follow one another here, and what they leave in persistent scratch would depend
     // on the order.
     if reaches.iter().any(|reaches| reaches.len() > 1) {
         let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
         let why = "what an earlier launch wrote depends on which tensors it reached";
-        if let Some(diagnostic) = persistent(sections.copied(), why) {
-            diagnostics.add_made(diagnostic);
-            return Vec::new();
-        }
+        persistent(sections.copied(), why)?;
     }
     let mut followed = Vec::with_capacity(kernels.len());
     for (kernel, reaches) in kernels.iter().zip(&reaches) {
         let all = reaches.main.iter().chain(&reaches.further);
         followed.extend(all.map(|reach| kernel.where_reachable(reach)));
     }
-    let Some(sequence) = reach::sequence(&reaches, (period, runs(period)), MAX_STEPS) else {
-        diagnostics.add_made(too_large());
-        return Vec::new();
-    };
-    let found = follow(ranks, &followed, &sequence, diagnostics);
+    let sequence = reach::sequence(&reaches, (period, runs(period)), MAX_STEPS);
+    let sequence = sequence.ok_or_else(too_large)?;
+    let found = follow(ranks, &followed, &sequence, diagnostics)?;
     let mut found = found.into_iter();
     let merged = reaches
         .iter()
         .map(|reaches| found.by_ref().take(reaches.len()).reduce(merge));
-    merged.flatten().collect()
+    Ok(merged.flatten().collect())
 }
 
 /// Rejects persistent scratch, with the reason `why`.
 pub(super) fn persistent<'a>(
     sections: impl IntoIterator<Item = &'a SectionInstance>,
     why: &str,
-) -> Option<Diagnostic> {
+) -> Result<(), Diagnostic> {
     let mut all = sections.into_iter().flat_map(|section| {
         let tensors = 0..section.tensors.len();
         tensors.filter_map(move |tensor| Some((section.rank, section.scratch_of(tensor)?)))
     });
-    let (rank, scratch) = all.find(|(_, scratch)| scratch.persistent)?;
+    let Some((rank, scratch)) = all.find(|(_, scratch)| scratch.persistent) else {
+        return Ok(());
+    };
     let message = format!(
         "the scratch '{}' persists, but {why}; expected scratch that each run writes before it reads it",
         scratch.name
     );
     let at = (rank, &scratch.site);
-    Some(Diagnostic::at(DiagnosticKind::Malformed, at, message))
+    Err(Diagnostic::at(DiagnosticKind::Malformed, at, message))
 }
 
 /// Effects of a kernel that has the one or the other, depending on what it reaches, or on the words that it reads.
@@ -239,12 +232,15 @@ fn too_large() -> Diagnostic {
 /// Simulates launches in the order of `sequence`, which names kernels by number, under every valuation until one shows
 /// a violation. A valuation in which ranks announce different values is of a launch that fails, as the program wants it;
 /// unless all are, or an `agree` fails in every valuation.
+///
+/// # Errors
+/// Why they cannot be simulated.
 pub(super) fn follow(
     ranks: &[RankProgram],
     kernels: &[JointLaunch<'_>],
     sequence: &[usize],
     diagnostics: &mut Diagnostics<'_>,
-) -> Vec<Does> {
+) -> Result<Vec<Does>, Diagnostic> {
     let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
     let simulate = |valuation| {
         let mut run = LaneRun::new(ranks, kernels, sequence, valuation)?;
@@ -257,13 +253,7 @@ pub(super) fn follow(
     let mut all: Option<Vec<Does>> = None;
     let (mut agreed, mut differing) = (HashSet::new(), Vec::new());
     for valuation in Valuation::of(sections.copied()) {
-        let (run, machine) = match simulate(valuation) {
-            Ok(run) => run,
-            Err(diagnostic) => {
-                diagnostics.add_made(diagnostic);
-                return Vec::new();
-            }
-        };
+        let (run, machine) = simulate(valuation)?;
         // Also from a valuation whose launch fails: an `agree` that holds there is one that can hold.
         agreed.extend(run.agreed());
         // Announced words differ by the invented values, and the launch fails as intended: no violation of the
@@ -294,7 +284,7 @@ pub(super) fn follow(
         && let Ok((run, machine)) = simulate(valuation)
     {
         report::report(&run, &machine, diagnostics);
-        return run.done();
+        return Ok(run.done());
     }
-    all.unwrap_or_default()
+    Ok(all.unwrap_or_default())
 }
