@@ -5,10 +5,10 @@ use super::{Emitter, MAX_PLACES, divided};
 use crate::error::{Error, Result};
 use crate::named::comma;
 use crate::program::expr;
-use crate::program::section::SectionInstance;
 use crate::program::section::compile::range::Range;
 use crate::program::section::compile::scope::Scope;
 use crate::program::section::compile::{KERNEL, constant, sizes, span, too_large, variables};
+use crate::program::section::{SectionInstance, SectionTensor};
 use std::collections::BTreeSet;
 
 /// Maximum size of the arguments that a launch passes by value, in words; leaves room below CUDA's 4 KiB limit.
@@ -279,38 +279,37 @@ fn declare(code: &mut Code, instance: &SectionInstance) {
     // Number of sizes of the preceding tensors.
     let mut before = 0;
     for tensor in &instance.tensors {
-        let (name, axes) = (Scope::spell(&tensor.name), tensor.shape.len());
-        // Indices below `axes` are extents; the others are strides.
-        let size = |place: usize, value: &usize| {
+        let axes = tensor.shape.len();
+        code.line(view(tensor, |place, value| {
+            if place + 1 == 2 * axes && value == 1 {
+                return "1".to_owned();
+            }
             // If sizes vary between launches, two that are equal here may differ in the next launch, so each has its
             // own argument.
             let number = if instance.sizes_vary {
                 Some(before + place)
             } else {
-                sizes.iter().position(|size| size == value)
+                sizes.iter().position(|size| *size == value)
             };
             format!("(Index)at.size[{}]", number.unwrap_or(0))
-        };
-        let Some(first) = tensor.shape.first() else {
-            code.line(format!("const View<0> {name}{{0}};"));
-            continue;
-        };
-        let strides = tensor
-            .strides
-            .iter()
-            .enumerate()
-            .map(|(axis, stride)| match stride {
-                1 if axis + 1 == axes => "1".to_owned(),
-                _ => size(axes + axis, stride),
-            });
-        let extents = tensor.shape.iter().enumerate();
-        let extents = extents.map(|(axis, extent)| size(axis, extent));
-        code.line(format!(
-            "const View<{axes}> {name}{{0, {}, {{{}}}, {{{}}}}};",
-            size(0, first),
-            comma(extents),
-            comma(strides)
-        ));
+        }));
         before += 2 * axes;
     }
+}
+
+/// The declaration of a tensor; `spell` gives the text of its sizes by their number: extents, then strides.
+pub(super) fn view(tensor: &SectionTensor, spell: impl Fn(usize, usize) -> String) -> String {
+    let (name, axes) = (Scope::spell(&tensor.name), tensor.shape.len());
+    if axes == 0 {
+        return format!("const View<0> {name}{{0}};");
+    }
+    let sizes = tensor.shape.iter().chain(&tensor.strides).enumerate();
+    let sizes: Vec<String> = sizes.map(|(number, size)| spell(number, *size)).collect();
+    let (extents, strides) = sizes.split_at(axes);
+    format!(
+        "const View<{axes}> {name}{{0, {}, {{{}}}, {{{}}}}};",
+        extents[0],
+        comma(extents),
+        comma(strides)
+    )
 }

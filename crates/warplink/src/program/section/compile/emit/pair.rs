@@ -1,13 +1,13 @@
 //! The kernel of messages between pairs of ranks: the sections of a program's two ranks, of which a launch runs many.
 
 use super::code::Code;
-use super::kernel::{check, names, refused};
+use super::kernel::{check, names, refused, view};
 use super::{Emitter, Refusal};
 use crate::error::Result;
 use crate::named::comma;
 use crate::program::section::compile::scope::Scope;
 use crate::program::section::compile::{KERNEL, PairLayout};
-use crate::program::section::{SectionInstance, SectionMemory, SectionTensor};
+use crate::program::section::{SectionInstance, SectionMemory};
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
@@ -79,7 +79,7 @@ pub(in crate::program::section::compile) fn pair(
     }
     let memory = first.tensors.iter().enumerate();
     for (_, tensor) in memory.filter(|(number, _)| first.carried != Some(*number)) {
-        code.line(view(tensor));
+        code.line(view(tensor, |_, size| size.to_string()));
     }
     // A copy of both ends' code for each message would make the kernel much larger.
     code.line("#pragma unroll 1");
@@ -229,17 +229,4 @@ fn bind(
     code.line(
         "const auto word = [&](Index peer, Index to) { return at.signals[peer] + detail::signal_bytes * (1 + world * to + rank); };",
     );
-}
-
-/// The declaration of a tensor, whose sizes are constants.
-fn view(tensor: &SectionTensor) -> String {
-    let (name, axes) = (Scope::spell(&tensor.name), tensor.shape.len());
-    match tensor.shape.first() {
-        None => format!("const View<0> {name}{{0}};"),
-        Some(first) => format!(
-            "const View<{axes}> {name}{{0, {first}, {{{}}}, {{{}}}}};",
-            comma(tensor.shape.iter().map(ToString::to_string)),
-            comma(tensor.strides.iter().map(ToString::to_string))
-        ),
-    }
 }
