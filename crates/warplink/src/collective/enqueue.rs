@@ -22,20 +22,17 @@ pub(super) struct Uses {
 }
 
 impl Collectives {
-    /// For a call that reduces.
-    pub(super) fn reduction(
+    /// Enqueues a call on all of this memory. Kinds that only move bytes ignore the operator, and those without a root
+    /// the root.
+    pub(super) fn enqueue_on(
         &self,
         kind: CollectiveKind,
         (output, input): (&DeviceSlice, &DeviceSlice),
         (dtype, op): (DType, ReduceOp),
-        root: Option<Rank>,
+        root: Rank,
         stream: &Stream,
     ) -> Result<()> {
-        let bytes = match kind {
-            // The smaller slice is one part, by which a call is counted.
-            CollectiveKind::ReduceScatter => output.bytes(),
-            _ => input.bytes(),
-        };
+        let bytes = self.part_bytes(kind, (output, input));
         if !bytes.is_multiple_of(dtype.size()) {
             return Err(Error::invalid(format!(
                 "a slice of {bytes} bytes; expected a multiple of the {} bytes of {dtype}",
@@ -44,33 +41,23 @@ impl Collectives {
             .with_operation(kind.name())
             .with_help("pass whole elements"));
         }
-        let call = Call {
-            kind,
-            op: Some(op),
-            dtype,
-            count: bytes / dtype.size(),
-            root,
-        };
+        let call = Call::new(kind, op, dtype, bytes / dtype.size(), root);
         self.enqueue(&call, output, input, stream)
     }
 
-    /// For a call that moves bytes.
-    pub(super) fn movement(
+    /// Bytes of a part of a call on this memory: of a slice that every rank uses and that has one part, if there is one.
+    pub(super) fn part_bytes(
         &self,
         kind: CollectiveKind,
-        count: usize,
         (output, input): (&DeviceSlice, &DeviceSlice),
-        root: Option<Rank>,
-        stream: &Stream,
-    ) -> Result<()> {
-        let call = Call {
-            kind,
-            op: None,
-            dtype: DType::U8,
-            count,
-            root,
-        };
-        self.enqueue(&call, output, input, stream)
+    ) -> usize {
+        match kind {
+            CollectiveKind::ReduceScatter | CollectiveKind::Broadcast | CollectiveKind::Scatter => {
+                output.bytes()
+            }
+            CollectiveKind::AllToAll => input.bytes() / self.0.machine.world,
+            _ => input.bytes(),
+        }
     }
 
     /// Enqueues a call given as a value, like the methods named after collectives. Does not block.

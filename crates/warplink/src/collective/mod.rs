@@ -89,6 +89,9 @@ pub const DEFAULT_WORKSPACE_BYTES: usize = 10 << 20;
 /// Minimum size of a workspace for each rank.
 const MIN_BYTES_PER_RANK: usize = 64 << 10;
 
+/// Element type of calls that do not reduce; their operator is ignored.
+const BYTES: (DType, ReduceOp) = (DType::U8, ReduceOp::Sum);
+
 /// Maximum bytes of input or output of one launch on the direct path.
 pub const MAX_LAUNCH_BYTES: usize = MAX_TENSOR_BYTES;
 
@@ -305,8 +308,8 @@ impl Collectives {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        let kind = CollectiveKind::AllReduce;
-        self.reduction(kind, (output, input), (dtype, op), None, stream)
+        let (memory, reduction) = ((output, input), (dtype, op));
+        self.enqueue_on(CollectiveKind::AllReduce, memory, reduction, 0, stream)
     }
 
     /// Reduces all ranks' `input`s and writes this rank's part to `output`; an `input` has `world` times the
@@ -322,8 +325,8 @@ impl Collectives {
         op: ReduceOp,
         stream: &Stream,
     ) -> Result<()> {
-        let kind = CollectiveKind::ReduceScatter;
-        self.reduction(kind, (output, input), (dtype, op), None, stream)
+        let (memory, reduction) = ((output, input), (dtype, op));
+        self.enqueue_on(CollectiveKind::ReduceScatter, memory, reduction, 0, stream)
     }
 
     /// Reduces all ranks' `input`s into `output` on `root`; the output of other ranks is not modified, and
@@ -340,8 +343,8 @@ impl Collectives {
         root: Rank,
         stream: &Stream,
     ) -> Result<()> {
-        let kind = CollectiveKind::Reduce;
-        self.reduction(kind, (output, input), (dtype, op), Some(root), stream)
+        let (memory, reduction) = ((output, input), (dtype, op));
+        self.enqueue_on(CollectiveKind::Reduce, memory, reduction, root, stream)
     }
 
     /// Concatenates all ranks' `input`s, in rank order, into `output`.
@@ -354,8 +357,8 @@ impl Collectives {
         input: &DeviceSlice,
         stream: &Stream,
     ) -> Result<()> {
-        let kind = CollectiveKind::AllGather;
-        self.movement(kind, input.bytes(), (output, input), None, stream)
+        let memory = (output, input);
+        self.enqueue_on(CollectiveKind::AllGather, memory, BYTES, 0, stream)
     }
 
     /// Part p of `output` receives this rank's part of rank p's `input`, for each rank.
@@ -368,9 +371,8 @@ impl Collectives {
         input: &DeviceSlice,
         stream: &Stream,
     ) -> Result<()> {
-        let kind = CollectiveKind::AllToAll;
-        let count = input.bytes() / self.0.machine.world;
-        self.movement(kind, count, (output, input), None, stream)
+        let memory = (output, input);
+        self.enqueue_on(CollectiveKind::AllToAll, memory, BYTES, 0, stream)
     }
 
     /// Copies `root`'s `input` to every `output`; inputs of other ranks are not read, and may be the output.
@@ -384,8 +386,8 @@ impl Collectives {
         root: Rank,
         stream: &Stream,
     ) -> Result<()> {
-        let kind = CollectiveKind::Broadcast;
-        self.movement(kind, output.bytes(), (output, input), Some(root), stream)
+        let memory = (output, input);
+        self.enqueue_on(CollectiveKind::Broadcast, memory, BYTES, root, stream)
     }
 
     /// Concatenates all ranks' `input`s, in rank order, into `output` on `root`; the output of other ranks is
@@ -400,8 +402,8 @@ impl Collectives {
         root: Rank,
         stream: &Stream,
     ) -> Result<()> {
-        let kind = CollectiveKind::Gather;
-        self.movement(kind, input.bytes(), (output, input), Some(root), stream)
+        let memory = (output, input);
+        self.enqueue_on(CollectiveKind::Gather, memory, BYTES, root, stream)
     }
 
     /// Copies this rank's part of `root`'s `input` to `output`; inputs of other ranks are not read, and may
@@ -416,8 +418,8 @@ impl Collectives {
         root: Rank,
         stream: &Stream,
     ) -> Result<()> {
-        let kind = CollectiveKind::Scatter;
-        self.movement(kind, output.bytes(), (output, input), Some(root), stream)
+        let memory = (output, input);
+        self.enqueue_on(CollectiveKind::Scatter, memory, BYTES, root, stream)
     }
 
     /// Barrier between the ranks' streams.
@@ -425,13 +427,8 @@ impl Collectives {
     /// # Errors
     /// As [`all_reduce`](Self::all_reduce).
     pub fn barrier(&self, stream: &Stream) -> Result<()> {
-        let call = Call {
-            kind: CollectiveKind::Barrier,
-            op: None,
-            dtype: DType::U8,
-            count: 0,
-            root: None,
-        };
+        let (dtype, op) = BYTES;
+        let call = Call::new(CollectiveKind::Barrier, op, dtype, 0, 0);
         self.launch(&call, &[], Overlap::Apart, stream)
     }
 }

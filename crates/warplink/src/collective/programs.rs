@@ -1,9 +1,8 @@
 //! Collectives of host programs.
 
 use super::join::Paths;
-use super::{Call, CollectiveKind, Collectives};
+use super::{BYTES, Call, Collectives};
 use crate::device::{Collective, CollectiveRequest, DeviceSlice, Stream};
-use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::program::execute::DirectCollectives;
 use std::sync::Arc;
@@ -52,25 +51,13 @@ impl Collectives {
         request.check(self.0.machine.world)?;
         let kind = collective.kind();
         let (op, root) = match *collective {
-            Collective::AllGather | Collective::AllToAll => (None, None),
-            Collective::AllReduce(op) | Collective::ReduceScatter(op) => (Some(op), None),
-            Collective::Broadcast(root) => (None, Some(root)),
-            Collective::Reduce(op, root) => (Some(op), Some(root)),
+            Collective::AllGather | Collective::AllToAll => (None, 0),
+            Collective::AllReduce(op) | Collective::ReduceScatter(op) => (Some(op), 0),
+            Collective::Broadcast(root) => (None, root),
+            Collective::Reduce(op, root) => (Some(op), root),
         };
-        let dtype = if op.is_some() { *dtype } else { DType::U8 };
-        let part = match kind {
-            CollectiveKind::ReduceScatter => target.bytes(),
-            CollectiveKind::AllToAll => source.bytes() / self.0.machine.world,
-            _ => source.bytes(),
-        };
-        let count = part / dtype.size();
-        let call = Call {
-            kind,
-            op,
-            dtype,
-            count,
-            root,
-        };
-        Ok((call, target, source))
+        let (dtype, op) = op.map_or(BYTES, |op| (*dtype, op));
+        let count = self.part_bytes(kind, (target, source)) / dtype.size();
+        Ok((Call::new(kind, op, dtype, count, root), target, source))
     }
 }
