@@ -4,6 +4,7 @@ use super::MAX_DIRECT_RANKS;
 use super::call::{Call, CollectiveKind};
 use super::comparison::CallComparison;
 use super::launches::Overlap;
+use super::pieces::moved_parts;
 use crate::debug::debug_text;
 use crate::device::{
     AllocationKind, Collective, CollectiveEngine, CollectiveRequest, Device, DeviceSlice, Priority,
@@ -142,7 +143,7 @@ impl EngineCollectives {
             CollectiveKind::Broadcast => Collective::Broadcast(root),
             CollectiveKind::Reduce => Collective::Reduce(op, root),
             CollectiveKind::Gather | CollectiveKind::Scatter => {
-                return self.exchange(call, root, (&source, &target), stream);
+                return self.exchange(call, (&source, &target), stream);
             }
         };
         let request = CollectiveRequest::Collective {
@@ -163,39 +164,19 @@ impl EngineCollectives {
     fn exchange(
         &self,
         call: &Call,
-        root: Rank,
         (source, target): (&DeviceSlice, &DeviceSlice),
         stream: &Stream,
     ) -> Result<()> {
-        let gathers = call.kind == CollectiveKind::Gather;
-        let (mut sends, mut receives) = (Vec::new(), Vec::new());
-        // The root exchanges with every rank; others only with the root.
-        if self.rank != root {
-            if gathers {
-                sends.push((root, source.clone()));
-            } else {
-                receives.push((root, target.clone()));
-            }
-        } else {
-            let bytes = call.bytes();
-            for rank in 0..self.world {
-                let part = |whole: &DeviceSlice| whole.slice(rank * bytes..(rank + 1) * bytes);
-                let (from, to) = if gathers {
-                    (source.clone(), part(target)?)
-                } else {
-                    (part(source)?, target.clone())
-                };
-                if rank == root {
-                    // In place, the root's own part is already there.
-                    if from.address() != to.address() {
-                        stream.copy(&to, &from)?;
-                    }
-                } else if gathers {
-                    receives.push((rank, to));
-                } else {
-                    sends.push((rank, from));
-                }
-            }
+        let [mut sends, mut receives] =
+            moved_parts(call, (self.rank, self.world), (target, source))?;
+        let take_own = |parts: &mut Vec<(Rank, DeviceSlice)>| {
+            parts.extract_if(.., |(peer, _)| *peer == self.rank).next()
+        };
+        // In place, the root's own part is already there.
+        if let (Some((_, from)), Some((_, to))) = (take_own(&mut sends), take_own(&mut receives))
+            && from.address() != to.address()
+        {
+            stream.copy(&to, &from)?;
         }
         let request = CollectiveRequest::Exchange { sends, receives };
         self.engine.enqueue(stream, &request)

@@ -10,8 +10,7 @@ use super::join::CallPath;
 use super::launches::Overlap;
 use super::{Collectives, Message};
 use crate::device::{DeviceSlice, Stream};
-use crate::error::{Error, Result};
-use std::ops::Range;
+use crate::error::{Error, Rank, Result};
 
 /// Pieces are multiples of this many elements, so that all are aligned like the whole.
 const UNIT: usize = 256;
@@ -113,30 +112,11 @@ impl Collectives {
                 .with_help("pass a separate output, or split the call"));
         }
         let (rank, world) = (self.0.context.rank(), self.0.machine.world);
-        let part = |memory: &DeviceSlice, rows: usize, row: usize| {
-            let row = if rows == 1 { 0 } else { row };
-            let range: Range<usize> = row * call.bytes()..(row + 1) * call.bytes();
-            memory.slice(range)
-        };
-        let (input_rows, output_rows) = call.kind.rows(world);
-        let goes = |from: usize, to: usize| match call.kind {
-            CollectiveKind::Gather => call.root == Some(to),
-            CollectiveKind::Scatter => call.root == Some(from),
-            _ => true,
-        };
-        let (mut sent, mut received) = (Vec::new(), Vec::new());
-        // Each rank starts with another peer, to spread the load over links.
-        for peer in (0..world).map(|step| (rank + step) % world) {
-            // In place, its own part is already there.
-            if peer == rank && in_place {
-                continue;
-            }
-            if goes(rank, peer) {
-                sent.push((peer, part(input, input_rows, peer)?));
-            }
-            if goes(peer, rank) {
-                received.push((peer, part(output, output_rows, peer)?));
-            }
+        let [mut sent, mut received] = moved_parts(call, (rank, world), (output, input))?;
+        // In place, its own part is already there.
+        if in_place {
+            sent.retain(|(peer, _)| *peer != rank);
+            received.retain(|(peer, _)| *peer != rank);
         }
         let sent = sent.iter().map(|(peer, part)| Message::send(*peer, part));
         let received = received
@@ -146,4 +126,33 @@ impl Collectives {
         self.send_receive(&messages, stream)
             .map_err(|error| error.with_operation(call.kind.name()))
     }
+}
+
+/// Parts that a rank sends and receives in a call that only moves parts, with their peers; its own is in both lists.
+pub(super) fn moved_parts(
+    call: &Call,
+    (rank, world): (Rank, usize),
+    (output, input): (&DeviceSlice, &DeviceSlice),
+) -> Result<[Vec<(Rank, DeviceSlice)>; 2]> {
+    let part = |memory: &DeviceSlice, rows: usize, row: usize| {
+        let row = if rows == 1 { 0 } else { row };
+        memory.slice(row * call.bytes()..(row + 1) * call.bytes())
+    };
+    let (input_rows, output_rows) = call.kind.rows(world);
+    let goes = |from: Rank, to: Rank| match call.kind {
+        CollectiveKind::Gather => call.root == Some(to),
+        CollectiveKind::Scatter => call.root == Some(from),
+        _ => true,
+    };
+    let (mut sent, mut received) = (Vec::new(), Vec::new());
+    // Each rank starts with another peer, to spread the load over links.
+    for peer in (0..world).map(|step| (rank + step) % world) {
+        if goes(rank, peer) {
+            sent.push((peer, part(input, input_rows, peer)?));
+        }
+        if goes(peer, rank) {
+            received.push((peer, part(output, output_rows, peer)?));
+        }
+    }
+    Ok([sent, received])
 }
