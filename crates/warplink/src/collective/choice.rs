@@ -404,6 +404,19 @@ impl Machine {
         enough.or(allowed.max()).unwrap_or(1)
     }
 
+    /// The same, where there is space for no more than `most`, even if options force more.
+    pub(super) fn lanes_within(&self, wanted: usize, most: usize) -> usize {
+        let lanes = self.lanes(wanted, most);
+        if lanes <= most {
+            return lanes;
+        }
+        let open = Self {
+            forced_lanes: None,
+            ..self.clone()
+        };
+        open.lanes(most, most)
+    }
+
     /// At least `wanted` threads of a lane, within the options.
     pub(super) fn threads(&self, wanted: usize) -> usize {
         let wanted = self.forced_threads.unwrap_or(wanted);

@@ -1,9 +1,7 @@
 //! Diagnosis of calls that do not complete or that differ between ranks.
 
 use super::comparison::{CallComparison, PATIENCE, QueryResult};
-use super::experts::{
-    COMBINE, DISPATCH, EXCEEDED, describe_combine, describe_dispatch, describe_exceeded,
-};
+use super::experts::{COMBINE, DISPATCH, EXCEEDED, describe_exceeded, describe_layer};
 use super::fused::{FUSED, describe_fused};
 use super::messages::Messages;
 use super::{Call, Collectives, Inner};
@@ -171,8 +169,7 @@ fn unfinished(collectives: &Inner) -> Option<Error> {
 fn describe(words: &[u32]) -> String {
     match words.first().map(|what| what & 0xf) {
         Some(FUSED) => describe_fused(words),
-        Some(COMBINE) => describe_combine(words),
-        Some(DISPATCH | EXCEEDED) => describe_dispatch(words),
+        Some(COMBINE | DISPATCH | EXCEEDED) => describe_layer(words),
         _ => Call::describe(words),
     }
 }

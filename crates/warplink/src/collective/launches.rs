@@ -13,6 +13,7 @@ use crate::program::execute::{
 use crate::program::section::SectionInstance;
 use crate::program::{OperationKind, RankProgram};
 use crate::sync::lock;
+use std::hash::Hash;
 use std::sync::{Arc, Mutex};
 
 /// Maximum cached calls, and maximum kernels whose code others share.
@@ -46,21 +47,73 @@ struct Form {
     threads: usize,
 }
 
-/// Creates kernels, and caches those of recent calls.
-#[derive(Debug)]
-pub(super) struct Launches {
-    // Looked up by every call.
-    kept: Mutex<Recent<CallKey, Arc<SharedKernel>>>,
-    /// For each form, a kernel whose code others share.
-    models: Mutex<Recent<Form, Arc<SharedKernel>>>,
+/// Kernels of recent launches, by keys that determine them, and for each form a kernel whose code others share.
+pub(super) struct KernelCache<K, F> {
+    // Looked up by every launch.
+    kept: Mutex<Recent<K, Arc<SharedKernel>>>,
+    models: Mutex<Recent<F, Arc<SharedKernel>>>,
 }
+
+impl<K: Copy + Eq + Hash, F: Copy + Eq + Hash> KernelCache<K, F> {
+    /// An empty cache for so many launches and forms.
+    pub(super) fn new(most_kept: usize, most_models: usize) -> Self {
+        Self {
+            kept: Mutex::new(Recent::new(most_kept)),
+            models: Mutex::new(Recent::new(most_models)),
+        }
+    }
+
+    /// Fast path: the kernel of a recent launch.
+    pub(super) fn get(&self, key: &K) -> Option<Arc<SharedKernel>> {
+        lock(&self.kept).get(key).cloned()
+    }
+
+    /// Creates the kernel of a launch on memory that is `aligned` to 16 bytes or not, from its section for a size. If the
+    /// form is known and its code serves, that only costs unrolling the program. If the code for the `largest` size of the
+    /// form is the same, it serves every size in between.
+    pub(super) fn create(
+        &self,
+        workspace: &SharedWorkspace,
+        (key, form): (K, F),
+        (aligned, readying): (bool, Readying),
+        (size, largest): (usize, Option<usize>),
+        section: impl Fn(usize) -> Result<SectionInstance>,
+    ) -> Result<Arc<SharedKernel>> {
+        // The locks are released while code is compiled; two threads that compile the same form do no harm.
+        let model = lock(&self.models).get(&form).cloned();
+        let mut wanted = CodeWanted {
+            section: Arc::new(section(size)?),
+            aligned,
+            readying,
+            model: model.as_deref(),
+            largest: None,
+        };
+        let created = match workspace.kernel_like(&wanted) {
+            Some(kernel) => Arc::new(kernel?),
+            None => {
+                let largest = largest.filter(|largest| *largest > size);
+                wanted.largest = largest.and_then(|largest| section(largest).ok());
+                let tell: Arc<TellDifference> =
+                    Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
+                let kernel = Arc::new(workspace.kernel(&wanted, tell)?);
+                let before = lock(&self.models).insert(form, kernel.clone());
+                drop(before);
+                kernel
+            }
+        };
+        // Dropped outside the lock.
+        let before = lock(&self.kept).insert(key, created.clone());
+        drop(before);
+        Ok(created)
+    }
+}
+
+/// Kernels of calls.
+pub(super) struct Launches(KernelCache<CallKey, Form>);
 
 impl Default for Launches {
     fn default() -> Self {
-        Self {
-            kept: Mutex::new(Recent::new(MAX_KEPT)),
-            models: Mutex::new(Recent::new(MAX_MODELS)),
-        }
+        Self(KernelCache::new(MAX_KEPT, MAX_MODELS))
     }
 }
 
@@ -98,14 +151,10 @@ impl Launches {
         rank: usize,
         readying: Readying,
     ) -> Result<Arc<SharedKernel>> {
-        // Fast path: the same call was made before.
-        if let Some(kept) = lock(&self.kept).get(shape) {
-            return Ok(kept.clone());
+        if let Some(kept) = self.0.get(shape) {
+            return Ok(kept);
         }
         let choice = machine.choose(&shape.call)?;
-        let form = Form::of(shape, &choice);
-        // The lock is released while code is compiled; two threads that compile the same form do no harm.
-        let model = lock(&self.models).get(&form).cloned();
         let section = |count: usize| -> Result<SectionInstance> {
             let call = Call {
                 count,
@@ -125,32 +174,12 @@ impl Launches {
             section.published = choice.algorithm == Algorithm::Direct;
             Ok(section)
         };
-        let mut wanted = CodeWanted {
-            section: Arc::new(section(shape.call.count)?),
-            aligned: shape.aligned,
-            readying,
-            model: model.as_deref(),
-            largest: None,
-        };
-        let tell: Arc<TellDifference> =
-            Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
-        let made = match workspace.kernel_like(&wanted) {
-            Some(made) => Arc::new(made?),
-            None => {
-                // The longest count of the form: if its code is the same, so is that of every count in
-                // between.
-                let most = usize::MAX.checked_shr(shape.call.count.leading_zeros());
-                let most = most.filter(|most| *most > shape.call.count);
-                wanted.largest = most.and_then(|most| section(most).ok());
-                let made = Arc::new(workspace.kernel(&wanted, tell)?);
-                drop(lock(&self.models).insert(form, made.clone()));
-                made
-            }
-        };
-        // Dropped outside the lock.
-        let before = lock(&self.kept).insert(*shape, made.clone());
-        drop(before);
-        Ok(made)
+        // The longest count of the form.
+        let longest = usize::MAX.checked_shr(shape.call.count.leading_zeros());
+        let keys = (*shape, Form::of(shape, &choice));
+        let prepared = (shape.aligned, readying);
+        let counts = (shape.call.count, longest);
+        self.0.create(workspace, keys, prepared, counts, section)
     }
 }
 

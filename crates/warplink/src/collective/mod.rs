@@ -22,6 +22,7 @@
 //! | `programs` | collectives of host programs |
 //! | `recent` | LRU cache |
 //! | `messages` | sends and receives between pairs of ranks |
+//! | `text` | program texts made from options |
 //! | `record`, `comparison` | flight recorder of engine calls, and its exchange between ranks |
 //! | `diagnosis` | diagnosis of calls that do not complete or that differ |
 //!
@@ -51,6 +52,7 @@ mod pieces;
 mod programs;
 mod recent;
 mod record;
+mod text;
 
 pub use algorithm::Algorithm;
 pub use bound::BoundCall;

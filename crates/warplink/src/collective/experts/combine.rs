@@ -1,22 +1,18 @@
 //! Combine as a program: the shipped text with names in braces replaced according to the number of experts of a token,
 //! and its kernels.
 
-use super::launch::{
-    DTYPE, MANY, SCRATCH_WORDS, TOP_K, UNIT, UNWEIGHTED, Wanted, described_flags, flags, top_k,
-};
-use super::text::filled;
+use super::launch::{COMBINE, MANY, SCRATCH_WORDS, UNIT, UNWEIGHTED, announced, layer_section};
 use super::{ExpertOptions, RowLayout};
 use crate::collective::choice::{Machine, part};
-use crate::collective::recent::Recent;
-use crate::device::{DeviceSlice, Stream};
-use crate::dtype::DType;
+use crate::collective::direct::is_aligned;
+use crate::collective::launches::KernelCache;
+use crate::collective::text::{filled, parsed};
+use crate::device::{DeviceSlice, Readying, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::execute::{SharedKernel, SharedWorkspace};
 use crate::program::section::MAX_LANE_STEPS;
 use crate::program::{Parameters, Program};
-use crate::sync::lock;
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 const TEXT: &str = include_str!("combine.wlp");
 
@@ -41,9 +37,6 @@ const MAX_KEPT: usize = 1024;
 /// Maximum tokens of a lane in a launch where ranks share cores: lanes are interpreted there, from the start of a launch
 /// again for what they read from memory.
 const SHARED_TOKENS: usize = 16;
-
-/// Encoded in place of a collective's kind.
-pub(in crate::collective) const COMBINE: u32 = 0xe;
 
 /// Rows and their description; device memory of a call.
 pub(super) struct Rows<'a> {
@@ -86,9 +79,8 @@ pub(super) struct Combine {
     /// Without weights and with them.
     programs: [Program; 2],
     shape: Shape,
-    kept: Mutex<Recent<Key, Arc<SharedKernel>>>,
-    /// Kernels for the maximum number of tokens, whose code others share.
-    models: Mutex<BTreeMap<Key, Arc<SharedKernel>>>,
+    /// Those for the maximum number of tokens have the code that others share.
+    kernels: KernelCache<Key, Key>,
 }
 
 impl Combine {
@@ -107,8 +99,7 @@ impl Combine {
                 program(options, machine.world, true)?,
             ],
             shape: Shape::new(options, machine, shared)?,
-            kept: Mutex::new(Recent::new(MAX_KEPT)),
-            models: Mutex::default(),
+            kernels: KernelCache::new(MAX_KEPT, MAX_KEPT),
         })
     }
 
@@ -152,8 +143,7 @@ impl Combine {
                 Some(cut(rows.output, row)?),
             ];
             let slices: Vec<DeviceSlice> = slices.into_iter().flatten().collect();
-            let mut starts = slices.iter().map(DeviceSlice::address);
-            let aligned = starts.all(|start| start.is_multiple_of(16));
+            let aligned = slices.iter().all(is_aligned);
             let kernel = self.kernel(on, (from, tokens, aligned, rows.weights.is_some()))?;
             let tensors: Vec<&DeviceSlice> = slices.iter().collect();
             kernel.enqueue(on_stream, &tensors, true)?;
@@ -162,50 +152,26 @@ impl Combine {
     }
 
     fn kernel(&self, on: (&Machine, &SharedWorkspace), key: Key) -> Result<Arc<SharedKernel>> {
-        if let Some(kept) = lock(&self.kept).get(&key) {
-            return Ok(kept.clone());
+        if let Some(kept) = self.kernels.get(&key) {
+            return Ok(kept);
         }
         let (from, tokens, aligned, weighted) = key;
         // Code for the largest values serves all smaller ones, so one compilation covers all calls with the same
         // division.
         let most = self.shape.most_tokens(tokens, self.options.max_tokens);
         // Everything that changes the code; the number of tokens itself is a parameter.
-        let most = (from, most, aligned, weighted);
-        let model = lock(&self.models).get(&most).cloned();
-        let model = match model {
-            Some(model) => model,
-            None => {
-                // Without the lock, so that kernels are compiled beside one another.
-                let made = self.made(on, most, None)?;
-                // If two threads compiled it, both take the first.
-                lock(&self.models).entry(most).or_insert(made).clone()
-            }
+        let form = (from, most, aligned, weighted);
+        if key != form {
+            self.kernel(on, form)?;
+        }
+        let section = |tokens| {
+            let parameters = self.parameters(on.0, (from, tokens), weighted);
+            layer_section(self.program(weighted), self.rank, on.0, &parameters)
         };
-        let made = if key == most {
-            model
-        } else {
-            self.made(on, key, Some(&model))?
-        };
-        // Dropped outside the lock.
-        let before = lock(&self.kept).insert(key, made.clone());
-        drop(before);
-        Ok(made)
-    }
-
-    fn made(
-        &self,
-        on: (&Machine, &SharedWorkspace),
-        (from, tokens, aligned, weighted): Key,
-        model: Option<&SharedKernel>,
-    ) -> Result<Arc<SharedKernel>> {
-        let wanted = Wanted {
-            program: self.program(weighted),
-            rank: self.rank,
-            parameters: &self.parameters(on.0, (from, tokens), weighted),
-            aligned,
-            model,
-        };
-        wanted.kernel(on)
+        let sizes = (tokens, None);
+        let prepared = (aligned, Readying::WithCode);
+        self.kernels
+            .create(on.1, (key, form), prepared, sizes, section)
     }
 
     pub(super) fn program(&self, weighted: bool) -> &Program {
@@ -226,8 +192,12 @@ impl Combine {
         // `Shape` has checked that the requests and sums fit.
         let room = (machine.plain_bytes - 4 * (requests + sums)) / options.dtype.size();
         let mut parameters = Parameters::new().with("T", options.dtype);
-        let announced = self.words(weighted).map(|word| i64::from(word as i32));
-        let [what, length, upper, factor] = announced;
+        let kind = if weighted {
+            COMBINE
+        } else {
+            COMBINE | UNWEIGHTED
+        };
+        let [what, length, upper, factor] = announced(kind, options, self.max_rows);
         for (name, value) in [
             ("tokens", tokens as i64),
             ("first", from as i64),
@@ -248,21 +218,6 @@ impl Combine {
             parameters.insert(name, value);
         }
         parameters
-    }
-
-    /// Integers that must be equal on all ranks; otherwise the layers differ.
-    fn words(&self, weighted: bool) -> [u32; 4] {
-        let options = &self.options;
-        [
-            COMBINE
-                | (options.dtype as u32) << DTYPE
-                | (options.top_k as u32) << TOP_K
-                | flags(options)
-                | if weighted { 0 } else { UNWEIGHTED },
-            options.max_tokens as u32,
-            self.max_rows as u32,
-            options.elements as u32,
-        ]
     }
 }
 
@@ -285,15 +240,7 @@ impl Shape {
             .with_help("give the workspace more bytes (CollectiveOptions::workspace_bytes)"));
         }
         let wanted = options.max_tokens * if shared { 1 } else { MAX_PARTS };
-        let mut lanes = machine.lanes(wanted, most);
-        if lanes > most {
-            // More are forced than have space.
-            let open = Machine {
-                forced_lanes: None,
-                ..machine.clone()
-            };
-            lanes = open.lanes(most, most);
-        }
+        let lanes = machine.lanes_within(wanted, most);
         // Steps of a lane for a token, at most.
         let steps = 8 * experts * (world + 1) + 8 * world + 16;
         let of_lane = if shared {
@@ -350,10 +297,8 @@ fn sum_words(options: &ExpertOptions, rows: usize) -> usize {
 }
 
 fn program(options: &ExpertOptions, world: usize, weighted: bool) -> Result<Program> {
-    Program::parse(&text(options, world, weighted)).map_err(|error| {
-        Error::new(ErrorKind::Internal, error.message().to_owned())
-            .with_operation("write the program that combines")
-    })
+    let text = text(options, world, weighted);
+    parsed(&text, "write the program that combines")
 }
 
 /// The programs of layers with several numbers of experts of a token, and of both other layouts, for tests of their kernels.
@@ -517,16 +462,4 @@ impl Added {
         });
         each.collect::<Vec<_>>().join(", ")
     }
-}
-
-/// Description of a combine from its announcement.
-pub(in crate::collective) fn describe_combine(words: &[u32]) -> String {
-    let [what, tokens, rows, elements] = [0, 1, 2, 3].map(|at| words.get(at).copied().unwrap_or(0));
-    let dtype = DType::ALL.get((what >> DTYPE & 0xf) as usize);
-    format!(
-        "a combine of up to {tokens} tokens of {} experts, {rows} rows of a rank, of {elements} {}{}",
-        top_k(what),
-        dtype.map_or("?", |dtype| dtype.name()),
-        described_flags(what)
-    )
 }

@@ -1,20 +1,18 @@
 //! Dispatch as a program, and its kernels.
 
 use super::dispatch_text::{self as text, CELL_ROWS, CELL_WORDS};
-use super::launch::{
-    DTYPE, MANY, SCRATCH_WORDS, TOP_K, UNIT, Wanted, described_flags, flags, top_k,
-};
-use super::{ExpertOptions, WORD};
+use super::launch::{DISPATCH, MANY, SCRATCH_WORDS, UNIT, announced, layer_section};
+use super::{Dispatched, ExpertOptions, Tokens, WORD};
 use crate::collective::choice::{Machine, part};
-use crate::device::{DeviceSlice, Stream};
-use crate::dtype::DType;
+use crate::collective::direct::is_aligned;
+use crate::collective::launches::KernelCache;
+use crate::collective::text::parsed;
+use crate::device::{DeviceSlice, Readying, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::execute::{SharedKernel, SharedWorkspace};
 use crate::program::section::MAX_LANE_STEPS;
 use crate::program::{Parameters, Program};
-use crate::sync::lock;
-use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 /// Maximum lanes that move data.
 const MAX_LANES: usize = 128;
@@ -23,6 +21,9 @@ const MAX_LANES: usize = 128;
 /// With 1024 threads, registers limit how many loads are in flight (measured, docs/performance.md).
 const THREADS: usize = 256;
 const MANY_QUANTIZED: usize = 8;
+
+/// Maximum number of cached kernels.
+const MAX_KEPT: usize = 1024;
 
 /// Maximum rows that are on their way in half of the scratch of a lane.
 const MAX_DEPTH: usize = 64;
@@ -33,29 +34,12 @@ const SLOT_STEPS: usize = 32;
 /// Steps of a lane for each expert, at most, apart from those for slots.
 const EXPERT_STEPS: usize = 16;
 
-/// Encoded in place of a collective's kind: a dispatch, and one that has more rows for a rank than there is memory for.
-pub(in crate::collective) const DISPATCH: u32 = 0xd;
-pub(in crate::collective) const EXCEEDED: u32 = DISPATCH - 1;
-
-/// Rows and what describes them; device memory of a call.
+/// Device memory of a call.
 pub(super) struct Routed<'a> {
-    /// `[tokens, elements]`.
-    pub(super) tokens: &'a DeviceSlice,
-    pub(super) token_scales: Option<&'a DeviceSlice>,
-    /// `[tokens, top_k]`, 32 bits each.
-    pub(super) experts: &'a DeviceSlice,
-    pub(super) token_weights: Option<&'a DeviceSlice>,
+    pub(super) tokens: &'a Tokens<'a>,
     /// Number of tokens.
     pub(super) count: &'a DeviceSlice,
-    /// `[world, max_rows, elements]`.
-    pub(super) rows: &'a DeviceSlice,
-    pub(super) scales: Option<&'a DeviceSlice>,
-    /// `[world, max_rows]`.
-    pub(super) locals: &'a DeviceSlice,
-    pub(super) weights: Option<&'a DeviceSlice>,
-    /// `[world]`.
-    pub(super) counts: &'a DeviceSlice,
-    pub(super) dropped: Option<&'a DeviceSlice>,
+    pub(super) to: &'a Dispatched<'a>,
     /// `[tokens, top_k]`, or `[tokens, world]`.
     pub(super) places: &'a DeviceSlice,
 }
@@ -82,7 +66,7 @@ pub(super) struct Dispatch {
     rank: Rank,
     program: Program,
     shape: Shape,
-    kept: Mutex<BTreeMap<Key, Arc<SharedKernel>>>,
+    kernels: KernelCache<Key, Key>,
 }
 
 impl Dispatch {
@@ -97,7 +81,7 @@ impl Dispatch {
             rank,
             program: program(options, machine.world)?,
             shape: Shape::new(options, machine, shared)?,
-            kept: Mutex::default(),
+            kernels: KernelCache::new(MAX_KEPT, MAX_KEPT),
         })
     }
 
@@ -113,25 +97,25 @@ impl Dispatch {
         call: &Routed<'_>,
         on_stream: (&Stream, bool),
     ) -> Result<()> {
+        let Routed { tokens, to, .. } = call;
         // In the order of the text's declarations.
         let tensors = [
-            Some(call.tokens),
-            Some(call.experts),
+            Some(tokens.rows),
+            Some(tokens.experts),
             Some(call.count),
-            call.token_scales,
-            call.token_weights,
-            Some(call.rows),
-            Some(call.locals),
-            Some(call.counts),
+            tokens.scales,
+            tokens.weights,
+            Some(to.rows),
+            Some(to.experts),
+            Some(to.counts),
             Some(call.places),
-            call.scales,
-            call.weights,
-            call.dropped,
+            to.scales,
+            to.weights,
+            to.dropped,
         ];
         let tensors: Vec<&DeviceSlice> = tensors.into_iter().flatten().collect();
-        let mut starts = tensors.iter().map(|slice| slice.address());
         // Two kernels and not one for each combination of addresses: the key is the same for all tensors.
-        let aligned = starts.all(|start| start.is_multiple_of(16));
+        let aligned = tensors.iter().all(|tensor| is_aligned(tensor));
         // As many launches on every rank, however many tokens each has.
         for from in (0..self.options.max_tokens).step_by(self.shape.tokens) {
             let kernel = self.kernel(on, (from, aligned))?;
@@ -141,23 +125,19 @@ impl Dispatch {
     }
 
     fn kernel(&self, on: (&Machine, &SharedWorkspace), key: Key) -> Result<Arc<SharedKernel>> {
-        // Held while compiling: launches of one layer are serialized anyway, and a second thread would compile the
-        // same kernel.
-        let mut kept = lock(&self.kept);
-        if let Some(kernel) = kept.get(&key) {
-            return Ok(kernel.clone());
+        if let Some(kept) = self.kernels.get(&key) {
+            return Ok(kept);
         }
         let (from, aligned) = key;
-        let wanted = Wanted {
-            program: &self.program,
-            rank: self.rank,
-            parameters: &self.parameters(on.0, from),
-            aligned,
-            model: None,
+        let section = |_| {
+            let parameters = self.parameters(on.0, from);
+            layer_section(&self.program, self.rank, on.0, &parameters)
         };
-        let made = wanted.kernel(on)?;
-        kept.insert(key, made.clone());
-        Ok(made)
+        let sizes = (self.options.max_tokens, None);
+        let prepared = (aligned, Readying::WithCode);
+        // No two launches share code.
+        self.kernels
+            .create(on.1, (key, key), prepared, sizes, section)
     }
 
     #[cfg(test)]
@@ -173,9 +153,7 @@ impl Dispatch {
         let room = machine.plain_bytes - WORD * (words + floats);
         let room = room / options.dispatched_dtype().size();
         let mut parameters = Parameters::new().with("T", options.token_dtype());
-        // As signed words, which is how the scratch of announcements holds them.
-        let announced = self.words().map(|word| i64::from(word as i32));
-        let [what, length, upper, factor] = announced;
+        let [what, length, upper, factor] = announced(DISPATCH, options, self.max_rows);
         for (name, value) in [
             ("tokens", options.max_tokens as i64),
             ("first", from as i64),
@@ -200,20 +178,6 @@ impl Dispatch {
             parameters.insert(name, value);
         }
         parameters
-    }
-
-    /// Integers that must be equal on all ranks; otherwise the layers differ.
-    fn words(&self) -> [u32; 4] {
-        let options = &self.options;
-        [
-            DISPATCH
-                | (options.dtype as u32) << DTYPE
-                | (options.top_k as u32) << TOP_K
-                | flags(options),
-            options.max_tokens as u32,
-            self.max_rows as u32,
-            options.elements as u32,
-        ]
     }
 }
 
@@ -241,15 +205,7 @@ impl Shape {
         let most = (1..=MAX_LANES).take_while(|lanes| fits(*lanes, 1));
         let most = most.last().unwrap_or(1);
         let wanted = options.max_tokens * text::divided(options);
-        let mut lanes = machine.lanes(wanted, most);
-        if lanes > most {
-            // More are forced than have space.
-            let open = Machine {
-                forced_lanes: None,
-                ..machine.clone()
-            };
-            lanes = open.lanes(most, most);
-        }
+        let lanes = machine.lanes_within(wanted, most);
         // Lanes first: they move data concurrently, where depth only saves barriers between rows that go through
         // scratch.
         let depth = (1..=MAX_DEPTH).take_while(|depth| fits(lanes, *depth));
@@ -303,10 +259,8 @@ const fn cells(machine: &Machine) -> usize {
 }
 
 fn program(options: &ExpertOptions, world: usize) -> Result<Program> {
-    Program::parse(&text::text(options, world)).map_err(|error| {
-        Error::new(ErrorKind::Internal, error.message().to_owned())
-            .with_operation("write the program that dispatches")
-    })
+    let text = text::text(options, world);
+    parsed(&text, "write the program that dispatches")
 }
 
 /// The program of dispatch for these options and this many ranks, for tests of its kernel.
@@ -317,45 +271,6 @@ fn program(options: &ExpertOptions, world: usize) -> Result<Program> {
 pub fn dispatch_program(options: &ExpertOptions, world: usize) -> Result<(String, Program)> {
     let named = format!("dispatch, {}", options.layout);
     Ok((named, program(options, world)?))
-}
-
-/// Describes two dispatches, one of which has more rows for a rank than there is memory for. `None` for others.
-pub(in crate::collective) fn describe_exceeded(own: &[u32], theirs: &[u32]) -> Option<String> {
-    let exceeds = |words: &[u32]| words.first().map(|what| what & 0xf) == Some(EXCEEDED);
-    let limit = |words: &[u32]| words.get(2).copied().unwrap_or(0);
-    let described = |words, other| {
-        format!(
-            "{}; expected at most {}",
-            describe_dispatch(words),
-            limit(other)
-        )
-    };
-    match (exceeds(own), exceeds(theirs)) {
-        (true, true) => Some(format!(
-            "{}, and {}",
-            describe_dispatch(own),
-            describe_dispatch(theirs)
-        )),
-        (true, false) => Some(described(own, theirs)),
-        (false, true) => Some(described(theirs, own)),
-        (false, false) => None,
-    }
-}
-
-/// Description of a dispatch from its announcement.
-pub(in crate::collective) fn describe_dispatch(words: &[u32]) -> String {
-    let [what, tokens, rows, elements] = [0, 1, 2, 3].map(|at| words.get(at).copied().unwrap_or(0));
-    if what & 0xf == EXCEEDED {
-        let (rank, to) = (rows >> 16, rows & 0xffff);
-        return format!("rank {rank} has {tokens} rows for rank {to}");
-    }
-    let dtype = DType::ALL.get((what >> DTYPE & 0xf) as usize);
-    format!(
-        "a dispatch of up to {tokens} tokens of {} experts, {rows} rows of a rank, of {elements} {}{}",
-        top_k(what),
-        dtype.map_or("?", |dtype| dtype.name()),
-        described_flags(what)
-    )
 }
 
 #[cfg(test)]

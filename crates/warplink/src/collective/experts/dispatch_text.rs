@@ -1,9 +1,9 @@
 //! Text of the program that dispatches: the shipped one with names in braces replaced according to the options.
 
 use super::dispatch_steps as steps;
-use super::text::filled;
 use super::{ExpertOptions, Overflow, RowLayout};
 use crate::collective::fused::Quantization;
+use crate::collective::text::filled;
 
 const TEXT: &str = include_str!("dispatch.wlp");
 

@@ -1,18 +1,13 @@
-//! Kernels of a layer's programs, and figures that both have.
+//! Sections and announcements of a layer's programs, and figures that both have.
 
 use super::{ExpertOptions, Overflow, RowLayout};
 use crate::collective::choice::Machine;
-use crate::collective::diagnosis::difference;
 use crate::collective::fused::Quantization;
 use crate::collective::launches::section;
-use crate::device::Readying;
+use crate::dtype::DType;
 use crate::error::{Rank, Result};
-use crate::program::execute::{
-    CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
-};
 use crate::program::section::SectionInstance;
 use crate::program::{Parameters, Program, unroll};
-use std::sync::Arc;
 
 /// Elements of a unit.
 pub(super) const UNIT: usize = 8;
@@ -24,21 +19,34 @@ pub(super) const MANY: usize = 32;
 /// Alignment of scratch rows, in words.
 pub(super) const SCRATCH_WORDS: usize = 16;
 
+/// Encoded in place of a collective's kind: a combine, a dispatch, and one that has more rows for a rank than there is memory
+/// for.
+pub(in crate::collective) const COMBINE: u32 = 0xe;
+pub(in crate::collective) const DISPATCH: u32 = 0xd;
+pub(in crate::collective) const EXCEEDED: u32 = DISPATCH - 1;
+
 /// Bit offsets in the first announced word, behind the call's kind: the element type, and the experts of a token.
-pub(super) const DTYPE: u32 = 4;
-pub(super) const TOP_K: u32 = 8;
+const DTYPE: u32 = 4;
+const TOP_K: u32 = 8;
 
 /// Bit offset of options in that word: layout, overflow, quantisation and the type of tokens; and whether sums are weighted.
 const FLAGS: u32 = 24;
 pub(super) const UNWEIGHTED: u32 = 1 << 31;
 
-/// The experts of a token, from the first announced word.
-pub(super) const fn top_k(word: u32) -> u32 {
-    word >> TOP_K & 0xffff
+/// Integers that must be equal on all ranks; otherwise the layers differ. `kind` is that of the call.
+pub(super) fn announced(kind: u32, options: &ExpertOptions, max_rows: usize) -> [i64; 4] {
+    let words = [
+        kind | (options.dtype as u32) << DTYPE | (options.top_k as u32) << TOP_K | flags(options),
+        options.max_tokens as u32,
+        max_rows as u32,
+        options.elements as u32,
+    ];
+    // As signed words, which is how the scratch of announcements holds them.
+    words.map(|word| i64::from(word as i32))
 }
 
 /// Options in the first announced word.
-pub(super) fn flags(options: &ExpertOptions) -> u32 {
+fn flags(options: &ExpertOptions) -> u32 {
     let quantization = options.quantization.map_or(0, |it| it as u32);
     let all = options.layout as u32
         | (options.overflow as u32) << 2
@@ -48,7 +56,7 @@ pub(super) fn flags(options: &ExpertOptions) -> u32 {
 }
 
 /// Text of options in the first announced word, apart from default ones.
-pub(super) fn described_flags(word: u32) -> String {
+fn described_flags(word: u32) -> String {
     let all = word >> FLAGS;
     let layout = RowLayout::ALL.get((all & 3) as usize);
     let quantization = Quantization::ALL
@@ -67,40 +75,60 @@ pub(super) fn described_flags(word: u32) -> String {
     named.map(|name| format!(", {name}")).collect()
 }
 
-/// A launch of a layer's program on a rank.
-pub(super) struct Wanted<'a> {
-    pub(super) program: &'a Program,
-    pub(super) rank: Rank,
-    pub(super) parameters: &'a Parameters,
-    /// Whether all memory begins at multiples of 16 bytes.
-    pub(super) aligned: bool,
-    /// A kernel of the same program whose code this one may share.
-    pub(super) model: Option<&'a SharedKernel>,
+/// Description of a dispatch or combine from its announcement.
+pub(in crate::collective) fn describe_layer(words: &[u32]) -> String {
+    let [what, tokens, rows, elements] = [0, 1, 2, 3].map(|at| words.get(at).copied().unwrap_or(0));
+    let call = match what & 0xf {
+        EXCEEDED => {
+            let (rank, to) = (rows >> 16, rows & 0xffff);
+            return format!("rank {rank} has {tokens} rows for rank {to}");
+        }
+        DISPATCH => "dispatch",
+        _ => "combine",
+    };
+    let dtype = DType::ALL.get((what >> DTYPE & 0xf) as usize);
+    format!(
+        "a {call} of up to {tokens} tokens of {} experts, {rows} rows of a rank, of {elements} {}{}",
+        what >> TOP_K & 0xffff,
+        dtype.map_or("?", |dtype| dtype.name()),
+        described_flags(what)
+    )
 }
 
-impl Wanted<'_> {
-    /// The kernel; blocks while it is compiled, unless the model's code serves it.
-    pub(super) fn kernel(
-        &self,
-        (machine, workspace): (&Machine, &SharedWorkspace),
-    ) -> Result<Arc<SharedKernel>> {
-        let program = unroll(self.program, self.rank, machine.world, 1, self.parameters)?;
-        let wanted = CodeWanted {
-            section: Arc::new(SectionInstance {
-                // Callers' memory may be anywhere, so peers find it through the tables of published allocations.
-                published: true,
-                ..section(&program)?
-            }),
-            aligned: self.aligned,
-            readying: Readying::WithCode,
-            model: self.model,
-            largest: None,
-        };
-        if let Some(kernel) = workspace.kernel_like(&wanted) {
-            return kernel.map(Arc::new);
-        }
-        let tell: Arc<TellDifference> =
-            Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
-        workspace.kernel(&wanted, tell).map(Arc::new)
+/// Describes two dispatches, one of which has more rows for a rank than there is memory for. `None` for others.
+pub(in crate::collective) fn describe_exceeded(own: &[u32], theirs: &[u32]) -> Option<String> {
+    let exceeds = |words: &[u32]| words.first().map(|what| what & 0xf) == Some(EXCEEDED);
+    let limit = |words: &[u32]| words.get(2).copied().unwrap_or(0);
+    let described = |words, other| {
+        format!(
+            "{}; expected at most {}",
+            describe_layer(words),
+            limit(other)
+        )
+    };
+    match (exceeds(own), exceeds(theirs)) {
+        (true, true) => Some(format!(
+            "{}, and {}",
+            describe_layer(own),
+            describe_layer(theirs)
+        )),
+        (true, false) => Some(described(own, theirs)),
+        (false, true) => Some(described(theirs, own)),
+        (false, false) => None,
     }
+}
+
+/// The kernel section of a layer's program on a rank.
+pub(super) fn layer_section(
+    program: &Program,
+    rank: Rank,
+    machine: &Machine,
+    parameters: &Parameters,
+) -> Result<SectionInstance> {
+    let program = unroll(program, rank, machine.world, 1, parameters)?;
+    Ok(SectionInstance {
+        // Callers' memory may be anywhere, so peers find it through the tables of published allocations.
+        published: true,
+        ..section(&program)?
+    })
 }

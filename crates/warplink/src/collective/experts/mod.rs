@@ -11,7 +11,7 @@
 //! | `routing` | what combine needs to know of a dispatch |
 //! | `dispatch`, `dispatch_text`, `dispatch_steps` | the program that dispatches, its kernels, and its text |
 //! | `combine` | the program that combines, and its kernels |
-//! | `launch`, `text` | kernels and texts of both programs, and figures that both have |
+//! | `launch` | sections and announcements of both programs, and figures that both have |
 
 mod combine;
 mod dispatch;
@@ -21,7 +21,6 @@ mod launch;
 mod memory;
 mod options;
 mod routing;
-mod text;
 
 use super::Collectives;
 use super::choice::Machine;
@@ -31,12 +30,11 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::program::execute::SharedWorkspace;
 #[doc(hidden)]
 pub use combine::expert_programs;
-pub(super) use combine::{COMBINE, describe_combine};
 use combine::{Combine, Rows};
 #[doc(hidden)]
 pub use dispatch::dispatch_program;
-pub(super) use dispatch::{DISPATCH, EXCEEDED, describe_dispatch, describe_exceeded};
 use dispatch::{Dispatch, Routed};
+pub(super) use launch::{COMBINE, DISPATCH, EXCEEDED, describe_exceeded, describe_layer};
 pub use memory::{Dispatched, Tokens};
 use memory::{check_bytes, rows_in};
 pub use options::{ExpertOptions, Overflow, RowLayout};
@@ -185,17 +183,9 @@ impl Experts {
             tokens: count,
         };
         let routed = Routed {
-            tokens: tokens.rows,
-            token_scales: tokens.scales,
-            experts: tokens.experts,
-            token_weights: tokens.weights,
+            tokens,
             count: &layer.number(count)?,
-            rows: to.rows,
-            scales: to.scales,
-            locals: to.experts,
-            weights: to.weights,
-            counts: to.counts,
-            dropped: to.dropped,
+            to,
             places: &routing.places,
         };
         self.enqueue(stream, |is_recorded| {

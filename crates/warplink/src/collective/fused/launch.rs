@@ -5,16 +5,13 @@ use super::way::Way;
 use super::{Described, Fused, FusedMemory};
 use crate::collective::algorithm::Algorithm;
 use crate::collective::choice::Machine;
-use crate::collective::diagnosis::difference;
+use crate::collective::direct::is_aligned;
 use crate::collective::estimate::rounded;
-use crate::collective::launches::section;
-use crate::collective::recent::Recent;
+use crate::collective::launches::{KernelCache, section};
 use crate::device::{DeviceSlice, Readying, Stream};
 use crate::error::{Error, Rank, Result};
 use crate::named::alternatives;
-use crate::program::execute::{
-    CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
-};
+use crate::program::execute::{SharedKernel, SharedWorkspace};
 use crate::program::section::{MAX_THREADS, SectionInstance};
 use crate::program::{OperationKind, Parameters, RankProgram, unroll};
 use crate::sync::lock;
@@ -49,7 +46,7 @@ struct KernelKey {
     aligned: bool,
 }
 
-/// Key of kernels that share code: with lanes, threads and blocks, and whether lanes have one row each.
+/// Key of kernels that share code, with the bit length of the number of rows in its place: with lanes, threads and blocks, and whether lanes have one row each.
 type ModelKey = (KernelKey, [usize; 3], bool);
 
 /// Execution strategy and launch shape of a call.
@@ -67,9 +64,7 @@ pub(super) struct LaunchShape {
 /// Creates kernels, and caches those of recent calls.
 pub(in crate::collective) struct FusedLaunches {
     rank: Rank,
-    kept: Mutex<Recent<KernelKey, Arc<SharedKernel>>>,
-    /// Keyed by the bit length of the number of rows: kernels whose code other calls share.
-    models: Mutex<Recent<ModelKey, Arc<SharedKernel>>>,
+    kernels: KernelCache<KernelKey, ModelKey>,
     /// Keyed by the announcement of the call with a rounded number of rows.
     ways: Mutex<BTreeMap<[u32; 4], Way>>,
 }
@@ -78,8 +73,7 @@ impl FusedLaunches {
     pub(in crate::collective) fn new(rank: Rank) -> Self {
         Self {
             rank,
-            kept: Mutex::new(Recent::new(MAX_KEPT)),
-            models: Mutex::new(Recent::new(MAX_KEPT)),
+            kernels: KernelCache::new(MAX_KEPT, MAX_KEPT),
             ways: Mutex::default(),
         }
     }
@@ -100,8 +94,7 @@ impl FusedLaunches {
             let slices = memory.slices((from, rows), call, *form)?;
             let piece = described.of(rows);
             let tensors: Vec<&DeviceSlice> = slices.iter().collect();
-            let mut starts = slices.iter().map(DeviceSlice::address);
-            let aligned = starts.all(|start| start.is_multiple_of(16));
+            let aligned = slices.iter().all(is_aligned);
             // The last piece may have fewer rows, and then takes fewer lanes.
             let shape = piece.shape(machine, way)?;
             let of = (&piece, &shape);
@@ -163,8 +156,8 @@ impl FusedLaunches {
             form: *form,
             aligned,
         };
-        if let Some(kept) = lock(&self.kept).get(&key) {
-            return Ok(kept.clone());
+        if let Some(kept) = self.kernels.get(&key) {
+            return Ok(kept);
         }
         let bits = usize::BITS - call.tokens.leading_zeros();
         let like = KernelKey {
@@ -176,7 +169,6 @@ impl FusedLaunches {
         // Part of the key, as such a text has its loop over rows written out.
         let single = call.tokens <= shape.lanes;
         let like = (like, [shape.lanes, shape.threads, shape.blocks], single);
-        let model = lock(&self.models).get(&like).cloned();
         let section = |tokens: usize| -> Result<SectionInstance> {
             let program = described
                 .of(tokens)
@@ -186,31 +178,17 @@ impl FusedLaunches {
             section.published = matches!(shape.way, Way::Direct | Way::Gathered);
             Ok(section)
         };
-        let mut wanted = CodeWanted {
-            section: Arc::new(section(call.tokens)?),
-            aligned,
-            readying: Readying::WithCode,
-            model: model.as_deref(),
-            largest: None,
-        };
-        let tell: Arc<TellDifference> =
-            Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
-        let made = match workspace.kernel_like(&wanted) {
-            Some(made) => Arc::new(made?),
-            None => {
-                // The largest number of rows of this bit length.
-                let most = (1 << bits) - 1;
-                let most = if single { shape.lanes.min(most) } else { most };
-                wanted.largest = (most > call.tokens).then(|| section(most).ok()).flatten();
-                let made = Arc::new(workspace.kernel(&wanted, tell)?);
-                drop(lock(&self.models).insert(like, made.clone()));
-                made
-            }
-        };
-        // Dropped outside the lock.
-        let before = lock(&self.kept).insert(key, made.clone());
-        drop(before);
-        Ok(made)
+        // The largest number of rows of this bit length.
+        let most = (1 << bits) - 1;
+        let most = if single { shape.lanes.min(most) } else { most };
+        let prepared = (aligned, Readying::WithCode);
+        self.kernels.create(
+            workspace,
+            (key, like),
+            prepared,
+            (call.tokens, Some(most)),
+            section,
+        )
     }
 }
 
@@ -282,15 +260,7 @@ impl Described {
         if rows == 0 {
             return Err(too_long());
         }
-        let mut lanes = machine.lanes(wanted.min(rows), most);
-        if lanes > most {
-            // More are forced than have space.
-            let open = Machine {
-                forced_lanes: None,
-                ..machine.clone()
-            };
-            lanes = open.lanes(most, most);
-        }
+        let lanes = machine.lanes_within(wanted.min(rows), most);
         // Launches of a call that needs several have as many rows on each lane.
         if way == Way::Lined && rows < call.tokens && rows > lanes {
             rows -= rows % lanes;

@@ -5,9 +5,9 @@ use super::memory::Tensor;
 use super::quantized::quantize;
 use super::way::{FOLLOWERS, Way};
 use super::{Described, FusedKind, Norm, Quantization, Wire};
-use crate::error::{Error, Result};
+use crate::collective::text::{filled, parsed};
+use crate::error::Result;
 use crate::program::Program;
-use std::fmt::Write as _;
 
 /// Maximum tensors in one announcement, and maximum that a lane announces in total: it then has two rows for them.
 // A row of scratch has eight words, two for each tensor, and at least two for the description.
@@ -129,20 +129,7 @@ impl Described {
             ("finished", self.finished()),
             ("expected", expected),
         ];
-        let mut made = String::new();
-        for line in text.lines() {
-            let margin = " ".repeat(line.len() - line.trim_start().len());
-            let mut line = line.to_owned();
-            // Comments of the text name the braces themselves.
-            if !line.trim_start().starts_with('#') {
-                for (name, value) in &put_in {
-                    let value = value.replace('\n', &format!("\n{margin}"));
-                    line = line.replace(&format!("{{{name}}}"), &value);
-                }
-            }
-            let _ = writeln!(made, "{line}");
-        }
-        made
+        filled(text, &put_in)
     }
 
     /// The functions of texts whose rows travel unquantised.
@@ -172,11 +159,8 @@ impl Described {
     }
 
     pub(super) fn program(&self, way: Way, world: usize, lanes: usize) -> Result<Program> {
-        Program::parse(&self.text(way, world, lanes)).map_err(|error| {
-            // The text is generated: a parse error is a bug here and not in the caller's arguments.
-            Error::internal(error.message().to_owned())
-                .with_operation("write the program of a fused call")
-        })
+        let text = self.text(way, world, lanes);
+        parsed(&text, "write the program of a fused call")
     }
 
     /// The strategies that have programs.
