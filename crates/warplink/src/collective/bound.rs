@@ -167,18 +167,13 @@ impl Collectives {
     fn overlap_of_all(&self, call: &Call, own: Overlap) -> Result<Option<Overlap>> {
         // Without an algorithm, which is chosen only after the calls are known to be equal.
         let words = call.words(0);
-        let mut statement: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        statement.push(u8::from(own == Overlap::Shared));
-        let all = self.0.context.all_gather(&statement)?;
-        for (peer, theirs) in all.iter().enumerate() {
-            let (theirs, _) = theirs.as_chunks::<4>();
-            let theirs: Vec<u32> = theirs.iter().copied().map(u32::from_le_bytes).collect();
-            if theirs != words {
-                let text = difference(&words, &theirs);
-                return Err(Error::mismatch(text)
-                    .with_peer(peer)
-                    .with_help("bind the same calls in the same order on every rank"));
-            }
+        let statement = (words, own == Overlap::Shared);
+        let exchange = self.0.context.exchange();
+        let all: Vec<([u32; 4], bool)> = exchange.gather("bind a call", Ok(&statement))?;
+        if let Some(peer) = all.iter().position(|(theirs, _)| *theirs != words) {
+            return Err(Error::mismatch(difference(&words, &all[peer].0))
+                .with_peer(peer)
+                .with_help("bind the same calls in the same order on every rank"));
         }
         Ok(all.iter().all(|theirs| *theirs == statement).then_some(own))
     }

@@ -64,37 +64,36 @@ impl JoinedCollectives {
     /// Fails if a kernel or another rank has detected different calls.
     pub(crate) fn check_agreement(&self) -> Result<()> {
         for collectives in self.all() {
-            if let Some(error) = collectives
-                .comparison()
-                .and_then(CallComparison::disagreement)
-            {
+            if let Some(error) = disagreement(&collectives)? {
                 collectives.context.fault.fail(error.clone());
                 return Err(error);
             }
-            let messages = collectives.messages.as_ref();
-            if let Some(error) = messages.map_or(Ok(None), Messages::disagreement)? {
-                let error = error.with_rank(collectives.context.rank());
-                collectives.context.fault.fail(error.clone());
-                return Err(error);
-            }
-            let Some(direct) = collectives.path.direct() else {
-                continue;
-            };
-            let Some((peer, announced)) = direct.workspace.disagreement()? else {
-                continue;
-            };
-            let error = match announced {
-                Announced::Other { own, theirs } => {
-                    calls_differ(format!("in a collective, {}", difference(&own, &theirs)))
-                }
-                Announced::UnknownMemory => unknown_memory("a collective"),
-            };
-            let error = error.with_operation("synchronize").with_peer(peer);
-            collectives.context.fault.fail(error.clone());
-            return Err(error);
         }
         Ok(())
     }
+}
+
+/// Error of different calls that a kernel or another rank has detected.
+fn disagreement(collectives: &Inner) -> Result<Option<Error>> {
+    let of_engine = collectives.comparison();
+    if let Some(error) = of_engine.and_then(CallComparison::disagreement) {
+        return Ok(Some(error));
+    }
+    let messages = collectives.messages.as_ref();
+    if let Some(error) = messages.map_or(Ok(None), Messages::disagreement)? {
+        return Ok(Some(error.with_rank(collectives.context.rank())));
+    }
+    let direct = collectives.path.direct();
+    let found = direct.map_or(Ok(None), |direct| direct.workspace.disagreement())?;
+    Ok(found.map(|(peer, announced)| {
+        let error = match announced {
+            Announced::Other { own, theirs } => {
+                calls_differ(format!("in a collective, {}", difference(&own, &theirs)))
+            }
+            Announced::UnknownMemory => unknown_memory("a collective"),
+        };
+        error.with_operation("synchronize").with_peer(peer)
+    }))
 }
 
 /// Error of a timed-out wait for a rank that has not arrived at a message or collective on the direct path.

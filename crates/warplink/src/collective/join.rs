@@ -284,17 +284,13 @@ impl Collectives {
 /// Smallest number of multiprocessors among ranks, and smallest number of blocks of a cluster. Collective.
 fn fewest_multiprocessors(context: &RankContext) -> Result<[usize; 2]> {
     let properties = context.device.properties();
-    let own = [properties.multiprocessors, properties.cluster_blocks].map(|it| it as u64);
-    let all = context.all_gather(&own.map(u64::to_le_bytes).concat())?;
+    let own = [properties.multiprocessors, properties.cluster_blocks];
+    let exchange = context.exchange();
+    let all: Vec<[usize; 2]> = exchange.gather("count multiprocessors", Ok(&own))?;
     // The fewest of all ranks: lanes of all ranks wait for one another, so each must have space for its own.
-    let least = |number: usize| {
-        let words = all
-            .iter()
-            .filter_map(|one| one.chunks_exact(8).nth(number)?.try_into().ok());
-        let fewest = words.map(u64::from_le_bytes).min().unwrap_or(own[number]);
-        usize::try_from(fewest).unwrap_or(usize::MAX)
-    };
-    Ok([least(0), least(1)])
+    Ok(all.into_iter().fold(own, |least, other| {
+        [least[0].min(other[0]), least[1].min(other[1])]
+    }))
 }
 
 /// First rank on another machine.
