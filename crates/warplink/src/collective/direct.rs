@@ -3,14 +3,14 @@
 use super::MAX_LAUNCH_BYTES;
 use super::algorithm::Algorithm;
 use super::call::{Call, CollectiveKind};
-use super::choice::Machine;
+use super::choice::{Choice, Machine};
 use super::fused::FusedLaunches;
-use super::launches::{CallKey, Launches, Overlap};
+use super::launches::{CallKey, Form, KernelCache, Overlap, section};
 use crate::device::{DeviceSlice, Readying, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};
 use crate::program::execute::{RankContext, SharedKernel, SharedWorkspace};
-use crate::program::section::{Packing, ScratchInstance, WorkspaceLayout};
+use crate::program::section::{Packing, ScratchInstance, SectionInstance, WorkspaceLayout};
 use crate::topology;
 use std::sync::Arc;
 
@@ -21,6 +21,10 @@ pub(super) const MAX_BLOCKS: usize = 160;
 /// Minimum bytes of a launch, so that each rank has some elements.
 const MIN_LAUNCH_BYTES: usize = 4096;
 
+/// Maximum cached calls, and maximum kernels whose code others share.
+const MAX_KEPT: usize = 4096;
+const MAX_MODELS: usize = 512;
+
 /// Whether kernels may access all of a slice in vectors.
 pub(super) fn is_aligned(slice: &DeviceSlice) -> bool {
     slice.address().is_multiple_of(16)
@@ -30,7 +34,7 @@ pub(super) fn is_aligned(slice: &DeviceSlice) -> bool {
 pub(super) struct Direct {
     rank: Rank,
     pub(super) workspace: SharedWorkspace,
-    launches: Launches,
+    launches: KernelCache<CallKey, Form>,
     pub(super) fused: FusedLaunches,
     /// Maximum bytes of a tensor in one launch.
     pub(super) launch_bytes: usize,
@@ -81,7 +85,7 @@ impl Direct {
                 let positions = machine.cube.as_ref();
                 positions.is_none_or(|positions| topology::is_cube_link(positions, rank, peer))
             })?,
-            launches: Launches::default(),
+            launches: KernelCache::new(MAX_KEPT, MAX_MODELS),
             fused: FusedLaunches::new(rank),
             launch_bytes: launch_bytes.clamp(MIN_LAUNCH_BYTES, MAX_LAUNCH_BYTES),
             announcements,
@@ -119,13 +123,42 @@ impl Direct {
         kernel.enqueue((stream, is_recorded), tensors, reachable)
     }
 
+    /// The kernel of a call, created on a miss.
     fn kernel(
         &self,
         machine: &Machine,
         shape: &CallKey,
         readying: Readying,
     ) -> Result<Arc<SharedKernel>> {
+        if let Some(kept) = self.launches.get(shape) {
+            return Ok(kept);
+        }
+        let choice = machine.choose(&shape.call)?;
+        let section = |count: usize| -> Result<SectionInstance> {
+            let call = Call {
+                count,
+                ..shape.call
+            };
+            // More chunks for longer data.
+            let chunks = if count == shape.call.count {
+                choice.chunks
+            } else {
+                machine.shape(choice.algorithm, &call).chunks
+            };
+            let choice = Choice { chunks, ..choice };
+            let program = machine.rank_program(self.rank, &call, &choice)?;
+            let mut section = section(&program)?;
+            // In place, a step may overwrite what another one reads, so the emitter treats all tensors as one.
+            section.shared_tensors = shape.overlap == Overlap::Shared;
+            section.published = choice.algorithm == Algorithm::Direct;
+            Ok(section)
+        };
+        // The longest count of the form.
+        let longest = usize::MAX.checked_shr(shape.call.count.leading_zeros());
+        let counts = (shape.call.count, longest);
+        let keys = (*shape, Form::of(shape, &choice));
+        let prepared = (shape.aligned, readying);
         self.launches
-            .get(shape, &self.workspace, machine, self.rank, readying)
+            .create(&self.workspace, keys, prepared, counts, section)
     }
 }

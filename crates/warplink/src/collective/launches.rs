@@ -2,7 +2,7 @@
 
 use super::algorithm::Algorithm;
 use super::call::Call;
-use super::choice::{Choice, Machine};
+use super::choice::Choice;
 use super::diagnosis::difference;
 use super::recent::Recent;
 use crate::device::{Readying, ReduceOp};
@@ -15,10 +15,6 @@ use crate::program::{OperationKind, RankProgram};
 use crate::sync::lock;
 use std::hash::Hash;
 use std::sync::{Arc, Mutex};
-
-/// Maximum cached calls, and maximum kernels whose code others share.
-const MAX_KEPT: usize = 4096;
-const MAX_MODELS: usize = 512;
 
 /// Cache key: calls with different keys need different kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -40,7 +36,7 @@ pub(super) enum Overlap {
 
 /// Cache key of code: everything that the code depends on, which excludes count and factor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Form {
+pub(super) struct Form {
     shape: CallKey,
     algorithm: Algorithm,
     lanes: usize,
@@ -108,17 +104,8 @@ impl<K: Copy + Eq + Hash, F: Copy + Eq + Hash> KernelCache<K, F> {
     }
 }
 
-/// Kernels of calls.
-pub(super) struct Launches(KernelCache<CallKey, Form>);
-
-impl Default for Launches {
-    fn default() -> Self {
-        Self(KernelCache::new(MAX_KEPT, MAX_MODELS))
-    }
-}
-
 impl Form {
-    fn of(shape: &CallKey, choice: &Choice) -> Self {
+    pub(super) fn of(shape: &CallKey, choice: &Choice) -> Self {
         // The factor is a kernel parameter, so it does not affect the code.
         let op = shape.call.op.map(|op| match op.factor() {
             Some(_) => ReduceOp::scaled_sum(1.0),
@@ -137,49 +124,6 @@ impl Form {
             lanes: choice.lanes,
             threads: choice.threads,
         }
-    }
-}
-
-impl Launches {
-    /// The kernel of a call on rank `rank`, created on a miss. A new count of a known form only costs
-    /// unrolling its program, since the code is shared.
-    pub(super) fn get(
-        &self,
-        shape: &CallKey,
-        workspace: &SharedWorkspace,
-        machine: &Machine,
-        rank: usize,
-        readying: Readying,
-    ) -> Result<Arc<SharedKernel>> {
-        if let Some(kept) = self.0.get(shape) {
-            return Ok(kept);
-        }
-        let choice = machine.choose(&shape.call)?;
-        let section = |count: usize| -> Result<SectionInstance> {
-            let call = Call {
-                count,
-                ..shape.call
-            };
-            // More chunks for longer data.
-            let chunks = if count == shape.call.count {
-                choice.chunks
-            } else {
-                machine.shape(choice.algorithm, &call).chunks
-            };
-            let choice = Choice { chunks, ..choice };
-            let program = machine.rank_program(rank, &call, &choice)?;
-            let mut section = section(&program)?;
-            // In place, a step may overwrite what another one reads, so the emitter treats all tensors as one.
-            section.shared_tensors = shape.overlap == Overlap::Shared;
-            section.published = choice.algorithm == Algorithm::Direct;
-            Ok(section)
-        };
-        // The longest count of the form.
-        let longest = usize::MAX.checked_shr(shape.call.count.leading_zeros());
-        let keys = (*shape, Form::of(shape, &choice));
-        let prepared = (shape.aligned, readying);
-        let counts = (shape.call.count, longest);
-        self.0.create(workspace, keys, prepared, counts, section)
     }
 }
 

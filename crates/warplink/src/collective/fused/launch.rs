@@ -106,8 +106,8 @@ impl FusedLaunches {
 
     /// The fastest applicable strategy by the model.
     fn way(&self, machine: &Machine, described: &Described) -> Result<Way> {
-        let ways = described.ways().iter().copied();
-        let ways: Vec<Way> = ways.filter(|way| machine.carries(*way)).collect();
+        let mut ways = described.ways();
+        ways.retain(|way| machine.carries(*way));
         if let Some(forced) = machine.forced {
             let way = ways.iter().copied().find(|way| way.algorithm() == forced);
             return way.ok_or_else(|| {

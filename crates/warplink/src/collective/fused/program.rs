@@ -164,27 +164,23 @@ impl Described {
     }
 
     /// The strategies that have programs.
-    pub(super) fn ways(&self) -> &'static [Way] {
-        let [_, follows] = self.carried_and_following();
-        let gathers = self.form.has(Tensor::ResidualOut) && !follows.is_empty();
-        // More tensors do not fit into the two rows of scratch that a lane announces in.
-        let announces = self.announced(Way::Direct).count() <= MAX_ANNOUNCED;
-        match self.call.kind {
-            _ if self.call.wire == Wire::Fp8 => &[Way::Quantized],
-            FusedKind::AllReduce => match (announces, gathers) {
-                (true, true) => &[
-                    Way::OneShot,
-                    Way::Lined,
-                    Way::Pushed,
-                    Way::Direct,
-                    Way::Gathered,
-                ],
-                (true, false) => &[Way::OneShot, Way::Lined, Way::Pushed, Way::Direct],
-                (false, true) => &[Way::OneShot, Way::Lined, Way::Pushed, Way::Gathered],
-                (false, false) => &[Way::OneShot, Way::Lined, Way::Pushed],
-            },
-            _ => &[Way::Direct],
+    pub(super) fn ways(&self) -> Vec<Way> {
+        if self.call.wire == Wire::Fp8 {
+            return vec![Way::Quantized];
         }
+        if self.call.kind != FusedKind::AllReduce {
+            return vec![Way::Direct];
+        }
+        let mut ways = vec![Way::OneShot, Way::Lined, Way::Pushed];
+        // More tensors do not fit into the two rows of scratch that a lane announces in.
+        if self.announced(Way::Direct).count() <= MAX_ANNOUNCED {
+            ways.push(Way::Direct);
+        }
+        let [_, follows] = self.carried_and_following();
+        if self.form.has(Tensor::ResidualOut) && !follows.is_empty() {
+            ways.push(Way::Gathered);
+        }
+        ways
     }
 
     /// Number of lanes whose announcements fit.
@@ -542,30 +538,39 @@ impl Described {
 
     /// `expect` statements of the outputs if ranks own rows.
     fn expected(&self) -> String {
-        let own = |function: &str, outputs: &[Tensor]| {
-            format!(
-                "for t in rank * own..rank * own + own {{ let g = t - rank * own; expect {} = {function}({}{}) }}",
-                self.targets(outputs, At::OwnedBy)
-                    .replace("k * own + g", "g"),
-                self.source(""),
-                self.arguments(From::Sum, "g", "")
-            )
-        };
-        if !self.gathers() {
-            let outputs: Vec<Tensor> = self.outputs().collect();
-            return own("epilogue", &outputs);
-        }
         let [local, all] = self.local_and_gathered();
+        if !self.gathers() {
+            return self.expected_own("epilogue", &local, self.source(""));
+        }
         let mut lines = Vec::new();
         if !local.is_empty() {
-            lines.push(own("stored", &local));
+            lines.push(self.expected_own("stored", &local, self.source("")));
         }
-        lines.push(format!(
-            "for k in 0..world {{ for g in 0..own {{ let t = k * own + g; expect {} = gathered({}{}) }} }}",
-            self.targets(&all, At::OwnedBy),
-            self.source("on k"),
-            self.arguments(From::Sum, "g", " on k")
-        ));
+        lines.push(self.expected_gathered("gathered", &all, self.source("on k")));
         lines.join("\n")
+    }
+
+    /// `expect` statements of the outputs of rows that a rank owns: row g of its own, t of all.
+    pub(super) fn expected_own(&self, function: &str, outputs: &[Tensor], source: &str) -> String {
+        format!(
+            "for g in 0..own {{ let t = rank * own + g; expect {} = {function}({source}{}) }}",
+            self.targets(outputs, At::OwnedBy)
+                .replace("k * own + g", "g"),
+            self.arguments(From::Sum, "g", "")
+        )
+    }
+
+    /// The same of the rows of every rank k.
+    pub(super) fn expected_gathered(
+        &self,
+        function: &str,
+        outputs: &[Tensor],
+        source: &str,
+    ) -> String {
+        format!(
+            "for k in 0..world {{ for g in 0..own {{ let t = k * own + g; expect {} = {function}({source}{}) }} }}",
+            self.targets(outputs, At::Row),
+            self.arguments(From::Sum, "g", " on k")
+        )
     }
 }

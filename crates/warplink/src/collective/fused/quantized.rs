@@ -223,50 +223,27 @@ impl Described {
 
     /// `expect` statements of the outputs.
     pub(super) fn quantized_expected(&self, world: usize) -> String {
-        let inputs = |row: &str| {
-            let inputs: Vec<String> = (0..world).map(|k| format!("X[{row}] on {k}")).collect();
-            inputs.join(", ")
+        let inputs: Vec<String> = (0..world).map(|k| format!("X[t] on {k}")).collect();
+        let inputs = inputs.join(", ");
+        let [own, gathered] = if self.reduces() {
+            [&*inputs; 2]
+        } else {
+            ["X[g]", "X[g] on k"]
         };
         let [local, all] = self.local_and_gathered();
-        let own = |function: &str, outputs: &[Tensor]| {
-            let source = if self.reduces() {
-                inputs("rank * own + g")
-            } else {
-                "X[g]".to_owned()
-            };
-            format!(
-                "for g in 0..own {{ expect {} = {function}({source}{}) }}",
-                self.targets(outputs, At::OwnedBy)
-                    .replace("k * own + g", "g"),
-                self.arguments(From::Sum, "g", "")
-            )
-        };
-        let mut lines = Vec::new();
-        match self.call.kind {
-            FusedKind::ReduceScatter => {
-                return own("meant", &self.outputs().collect::<Vec<_>>());
-            }
-            FusedKind::AllReduce => lines.push(format!(
-                "for t in 0..tokens {{ expect {} = meant({}{}) }}",
+        let mut lines = match self.call.kind {
+            FusedKind::ReduceScatter => return self.expected_own("meant", &local, own),
+            FusedKind::AllReduce => vec![format!(
+                "for t in 0..tokens {{ expect {} = meant({inputs}{}) }}",
                 self.targets(&all, At::Row),
-                inputs("t"),
                 self.arguments(From::Sum, "t", "")
-            )),
+            )],
             FusedKind::AllReduceSharded | FusedKind::AllGather => {
-                let source = if self.reduces() {
-                    inputs("t")
-                } else {
-                    "X[g] on k".to_owned()
-                };
-                lines.push(format!(
-                    "for k in 0..world {{ for g in 0..own {{ let t = k * own + g; expect {} = meant({source}{}) }} }}",
-                    self.targets(&all, At::Row),
-                    self.arguments(From::Sum, "g", " on k")
-                ));
+                vec![self.expected_gathered("meant", &all, gathered)]
             }
-        }
+        };
         if !local.is_empty() {
-            lines.push(own("stored", &local));
+            lines.push(self.expected_own("stored", &local, own));
         }
         lines.join("\n")
     }

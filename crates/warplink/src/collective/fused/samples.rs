@@ -108,7 +108,7 @@ pub fn fused_programs(world: usize) -> Result<Vec<(String, Program)>> {
                 let name = format!("fused {kind}, {way:?}, {epilogue:?}");
                 // Every other text is that of lanes with one row each.
                 let lanes = [1, call.call.tokens][all.len() % 2];
-                all.push((name, call.program(*way, world, lanes)?));
+                all.push((name, call.program(way, world, lanes)?));
             }
         }
     }

@@ -46,7 +46,7 @@ fn every_fused_program_is_verified_for_every_world() {
     let mut count = 0;
     for (tokens, width, lanes) in [(1, 1, 1), (6, 24, 2), (12, 137, 4)] {
         for call in all_calls(tokens, width) {
-            for &way in call.ways() {
+            for way in call.ways() {
                 let worlds = match tokens {
                     12 => &[2][..],
                     _ => &[1, 2, 3],
@@ -83,7 +83,7 @@ fn fused_programs_meet_their_expectations() {
             .collect::<Vec<u8>>()
     };
     for call in all_calls(6, 137) {
-        for &way in call.ways() {
+        for way in call.ways() {
             for world in [1, 2, 3] {
                 let (program, given) = made(&call, way, world, 2);
                 let evaluator = || Evaluator::new(&program, world, 1, &given).unwrap();
@@ -113,7 +113,7 @@ fn fused_programs_share_the_workspace_of_collectives() {
         let all = all_calls(6, 24);
         for call in [3, 10, 29, 43].map(|number| &all[number]) {
             for way in call.ways() {
-                programs.push(made(call, *way, world, 2));
+                programs.push(made(call, way, world, 2));
             }
         }
         for algorithm in [Algorithm::TwoShot, Algorithm::Direct] {
@@ -230,7 +230,7 @@ fn the_number_of_rows_selects_the_strategy() {
     let chosen = expected.map(|(tokens, ..)| {
         let call = norm.of(tokens);
         let seconds = |way: &Way| call.seconds(&machine, *way).unwrap();
-        let mut ways = call.ways().to_vec();
+        let mut ways = call.ways();
         ways.sort_by(|a, b| seconds(a).total_cmp(&seconds(b)));
         let shape = call.shape(&machine, ways[0]).unwrap();
         (tokens, ways[0], [shape.lanes, shape.threads, shape.blocks])

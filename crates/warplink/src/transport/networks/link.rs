@@ -277,7 +277,11 @@ impl Drop for NetworkLink {
             tracing::debug!(%error, "the end of a connection was not sent to the peer");
         }
         if let Some(exposed) = lock(&self.exposed).take() {
-            let notice = GoneNotice::new(done, connection, &self.words);
+            let notice = GoneNotice {
+                done,
+                _connection: connection.clone(),
+                _words: self.words.clone(),
+            };
             self.networks.retire(exposed, Some(notice));
         }
     }

@@ -59,20 +59,6 @@ struct GoneNotice {
     _words: Arc<RemoteMemory>,
 }
 
-impl GoneNotice {
-    fn new(
-        done: Arc<AtomicBool>,
-        connection: &Arc<dyn NetworkConnection>,
-        words: &Arc<RemoteMemory>,
-    ) -> Self {
-        Self {
-            done,
-            _connection: connection.clone(),
-            _words: words.clone(),
-        }
-    }
-}
-
 impl Networks {
     pub(crate) fn new(
         device: &Arc<dyn Device>,
