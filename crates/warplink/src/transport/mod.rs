@@ -13,9 +13,11 @@ mod staging;
 pub(crate) use copy_engine::CopyEngine;
 pub(crate) use network::NetworkCarrier;
 pub use networks::NetworkPath;
-pub(crate) use networks::{Exposed, NetworkLink, Networks, Offered, OfferedRings};
+pub(crate) use networks::{Exposed, NetworkLink, NetworkOffer, Networks};
+pub(crate) use staging::StagedCarrier;
 pub use staging::StagingConfig;
-pub(crate) use staging::{RingShape, StagedCarrier};
+#[cfg(all(test, not(loom)))]
+pub(crate) use {networks::StagingOffer, staging::RingShape};
 
 use crate::deadline::Deadline;
 use crate::device::channel::trigger::Movement;

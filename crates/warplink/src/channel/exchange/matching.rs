@@ -1,6 +1,6 @@
 //! Builds a connection from both matched ends.
 
-use super::{ConnectionExchange, EndOffer, RequestedConnection};
+use super::{ConnectionExchange, EndOffer, OfferedMemory, RequestedConnection};
 use crate::channel::answers::Answers;
 use crate::channel::connection::{Connection, ConnectionEnd, HeldEnd, PeerReach};
 use crate::channel::proxy::{ProxyKey, Route};
@@ -10,9 +10,7 @@ use crate::device::channel::{ChannelParts, RegionPlace, Windows};
 use crate::error::{Error, Rank, Result};
 use crate::memory::{PeerHandle, RemoteRegion};
 use crate::signal::Slot;
-use crate::transport::{
-    Carrier, CopyEngine, Exposed, NetworkCarrier, Offered, OfferedRings, StagedCarrier,
-};
+use crate::transport::{Carrier, CopyEngine, Exposed, NetworkCarrier, NetworkOffer, StagedCarrier};
 use std::sync::{Arc, Mutex};
 
 /// The peer's region, if it is mapped, and its location for kernels.
@@ -28,19 +26,17 @@ impl ConnectionExchange {
     ) -> Result<Connection> {
         let pairs = &self.pairs;
         let (transport, number) = (end.transport, end.number);
-        let is_staged = end
-            .exposed
-            .as_ref()
-            .map(|exposed| exposed.staging().is_some());
-        // Both ends must put to the same kind of memory: rings and regions are different protocols.
-        let other_staging = is_staged.is_some_and(|is_staged| is_staged != terms.staging.is_some());
-        // Over the network, the offer contains keys instead.
-        // Wrapped before any check can fail: a handle that is dropped is returned to the peer, a plain message is
+        // Handles are wrapped before any check can fail: one that is dropped is returned to the peer, a plain message is
         // not.
-        let handles = (terms.transport != Transport::Network).then(|| {
-            let handle = |wire: &Vec<u8>| pairs.memory.peer_handle(job_peer, wire.clone());
-            [&terms.inbound, &terms.region].map(handle)
-        });
+        let handle = |wire| pairs.memory.peer_handle(job_peer, wire);
+        let (handles, network) = match terms.memory {
+            OfferedMemory::Handles(wires) => (Some(wires.map(handle)), None),
+            OfferedMemory::Network(offer) => (None, Some(offer)),
+        };
+        let both = end.exposed.as_ref().zip(network.as_ref());
+        // Both ends must put to the same kind of memory: rings and regions are different protocols.
+        let other_staging =
+            both.is_some_and(|(exposed, offer)| exposed.is_staged() != offer.staging.is_some());
         let differs = if terms.transport != transport {
             let what = format!(
                 "this rank uses the {transport} transport, the peer the {}",
@@ -64,12 +60,16 @@ impl ConnectionExchange {
         }
         let request = end.request;
         let words = end.slot.channel_words()?;
-        let (reach, (region, place)) = match (end.exposed, handles) {
-            (Some(exposed), _) => self.link(request.peer, request.tag, exposed, &terms)?,
-            (None, Some(handles)) => self.map(end.slot, (job_peer, terms.slot), handles)?,
-            (None, None) => {
-                let what = "a connection over the network exposes no memory";
-                return Err(Error::internal(what));
+        let (reach, (region, place)) = match (end.exposed, network, handles) {
+            (Some(exposed), Some(offer), _) => {
+                self.link(request.peer, request.tag, exposed, &offer)?
+            }
+            (None, _, Some(handles)) => self.map(end.slot, (job_peer, terms.slot), handles)?,
+            _ => {
+                return Err(Error::protocol(
+                    "the peer offers other memory than its transport needs",
+                )
+                .with_help("run the same version of Warplink on every rank"));
             }
         };
         let own = request.region;
@@ -173,22 +173,12 @@ impl ConnectionExchange {
         peer: Rank,
         tag: u64,
         exposed: Exposed,
-        terms: &EndOffer,
+        offered: &NetworkOffer,
     ) -> Result<(PeerReach, PeersRegion)> {
-        let offered = Offered {
-            address: &terms.address,
-            words: &terms.inbound,
-            region: &terms.region,
-            staging: terms.staging.as_ref().map(|staging| OfferedRings {
-                shape: staging.shape,
-                region_bytes: staging.region_bytes,
-                region: &staging.region,
-            }),
-        };
-        let link = self.networks.connect(peer, exposed, &offered)?;
+        let link = self.networks.connect(peer, exposed, offered)?;
         let path = link.path();
         tracing::debug!(peer, tag, ?path, "connected over the network");
-        let bytes = match &terms.staging {
+        let bytes = match &offered.staging {
             Some(staging) => staging.region_bytes,
             None => link.region(0)?.bytes() as u64,
         };

@@ -17,7 +17,7 @@ use crate::error::{ErrorKind, Rank, Result};
 use crate::exchange::{ExchangeServices, Matching, Missing, Offer, PairExchange};
 use crate::signal::Slot;
 use crate::transport::{Exposed, Networks};
-use offer::{EndOffer, StagingOffer};
+use offer::{EndOffer, OfferedMemory};
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -200,13 +200,12 @@ impl Matching for ConnectionExchange {
         let (transport, region) = (offer.end.transport, offer.end.request.region.clone());
         let (inbound, slot) = (offer.end.slot.inbound().clone(), offer.end.slot.number);
         if transport != Transport::Network {
+            let region = self.pairs.export(offer, &region)?;
+            let inbound = self.pairs.export(offer, &inbound)?;
             return Ok(EndOffer {
                 transport,
-                region: self.pairs.export(offer, &region)?,
-                inbound: self.pairs.export(offer, &inbound)?,
                 slot,
-                address: Vec::new(),
-                staging: None,
+                memory: OfferedMemory::Handles([inbound, region]),
             });
         }
         let slots = self.pairs.slots.clone();
@@ -215,23 +214,14 @@ impl Matching for ConnectionExchange {
         let recycle = move || slots.recycle(slot);
         let exposed = self.networks.expose(devices, &inbound, &region, recycle);
         let exposed = exposed.map_err(|error| error.with_peer(offer.peer))?;
-        let region_bytes = region.bytes() as u64;
-        let [address, inbound, region] = exposed.keys().map(<[u8]>::to_vec);
-        let staging = exposed.staging().map(|shape| StagingOffer {
-            shape,
-            region_bytes,
-            region: exposed.reached_key().to_vec(),
-        });
+        let memory = exposed.offer(region.bytes() as u64);
         // Kept with the end, which connects with it or discards it: a plain drop would wait for the peer's last
         // write.
         offer.end.exposed = Some(exposed);
         Ok(EndOffer {
             transport,
-            region,
-            inbound,
             slot,
-            address,
-            staging,
+            memory: OfferedMemory::Network(memory?),
         })
     }
 

@@ -1,33 +1,24 @@
 //! The published offer of one end of a connection.
 
 use crate::channel::request::Transport;
-use crate::transport::RingShape;
+use crate::transport::NetworkOffer;
 use serde::{Deserialize, Serialize};
 
 /// Offer of one end to the other.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct EndOffer {
     pub(super) transport: Transport,
-    /// Handle of the region, or its key over the network.
-    pub(super) region: Vec<u8>,
-    /// Handle of the inbound words of this end's slot, or their key over the network.
-    pub(super) inbound: Vec<u8>,
     /// The slot's number.
     pub(super) slot: u64,
-    /// Address of this rank over the network; else empty.
-    pub(super) address: Vec<u8>,
-    /// Staging rings, if the network cannot reach the region: the keys above are then those of the rings.
-    pub(super) staging: Option<StagingOffer>,
+    pub(super) memory: OfferedMemory,
 }
 
-/// Rings of staging memory: the keys are those of the ring and of its control memory.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct StagingOffer {
-    pub(super) shape: RingShape,
-    /// Length of the region itself, in bytes.
-    pub(super) region_bytes: u64,
-    /// Its key, if the network library can reach it without staging; else empty.
-    pub(super) region: Vec<u8>,
+/// How the other end reaches this one's memory.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) enum OfferedMemory {
+    /// By handles of the inbound words of the slot, and of the region.
+    Handles([Vec<u8>; 2]),
+    Network(NetworkOffer),
 }
 
 #[cfg(all(test, not(loom)))]
@@ -35,7 +26,7 @@ mod tests {
     use super::*;
     use crate::error::ErrorKind;
     use crate::exchange::{decode, encode};
-    use crate::transport::StagingConfig;
+    use crate::transport::{RingShape, StagingConfig, StagingOffer};
     use proptest::prelude::*;
 
     proptest! {
@@ -59,14 +50,24 @@ mod tests {
             region_bytes: 1 << 40,
             region,
         };
-        for staging in [None, Some(staged(Vec::new())), Some(staged(vec![4; 60]))] {
+        let network = |staging| {
+            OfferedMemory::Network(NetworkOffer {
+                address: vec![3; 40],
+                words: vec![2; 168],
+                region: vec![1; 168],
+                staging,
+            })
+        };
+        for memory in [
+            OfferedMemory::Handles([vec![2; 168], vec![1; 168]]),
+            network(None),
+            network(Some(staged(Vec::new()))),
+            network(Some(staged(vec![4; 60]))),
+        ] {
             let offer = EndOffer {
                 transport: Transport::Direct,
-                region: vec![1; 168],
-                inbound: vec![2; 168],
                 slot: 7,
-                address: vec![3; 40],
-                staging,
+                memory,
             };
             let wire = encode(&offer).unwrap();
             assert_eq!(decode::<EndOffer>(&wire).unwrap(), offer);

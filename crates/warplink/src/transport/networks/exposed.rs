@@ -1,12 +1,12 @@
 //! Memory that a peer may write to over a network.
 
-use super::{GONE, Networks};
+use super::{GONE, NetworkOffer, Networks, StagingOffer};
 use crate::debug::debug_text;
 use crate::device::network::{Network, NetworkRegion};
 use crate::device::{Device, DeviceSlice, Word};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::memory::Region;
-use crate::transport::staging::{Incoming, RingShape};
+use crate::transport::staging::Incoming;
 use std::any::Any;
 use std::sync::{Arc, Weak};
 
@@ -47,21 +47,29 @@ impl Exposed {
         self.memory.take()
     }
 
-    /// Data a peer needs to connect: the address, and the keys of the words and the region.
-    pub(crate) fn keys(&self) -> [&[u8]; 3] {
-        self.memory.as_ref().map_or([&[]; 3], ExposedMemory::keys)
-    }
-
-    /// Shape of the rings that the peer must use, if the region is staged.
-    pub(crate) fn staging(&self) -> Option<RingShape> {
-        let staged = self.memory.as_ref()?.staged.as_ref();
-        staged.map(|staged| staged.shape)
-    }
-
-    /// Key of the region, if the peer can bypass the rings.
-    pub(crate) fn reached_key(&self) -> &[u8] {
+    /// Data that a peer needs to connect. The region has `region_bytes`.
+    pub(crate) fn offer(&self, region_bytes: u64) -> Result<NetworkOffer> {
         let memory = self.memory.as_ref();
-        memory.map_or(&[], ExposedMemory::reached_key)
+        let memory = memory.ok_or_else(|| Error::invalid("nothing is exposed"))?;
+        let [address, words, region] = memory.keys().map(<[u8]>::to_vec);
+        let reached = memory.reached.last().map_or(&[][..], NetworkRegion::key);
+        let staging = memory.staged.as_ref().map(|staged| StagingOffer {
+            shape: staged.shape,
+            region_bytes,
+            region: reached.to_vec(),
+        });
+        Ok(NetworkOffer {
+            address,
+            words,
+            region,
+            staging,
+        })
+    }
+
+    /// Whether the peer must use rings, since the region is staged.
+    pub(crate) fn is_staged(&self) -> bool {
+        let memory = self.memory.as_ref();
+        memory.is_some_and(|memory| memory.staged.is_some())
     }
 
     /// Releases memory that no peer has seen or will write to.
@@ -129,11 +137,6 @@ impl ExposedMemory {
     pub(super) fn keys(&self) -> [&[u8]; 3] {
         let region = self.regions.last().map_or(&[][..], NetworkRegion::key);
         [self.network.address(), self.words.key(), region]
-    }
-
-    /// Key of the last region, if the network library accesses it directly.
-    fn reached_key(&self) -> &[u8] {
-        self.reached.last().map_or(&[], NetworkRegion::key)
     }
 
     /// Exposes one more region.

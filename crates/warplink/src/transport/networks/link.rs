@@ -8,6 +8,7 @@ use crate::error::{Error, Rank, Result};
 use crate::memory::Region;
 use crate::sync::lock;
 use crate::transport::staging::{Incoming, RingShape, Service, StagedEnd};
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,22 +26,25 @@ pub enum NetworkPath {
 /// Size of the words that a peer writes to.
 const WORDS_BYTES: usize = 16;
 
-/// A peer's offer: its address, and the keys of its words and region, or of the control memory and ring if it
+/// Offer of an end to its peer: its address, and the keys of its words and region, or of the control memory and ring if it
 /// stages.
-pub(crate) struct Offered<'a> {
-    pub(crate) address: &'a [u8],
-    pub(crate) words: &'a [u8],
-    pub(crate) region: &'a [u8],
-    pub(crate) staging: Option<OfferedRings<'a>>,
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct NetworkOffer {
+    pub(crate) address: Vec<u8>,
+    pub(crate) words: Vec<u8>,
+    pub(crate) region: Vec<u8>,
+    /// Staging rings, if the network cannot reach the region.
+    pub(crate) staging: Option<StagingOffer>,
 }
 
-/// Rings of a peer.
-pub(crate) struct OfferedRings<'a> {
+/// Rings of staging memory, for a region that the network cannot reach.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct StagingOffer {
     pub(crate) shape: RingShape,
-    /// Size of the staged region.
+    /// Length of the region itself, in bytes.
     pub(crate) region_bytes: u64,
-    /// Key of the region if the peer's library accesses it directly; else empty.
-    pub(crate) region: &'a [u8],
+    /// Its key, if the network library can reach it without staging; else empty.
+    pub(crate) region: Vec<u8>,
 }
 
 /// Peer's end of a connection.
@@ -73,17 +77,21 @@ pub(crate) struct NetworkLink {
 
 impl PeerEnd {
     /// Connects to rank `peer`, to which this one has `exposed` memory, and opens its offer.
-    pub(super) fn open(peer: Rank, exposed: &ExposedMemory, offered: &Offered<'_>) -> Result<Self> {
-        let connection = exposed.network.connect(peer, offered.address)?;
-        let words = connection.open(offered.words)?;
-        let region = connection.open(offered.region)?;
+    pub(super) fn open(
+        peer: Rank,
+        exposed: &ExposedMemory,
+        offered: &NetworkOffer,
+    ) -> Result<Self> {
+        let connection = exposed.network.connect(peer, &offered.address)?;
+        let words = connection.open(&offered.words)?;
+        let region = connection.open(&offered.region)?;
         let staging = offered.staging.as_ref();
         let rings = staging.map(|staging| staging.shape);
         check_words(&words, &region, rings).map_err(|error| error.with_peer(peer))?;
         // Direct access requires that both ends' libraries support it.
         let reached = staging.filter(|_| !exposed.reached.is_empty());
         let memory = reached
-            .and_then(|staging| open_reached(&*connection, staging.region, staging.region_bytes));
+            .and_then(|staging| open_reached(&*connection, &staging.region, staging.region_bytes));
         Ok(Self {
             rank: peer,
             connection,

@@ -12,7 +12,7 @@ mod link;
 
 pub(crate) use exposed::Exposed;
 pub use link::NetworkPath;
-pub(crate) use link::{NetworkLink, Offered, OfferedRings};
+pub(crate) use link::{NetworkLink, NetworkOffer, StagingOffer};
 
 use crate::deadline::Deadline;
 use crate::debug::debug_fields;
@@ -123,7 +123,7 @@ impl Networks {
         self: &Arc<Self>,
         peer: Rank,
         mut exposed: Exposed,
-        offered: &Offered<'_>,
+        offered: &NetworkOffer,
     ) -> Result<NetworkLink> {
         let exposed = exposed.take();
         let exposed = exposed.ok_or_else(|| Error::invalid("nothing is exposed"))?;

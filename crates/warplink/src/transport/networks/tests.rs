@@ -33,17 +33,12 @@ fn link(own: Option<Vec<u8>>, peers: &[u8]) -> (Arc<Networks>, NetworkLink, Arc<
         recycle: None,
     };
     let exposed = Exposed::new(&networks, memory);
-    let [address, words, region] = exposed.keys().map(<[u8]>::to_vec);
-    let offered = Offered {
-        address: &address,
-        words: &words,
-        region: &region,
-        staging: Some(OfferedRings {
-            shape,
-            region_bytes: BYTES,
-            region: peers,
-        }),
-    };
+    let mut offered = exposed.offer(BYTES).unwrap();
+    offered.staging = Some(StagingOffer {
+        shape,
+        region_bytes: BYTES,
+        region: peers.to_vec(),
+    });
     let link = networks.connect(1, exposed, &offered).unwrap();
     (networks, link, connection)
 }
