@@ -35,10 +35,8 @@ impl BoundOperands {
     /// An input shared by all outer indices: B and the bias.
     pub(super) fn shared(name: impl Into<String>, slice: &DeviceSlice) -> Self {
         Self {
-            name: name.into(),
-            slice: slice.clone(),
             parted: false,
-            written: false,
+            ..Self::parted(name, slice)
         }
     }
 

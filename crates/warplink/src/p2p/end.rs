@@ -60,7 +60,7 @@ impl TransferEnd {
             None if self.unpacks() => self.unpacking.check(posts, waited),
             None => Ok(()),
         };
-        checked.map_err(|error| error.with_peer(self.peer).with_key(self.key()))
+        checked.map_err(|error| self.named(error))
     }
 
     /// Whether waits on this end unpack packets from the peer.
@@ -75,13 +75,9 @@ impl TransferEnd {
     /// [`ErrorKind::InvalidArgument`].
     pub(super) fn check_recorded(&self) -> Result<()> {
         if self.role() == Role::Target && self.recording.is_open() {
-            return Err(Error::invalid(
-                "the transfer is posted in a graph that does not wait for it",
-            )
-            .with_operation("end a capture")
-            .with_help("wait for it before the end")
-            .with_peer(self.peer)
-            .with_key(self.key()));
+            let text = "the transfer is posted in a graph that does not wait for it";
+            let error = Error::invalid(text).with_operation("end a capture");
+            return Err(self.named(error.with_help("wait for it before the end")));
         }
         Ok(())
     }
@@ -134,7 +130,7 @@ impl TransferEnd {
             let waiting = self
                 .recording
                 .wait(self.role(), capture, stream.raw())
-                .map_err(|error| error.with_peer(self.peer).with_key(self.key()))?;
+                .map_err(|error| self.named(error))?;
             return Ok(waiting.map(|Waiting { post, follows }| {
                 (post, Steps::wait(self.role(), post, !follows), follows)
             }));
@@ -156,7 +152,7 @@ impl TransferEnd {
             return Ok(turns.wait(stream.raw()));
         };
         let waiting = self.recording.wait(self.role(), capture, stream.raw());
-        let waiting = waiting.map_err(|error| error.with_peer(self.peer).with_key(self.key()))?;
+        let waiting = waiting.map_err(|error| self.named(error))?;
         Ok(match waiting {
             Some(Waiting {
                 post: PostNumber::Captured(number) | PostNumber::Eager(number),
@@ -280,12 +276,8 @@ impl TransferEnd {
     /// Destination and source of the copy, at the initiator.
     pub(super) fn copy_operands(&self) -> Result<(&DeviceSlice, &DeviceSlice)> {
         let Some(region) = self.buffer.region() else {
-            return Err(
-                Error::invalid("a send without a buffer of its own has nothing to copy")
-                    .with_help("post it with post_stores")
-                    .with_peer(self.peer)
-                    .with_key(self.key()),
-            );
+            let error = Error::invalid("a send without a buffer of its own has nothing to copy");
+            return Err(self.named(error.with_help("post it with post_stores")));
         };
         let (own, remote) = (region.memory(), self.remote()?);
         Ok(match self.direction {
@@ -306,29 +298,26 @@ impl TransferEnd {
 
     /// The receiver's buffer, at the sender by put.
     pub(super) fn receive_buffer(&self) -> Result<&DeviceSlice> {
-        if self.line.is_some() {
-            return Err(
+        let error = match (self.direction, self.role()) {
+            _ if self.line.is_some() => {
                 Error::invalid("a send by packets does not store into the receive buffer")
                     .with_help(
                         "exchange it with TransferRequest::store, or use the path copy-engine",
                     )
-                    .with_peer(self.peer)
-                    .with_key(self.key()),
-            );
-        }
-        match (self.direction, self.role()) {
-            (Direction::Send, Role::Initiator) => self.remote(),
-            _ => Err(Error::invalid(format!(
+            }
+            (Direction::Send, Role::Initiator) => return self.remote(),
+            _ => Error::invalid(format!(
                 "a {} by {} has no receive buffer to store into; expected a send by put",
                 self.direction, self.protocol
             ))
-            .with_help("use put, and store on the sender's side")
-            .with_peer(self.peer)
-            .with_key(self.key())),
-        }
+            .with_help("use put, and store on the sender's side"),
+        };
+        Err(self.named(error))
     }
 
-    fn key(&self) -> String {
-        format!("{} with tag {}", self.direction, self.tag)
+    /// Adds which transfer an error is about.
+    fn named(&self, error: Error) -> Error {
+        let key = format!("{} with tag {}", self.direction, self.tag);
+        error.with_peer(self.peer).with_key(key)
     }
 }
