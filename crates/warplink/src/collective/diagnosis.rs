@@ -11,11 +11,15 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::Direction;
 use crate::program::execute::{Announced, calls_differ};
 use crate::sync::lock;
+use std::borrow::Cow;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 /// Long enough for a stream to pass completed work.
 const COMPLETION_CHECK: Duration = Duration::from_millis(200);
+
+/// Help for collectives that some ranks have not called.
+const SAME_CALLS: &str = "make the same calls in the same order on every rank";
 
 /// Registry of a communicator's joined collectives.
 #[derive(Debug, Default)]
@@ -106,16 +110,8 @@ fn awaited(collectives: &Inner) -> Option<Error> {
     let absent = direct.workspace.absent(&direct.announcements).ok()?;
     let first = *absent.first()?;
     let called = last_call(collectives);
-    let error = Error::new(
-        ErrorKind::Timeout,
-        format!("a rank has not arrived at a collective that this rank is in{called}"),
-    );
-    Some(
-        error
-            .with_operation("synchronize")
-            .with_peer(first)
-            .with_help("make the same calls in the same order on every rank"),
-    )
+    let text = format!("a rank has not arrived at a collective that this rank is in{called}");
+    Some(timed_out(text, SAME_CALLS).with_peer(first))
 }
 
 impl Inner {
@@ -142,20 +138,16 @@ fn unfinished(collectives: &Inner) -> Option<Error> {
     let called = last_call(collectives);
     let unfinished = |found: &str, help: &'static str| {
         let text = format!("a call of the vendor's library is not done{found}{called}");
-        Error::new(ErrorKind::Timeout, text)
-            .with_operation("synchronize")
-            .with_help(help)
+        timed_out(text, help)
     };
     Some(match comparison.ask(Deadline::after(PATIENCE)) {
         QueryResult::Mismatch(error) => {
             collectives.context.fault.fail(error.clone());
             error
         }
-        QueryResult::Missing { first, text } => unfinished(
-            &format!(": {text}"),
-            "make the same calls in the same order on every rank",
-        )
-        .with_peer(first),
+        QueryResult::Missing { first, text } => {
+            unfinished(&format!(": {text}"), SAME_CALLS).with_peer(first)
+        }
         QueryResult::Nothing => unfinished(
             "",
             "look at what its stream waits for on each rank, and order launches of graphs alike; no rank is known that \
@@ -198,6 +190,12 @@ pub(super) fn unknown_memory(call: &str) -> Error {
     )
 }
 
+fn timed_out(text: impl Into<Cow<'static, str>>, help: &'static str) -> Error {
+    Error::new(ErrorKind::Timeout, text)
+        .with_operation("synchronize")
+        .with_help(help)
+}
+
 /// Error suffix that describes the last collective, if any.
 fn last_call(collectives: &Inner) -> String {
     let last = *lock(&collectives.last);
@@ -215,13 +213,6 @@ fn awaited_message(collectives: &Inner) -> Option<Error> {
         Direction::Send => "the peer has not posted the receive for this rank's send",
         Direction::Receive => "the peer has not posted the send for this rank's receive",
     };
-    let error = Error::new(ErrorKind::Timeout, text);
-    Some(
-        error
-            .with_operation("synchronize")
-            .with_peer(peer)
-            .with_help(
-                "give each send a receive on the other rank, in an order in which all can progress",
-            ),
-    )
+    let help = "give each send a receive on the other rank, in an order in which all can progress";
+    Some(timed_out(text, help).with_peer(peer))
 }

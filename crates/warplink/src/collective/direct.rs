@@ -157,8 +157,8 @@ impl Direct {
         let longest = usize::MAX.checked_shr(shape.call.count.leading_zeros());
         let counts = (shape.call.count, longest);
         let keys = (*shape, Form::of(shape, &choice));
-        let prepared = (shape.aligned, readying);
+        let wanted = (shape.aligned, readying);
         self.launches
-            .create(&self.workspace, keys, prepared, counts, section)
+            .create(&self.workspace, keys, wanted, counts, section)
     }
 }

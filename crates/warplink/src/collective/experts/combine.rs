@@ -169,9 +169,9 @@ impl Combine {
             layer_section(self.program(weighted), self.rank, on.0, &parameters)
         };
         let sizes = (tokens, None);
-        let prepared = (aligned, Readying::WithCode);
+        let wanted = (aligned, Readying::WithCode);
         self.kernels
-            .create(on.1, (key, form), prepared, sizes, section)
+            .create(on.1, (key, form), wanted, sizes, section)
     }
 
     pub(super) fn program(&self, weighted: bool) -> &Program {

@@ -134,10 +134,10 @@ impl Dispatch {
             layer_section(&self.program, self.rank, on.0, &parameters)
         };
         let sizes = (self.options.max_tokens, None);
-        let prepared = (aligned, Readying::WithCode);
+        let wanted = (aligned, Readying::WithCode);
         // No two launches share code.
         self.kernels
-            .create(on.1, (key, key), prepared, sizes, section)
+            .create(on.1, (key, key), wanted, sizes, section)
     }
 
     #[cfg(test)]

@@ -46,7 +46,8 @@ struct KernelKey {
     aligned: bool,
 }
 
-/// Key of kernels that share code, with the bit length of the number of rows in its place: with lanes, threads and blocks, and whether lanes have one row each.
+/// Key of kernels that share code, with the bit length of the number of rows in its place: with lanes, threads and blocks, and
+/// whether lanes have one row each.
 type ModelKey = (KernelKey, [usize; 3], bool);
 
 /// Execution strategy and launch shape of a call.
@@ -181,14 +182,10 @@ impl FusedLaunches {
         // The largest number of rows of this bit length.
         let most = (1 << bits) - 1;
         let most = if single { shape.lanes.min(most) } else { most };
-        let prepared = (aligned, Readying::WithCode);
-        self.kernels.create(
-            workspace,
-            (key, like),
-            prepared,
-            (call.tokens, Some(most)),
-            section,
-        )
+        let wanted = (aligned, Readying::WithCode);
+        let rows = (call.tokens, Some(most));
+        self.kernels
+            .create(workspace, (key, like), wanted, rows, section)
     }
 }
 
