@@ -23,6 +23,6 @@ pub struct DeviceProperties {
     pub linked: bool,
     /// Whether all ranks of a machine share its multiprocessors and memory.
     pub shared: bool,
-    /// Whether kernels can copy in a [`sequence`](super::Stream::sequence).
+    /// Whether kernels can copy in a [`sequence`](super::StreamBackend::sequence).
     pub kernel_copies: bool,
 }

@@ -7,6 +7,7 @@ use crate::deadline::Deadline;
 use crate::error::Result;
 use std::any::Any;
 use std::fmt;
+use std::ops::Deref;
 use std::sync::Arc;
 
 /// Scheduling priority of a stream.
@@ -102,8 +103,8 @@ pub struct KernelCopy<'a> {
     pub counter: &'a Word,
 }
 
-/// An ordered queue of device work. Clones share the queue. Every method only enqueues and does not block,
-/// unless stated otherwise.
+/// An ordered queue of device work. Clones share the queue. Every method, here and in [`StreamBackend`], to which it
+/// dereferences, only enqueues and does not block, unless stated otherwise.
 #[derive(Clone)]
 pub struct Stream(Arc<dyn StreamBackend>);
 
@@ -132,117 +133,13 @@ impl Stream {
     pub fn fill(&self, target: impl AsRef<DeviceSlice>, byte: u8) -> Result<()> {
         self.0.fill(target.as_ref(), byte)
     }
+}
 
-    /// Writes and waits, in order.
-    pub fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
-        self.0.memory_ops(ops)
-    }
+impl Deref for Stream {
+    type Target = dyn StreamBackend;
 
-    /// As [`memory_ops`](Self::memory_ops), but merged into one kernel if that is faster, which it is for
-    /// more than a few. A kernel needs a free multiprocessor, which a GEMM on another stream may not leave.
-    pub fn memory_ops_in_kernel(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
-        self.0.memory_ops_in_kernel(ops)
-    }
-
-    /// Copies, writes and waits, in order. The device may merge operations, so this is never slower than
-    /// individual calls.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for kernel operations if the device has no
-    /// kernel for them ([`DeviceProperties::kernel_copies`](super::DeviceProperties)).
-    pub fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()> {
-        self.0.sequence(ops)
-    }
-
-    /// Records that the next enqueued operation is work for `fault`'s communicator. Waits for its signals
-    /// imply that; operations that only notify a peer do not. If the stream is blocked behind a wait that was
-    /// aborted, ranks that rely on the work are notified.
-    pub(crate) fn note_work(&self, fault: &Arc<Fault>) {
-        self.0.note_work(fault);
-    }
-
-    /// Records `event` at this point of the stream, replacing its previous record.
-    pub fn record(&self, event: &Event) -> Result<()> {
-        self.0.record(event)
-    }
-
-    /// Records an event after everything enqueued so far, for releasing resources once the stream has
-    /// completed. It can be recorded and queried even after the device's fault.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) during a capture, since the event would
-    /// become part of the graph.
-    pub fn record_end(&self) -> Result<Event> {
-        self.0.record_end()
-    }
-
-    /// Blocks the stream until the point that `event` recorded last.
-    pub fn wait_event(&self, event: &Event) -> Result<()> {
-        self.0.wait_event(event)
-    }
-
-    /// Blocks the caller until everything enqueued so far is done.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) at the deadline; the device's fault once raised;
-    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if work failed.
-    pub fn synchronize(&self, deadline: Deadline) -> Result<()> {
-        self.0.synchronize(deadline)
-    }
-
-    /// Fails with the stream's error, as far as this process knows. Does not query the device, so it is safe
-    /// for borrowed streams.
-    pub(crate) fn check(&self) -> Result<()> {
-        self.0.check()
-    }
-
-    /// Whether everything enqueued so far is done. Does not block.
-    pub fn is_idle(&self) -> Result<bool> {
-        self.0.is_idle()
-    }
-
-    /// Starts a capture: operations are recorded into a graph instead of executed. Another stream joins when
-    /// it waits for an event recorded in a capturing stream, and must be joined back in the same way before
-    /// the end.
-    pub fn begin_capture(&self) -> Result<()> {
-        self.0.begin_capture()
-    }
-
-    /// Ends the capture and instantiates the graph. Blocks meanwhile.
-    pub fn end_capture(&self) -> Result<Graph> {
-        self.0.end_capture()
-    }
-
-    /// Has everything on the stream share one scratch memory, graphs that it captures included: from now on, they are
-    /// launched one after another, and nothing else runs on the stream.
-    pub(crate) fn share_scratch(&self) {
-        self.0.share_scratch();
-    }
-
-    /// Id of the stream's capture, if it is capturing; unique in the process, and below 2^63.
-    pub fn capture_id(&self) -> Result<Option<u64>> {
-        self.0.capture_id()
-    }
-
-    /// Whether it is capturing.
-    pub fn is_capturing(&self) -> Result<bool> {
-        self.0.is_capturing()
-    }
-
-    /// Returns a borrowed stream ([`Device::borrow_stream`](super::Device::borrow_stream)): afterwards its
-    /// owner may destroy it, even while resources used by its work are still held. Enqueued work still
-    /// completes. Later calls that enqueue on it fail. No effect for the device's own streams; idempotent.
-    /// Does not block.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) during a capture.
-    pub fn give_back(&self) -> Result<()> {
-        self.0.give_back()
-    }
-
-    /// Unique number among the device's streams; on a GPU the driver's handle.
-    pub fn raw(&self) -> u64 {
-        self.0.raw()
+    fn deref(&self) -> &Self::Target {
+        &*self.0
     }
 }
 
@@ -252,7 +149,7 @@ impl fmt::Debug for Stream {
     }
 }
 
-/// An event in a stream. Clones share the event.
+/// An event in a stream, which dereferences to [`EventBackend`]. Clones share the event.
 #[derive(Clone)]
 pub struct Event(Arc<dyn EventBackend>);
 
@@ -267,19 +164,13 @@ impl Event {
         let backend: &dyn Any = &*self.0;
         backend.downcast_ref()
     }
+}
 
-    /// Milliseconds since `earlier`; both created with timing, recorded and reached.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) without timing,
-    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if either has not been reached.
-    pub fn elapsed_since(&self, earlier: &Event) -> Result<f32> {
-        self.0.elapsed_since(earlier)
-    }
+impl Deref for Event {
+    type Target = dyn EventBackend;
 
-    /// Whether the event has been reached. True if it was never recorded.
-    pub fn is_reached(&self) -> Result<bool> {
-        self.0.is_reached()
+    fn deref(&self) -> &Self::Target {
+        &*self.0
     }
 }
 
@@ -289,7 +180,7 @@ impl fmt::Debug for Event {
     }
 }
 
-/// Work recorded once and launched any number of times. Clones share the graph.
+/// Work recorded once and launched any number of times, which dereferences to [`GraphBackend`]. Clones share the graph.
 #[derive(Clone)]
 pub struct Graph(Arc<dyn GraphBackend>);
 
@@ -298,15 +189,13 @@ impl Graph {
     pub fn new(backend: Arc<dyn GraphBackend>) -> Self {
         Self(backend)
     }
+}
 
-    /// Enqueues the whole graph on `stream`. Launches of one graph are serialized.
-    pub fn launch(&self, stream: &Stream) -> Result<()> {
-        self.0.launch(stream)
-    }
+impl Deref for Graph {
+    type Target = dyn GraphBackend;
 
-    /// Number of operations.
-    pub fn operations(&self) -> usize {
-        self.0.operations()
+    fn deref(&self) -> &Self::Target {
+        &*self.0
     }
 }
 
@@ -324,15 +213,21 @@ pub trait StreamBackend: Any + Send + Sync + fmt::Debug {
     /// See [`Stream::fill`].
     fn fill(&self, target: &DeviceSlice, byte: u8) -> Result<()>;
 
-    /// See [`Stream::memory_ops`].
+    /// Writes and waits, in order.
     fn memory_ops(&self, ops: &[MemoryOp<'_>]) -> Result<()>;
 
-    /// See [`Stream::memory_ops_in_kernel`].
+    /// As [`memory_ops`](Self::memory_ops), but merged into one kernel if that is faster, which it is for
+    /// more than a few. A kernel needs a free multiprocessor, which a GEMM on another stream may not leave.
     fn memory_ops_in_kernel(&self, ops: &[MemoryOp<'_>]) -> Result<()> {
         self.memory_ops(ops)
     }
 
-    /// See [`Stream::sequence`].
+    /// Copies, writes and waits, in order. The device may merge operations, so this is never slower than
+    /// individual calls.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) for kernel operations if the device has no
+    /// kernel for them ([`DeviceProperties::kernel_copies`](super::DeviceProperties)).
     fn sequence(&self, ops: &[StreamOp<'_>]) -> Result<()>;
 
     /// One [`StreamOp::KernelCopy`].
@@ -341,68 +236,93 @@ pub trait StreamBackend: Any + Send + Sync + fmt::Debug {
     /// One [`StreamOp::Packets`].
     fn packets(&self, part: &PacketPart<'_>) -> Result<()>;
 
-    /// Records work for `fault`'s communicator; see `Stream::note_work`.
+    /// Records that the next enqueued operation is work for `fault`'s communicator. Waits for its signals
+    /// imply that; operations that only notify a peer do not. If the stream is blocked behind a wait that was
+    /// aborted, ranks that rely on the work are notified.
     fn note_work(&self, fault: &Arc<Fault>);
 
-    /// See [`Stream::record`].
+    /// Records `event` at this point of the stream, replacing its previous record.
     fn record(&self, event: &Event) -> Result<()>;
 
-    /// See [`Stream::record_end`].
+    /// Records an event after everything enqueued so far, for releasing resources once the stream has
+    /// completed. It can be recorded and queried even after the device's fault.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) during a capture, since the event would
+    /// become part of the graph.
     fn record_end(&self) -> Result<Event>;
 
-    /// See [`Stream::wait_event`].
+    /// Blocks the stream until the point that `event` recorded last.
     fn wait_event(&self, event: &Event) -> Result<()>;
 
-    /// See [`Stream::synchronize`].
+    /// Blocks the caller until everything enqueued so far is done.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Timeout`](crate::ErrorKind::Timeout) at the deadline; the device's fault once raised;
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if work failed.
     fn synchronize(&self, deadline: Deadline) -> Result<()>;
 
-    /// See `Stream::check`.
+    /// Fails with the stream's error, as far as this process knows. Does not query the device, so it is safe
+    /// for borrowed streams.
     fn check(&self) -> Result<()>;
 
-    /// See [`Stream::is_idle`].
+    /// Whether everything enqueued so far is done. Does not block.
     fn is_idle(&self) -> Result<bool>;
 
-    /// See [`Stream::begin_capture`].
+    /// Starts a capture: operations are recorded into a graph instead of executed. Another stream joins when
+    /// it waits for an event recorded in a capturing stream, and must be joined back in the same way before
+    /// the end.
     fn begin_capture(&self) -> Result<()>;
 
-    /// See [`Stream::end_capture`].
+    /// Ends the capture and instantiates the graph. Blocks meanwhile.
     fn end_capture(&self) -> Result<Graph>;
 
-    /// See `Stream::share_scratch`.
+    /// Has everything on the stream share one scratch memory, graphs that it captures included: from now on, they are
+    /// launched one after another, and nothing else runs on the stream.
     fn share_scratch(&self) {}
 
-    /// See [`Stream::capture_id`].
+    /// Id of the stream's capture, if it is capturing; unique in the process, and below 2^63.
     fn capture_id(&self) -> Result<Option<u64>>;
 
-    /// See [`Stream::is_capturing`].
+    /// Whether it is capturing.
     fn is_capturing(&self) -> Result<bool> {
         Ok(self.capture_id()?.is_some())
     }
 
-    /// See [`Stream::give_back`].
+    /// Returns a borrowed stream ([`Device::borrow_stream`](super::Device::borrow_stream)): afterwards its
+    /// owner may destroy it, even while resources used by its work are still held. Enqueued work still
+    /// completes. Later calls that enqueue on it fail. No effect for the device's own streams; idempotent.
+    /// Does not block.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) during a capture.
     fn give_back(&self) -> Result<()> {
         Ok(())
     }
 
-    /// See [`Stream::raw`].
+    /// Unique number among the device's streams; on a GPU the driver's handle.
     fn raw(&self) -> u64;
 }
 
 /// Device side of [`Event`].
 pub trait EventBackend: Any + Send + Sync + fmt::Debug {
-    /// See [`Event::elapsed_since`].
+    /// Milliseconds since `earlier`; both created with timing, recorded and reached.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) without timing,
+    /// [`ErrorKind::Driver`](crate::ErrorKind::Driver) if either has not been reached.
     fn elapsed_since(&self, earlier: &Event) -> Result<f32>;
 
-    /// See [`Event::is_reached`].
+    /// Whether the event has been reached. True if it was never recorded.
     fn is_reached(&self) -> Result<bool>;
 }
 
 /// Device side of [`Graph`].
 pub trait GraphBackend: Send + Sync + fmt::Debug {
-    /// See [`Graph::launch`].
+    /// Enqueues the whole graph on `stream`. Launches of one graph are serialized.
     fn launch(&self, stream: &Stream) -> Result<()>;
 
-    /// See [`Graph::operations`].
+    /// Number of operations.
     fn operations(&self) -> usize;
 }
 
