@@ -5,6 +5,7 @@ use crate::communicator::Communicator;
 use crate::config::Config;
 use crate::device::Device;
 use crate::error::{Error, Rank, Result};
+use crate::threads;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -33,16 +34,13 @@ impl Job {
     /// Those of starting a thread.
     pub fn begin_join(config: &Config) -> Result<PendingJob> {
         let abort = AbortHandle::default();
-        let thread =
-            std::thread::Builder::new().name(format!("warplink-join-{}", config.join.rank));
+        let name = format!("warplink-join-{}", config.join.rank);
         let (config, aborted) = (config.clone(), abort.clone());
         let join = move || {
             let world = Communicator::join_with(&config, &aborted)?;
             Ok(Self { world })
         };
-        let thread = thread
-            .spawn(join)
-            .map_err(|error| Error::thread("start the thread that joins", &error))?;
+        let thread = threads::spawn(name, "start the thread that joins", join)?;
         Ok(PendingJob { thread, abort })
     }
 

@@ -91,6 +91,7 @@ pub mod program;
 mod shortage;
 pub mod signal;
 pub mod sync;
+mod threads;
 pub mod topology;
 mod transport;
 #[doc(hidden)]

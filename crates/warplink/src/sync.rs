@@ -15,10 +15,11 @@ pub(crate) use std::sync::{
 };
 #[cfg(not(loom))]
 pub(crate) use std::thread::{Thread, current as this_thread, park_timeout};
+use std::time::Duration;
 
 /// Ignores the timeout, so that loom detects a lost wakeup.
 #[cfg(loom)]
-pub(crate) fn park_timeout(_: std::time::Duration) {
+pub(crate) fn park_timeout(_: Duration) {
     loom::thread::park();
 }
 
@@ -70,4 +71,26 @@ pub(crate) fn lock<T: ?Sized>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGu
     mutex
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Waits for a notification, up to `limit`, ignoring poisoning as [`lock`] does. Callers check their condition again,
+/// whatever ended the wait.
+pub(crate) fn wait_for<'a, T>(
+    changed: &std::sync::Condvar,
+    guard: std::sync::MutexGuard<'a, T>,
+    limit: Duration,
+) -> std::sync::MutexGuard<'a, T> {
+    let waited = changed.wait_timeout(guard, limit);
+    waited.unwrap_or_else(std::sync::PoisonError::into_inner).0
+}
+
+/// Waits while `condition` holds, up to `limit`, ignoring poisoning as [`lock`] does.
+pub(crate) fn wait_while<'a, T>(
+    changed: &std::sync::Condvar,
+    guard: std::sync::MutexGuard<'a, T>,
+    limit: Duration,
+    condition: impl FnMut(&mut T) -> bool,
+) -> std::sync::MutexGuard<'a, T> {
+    let waited = changed.wait_timeout_while(guard, limit, condition);
+    waited.unwrap_or_else(std::sync::PoisonError::into_inner).0
 }

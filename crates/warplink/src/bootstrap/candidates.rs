@@ -10,10 +10,10 @@ use super::handover::address_of;
 use crate::deadline::Deadline;
 use crate::error::{Rank, Result};
 use crate::sync::lock;
+use crate::threads;
 use std::collections::{BTreeMap, VecDeque};
 use std::net::SocketAddr;
 use std::sync::mpsc::{self, Receiver, Sender};
-use std::thread;
 use std::time::{Duration, Instant};
 
 /// Into how many intervals the time for an answer is divided; a wave is sent in each. As waves double, 17 of them reach
@@ -133,10 +133,7 @@ impl Candidates<'_> {
             // The search may have ended already.
             let _ = outcomes.send((rank, connection::probe(address, &identity, deadline)));
         };
-        let spawned = thread::Builder::new()
-            .name("warplink-probe".into())
-            .spawn(probe);
-        if spawned.is_err() {
+        if threads::spawn("warplink-probe", "start a thread", probe).is_err() {
             // Assume that it runs: connecting to it finds out.
             let _ = self.outcomes.send((rank, Ok(())));
         }

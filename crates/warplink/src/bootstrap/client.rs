@@ -21,12 +21,13 @@ use super::query::Queries;
 use super::server::Server;
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::sync::lock;
+use crate::sync::{lock, wait_for, wait_while};
+use crate::threads;
 use std::collections::BTreeMap;
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::sync::{Arc, Condvar, Mutex};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub(crate) use groups::failed_group;
@@ -102,11 +103,7 @@ impl PendingCall {
 
     fn wait(&self, limit: Duration) -> Option<Result<Reply>> {
         let answer = lock(&self.answer);
-        self.answered
-            .wait_timeout_while(answer, limit, |answer| answer.is_none())
-            .unwrap_or_else(PoisonError::into_inner)
-            .0
-            .take()
+        wait_while(&self.answered, answer, limit, |answer| answer.is_none()).take()
     }
 }
 
@@ -144,10 +141,8 @@ impl Client {
             reader: Mutex::new(None),
         });
         let reading = client.clone();
-        let reader = thread::Builder::new()
-            .name("warplink-client".into())
-            .spawn(move || reading.run(link))
-            .map_err(|error| Error::thread("start a thread", &error))?;
+        let read = move || reading.run(link);
+        let reader = threads::spawn("warplink-client", "start a thread", read)?;
         *lock(&client.reader) = Some(reader);
         Ok(client)
     }
@@ -180,11 +175,7 @@ impl Client {
             if left.is_zero() {
                 break;
             }
-            state = self
-                .changed
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            state = wait_for(&self.changed, state, left);
         }
         drop(state);
         match self.call("join", Request::Missing, Deadline::after(CANCEL_TIMEOUT)) {

@@ -4,11 +4,12 @@ use super::group_name::GroupName;
 use super::pulse::help_after_loss;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
+use crate::threads;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::sync::mpsc::{self, Sender};
 use std::sync::{Arc, Mutex};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 
 type Callback = dyn Fn(Rank, &Error) + Send + Sync;
 type GroupCallback = dyn Fn(GroupName, &Error) + Send + Sync;
@@ -248,10 +249,7 @@ impl HealthState {
             // Started on demand: most jobs lose no rank, and never need the thread.
             let (jobs, queue) = mpsc::channel::<HealthTask>();
             let run = move || queue.iter().for_each(|job| job());
-            match thread::Builder::new()
-                .name("warplink-health".into())
-                .spawn(run)
-            {
+            match threads::spawn("warplink-health", "start a thread", run) {
                 Ok(thread) => self.notifier = Some(Notifier { jobs, thread }),
                 Err(error) => {
                     // The loss itself is recorded all the same, so calls that depend on the rank still fail.

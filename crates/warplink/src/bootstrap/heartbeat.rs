@@ -4,9 +4,10 @@
 
 use super::client::Client;
 use super::server::Server;
-use crate::error::{Error, Result};
-use crate::sync::lock;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use crate::error::Result;
+use crate::sync::{lock, wait_while};
+use crate::threads;
+use std::sync::{Arc, Condvar, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -24,10 +25,8 @@ impl Heartbeat {
     pub(crate) fn start(client: Arc<Client>, server: Arc<Server>, limit: Duration) -> Result<Self> {
         let stopping = Arc::<(Mutex<bool>, Condvar)>::default();
         let signal = stopping.clone();
-        let thread = std::thread::Builder::new()
-            .name("warplink-heart".into())
-            .spawn(move || run(&signal, &client, &server, limit))
-            .map_err(|error| Error::thread("start a thread", &error))?;
+        let beat = move || run(&signal, &client, &server, limit);
+        let thread = threads::spawn("warplink-heart", "start a thread", beat)?;
         Ok(Self {
             stopping,
             thread: Mutex::new(Some(thread)),
@@ -51,11 +50,7 @@ fn run(stopping: &(Mutex<bool>, Condvar), client: &Client, server: &Server, limi
     let mut last = Instant::now();
     let mut awake_since = last;
     loop {
-        let stop = lock(&stopping.0);
-        let (stop, _) = stopping
-            .1
-            .wait_timeout_while(stop, interval, |stop| !*stop)
-            .unwrap_or_else(PoisonError::into_inner);
+        let stop = wait_while(&stopping.1, lock(&stopping.0), interval, |stop| !*stop);
         if *stop {
             return;
         }

@@ -4,12 +4,13 @@ use super::channel::Sealer;
 use super::message::MAX_BODY;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
+use crate::threads;
 use rustix::net::{SendFlags, send};
 use std::collections::VecDeque;
 use std::io::Write;
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex};
-use std::thread::{self, JoinHandle};
+use std::thread::JoinHandle;
 
 /// How many bytes may be queued for a receiver that does not read, before its connection is closed: a few messages of the
 /// largest size.
@@ -84,10 +85,8 @@ impl Outbox {
         queue.frames.push_back(bytes);
         if !queue.draining {
             let outbox = self.clone();
-            let drain = thread::Builder::new()
-                .name("warplink-send".into())
-                .spawn(move || outbox.drain())
-                .map_err(|error| Error::thread("start a sending thread", &error))?;
+            let drain = move || outbox.drain();
+            let drain = threads::spawn("warplink-send", "start a sending thread", drain)?;
             queue.draining = true;
             // An earlier thread needs no join: it set `draining` to false as its last action.
             queue.drain = Some(drain);

@@ -10,9 +10,9 @@ use super::message::{self, Bytes, Request};
 use super::store::wire_ranks;
 use crate::deadline::Deadline;
 use crate::error::Rank;
-use crate::sync::lock;
+use crate::sync::{lock, wait_while};
 use std::collections::{BTreeSet, HashMap};
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, Weak};
 use std::time::Duration;
 
 /// Handles queries and notices for this rank in a group. The methods run on the reading thread, so they must not block, nor
@@ -90,13 +90,9 @@ impl Queries {
             let query = in_flight.queries.get(&number);
             query.is_some_and(|query| !query.awaited.is_empty())
         };
-        let waited = self.answered.wait_timeout_while(
-            lock(&self.in_flight),
-            deadline.remaining(),
-            is_awaited,
-        );
         // Removed with the lock of the wait, so a later answer finds no query and is dropped.
-        let mut in_flight = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let (in_flight, limit) = (lock(&self.in_flight), deadline.remaining());
+        let mut in_flight = wait_while(&self.answered, in_flight, limit, is_awaited);
         let query = in_flight.queries.remove(&number);
         query.unwrap_or_default().answers
     }

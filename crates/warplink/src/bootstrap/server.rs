@@ -19,12 +19,13 @@ use super::socket::{self, DeadlineStream};
 use super::table::StoreTable;
 use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
-use crate::sync::lock;
+use crate::sync::{lock, wait_for};
+use crate::threads;
 
 use std::collections::{BTreeMap, HashMap};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How long a handshake may take. A member needs milliseconds; the rest allows for a loaded machine.
@@ -121,7 +122,8 @@ impl Server {
         });
         let accepting = {
             let shared = shared.clone();
-            spawn("warplink-accept", move || shared.accept_all())?
+            let accept = move || shared.accept_all();
+            threads::spawn("warplink-accept", "start a thread", accept)?
         };
         Ok(Self {
             shared,
@@ -217,12 +219,7 @@ impl Server {
             if state.members.is_empty() || left.is_zero() {
                 return present.into_iter().map(|rank| rank as Rank).collect();
             }
-            state = self
-                .shared
-                .changed
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            state = wait_for(&self.shared.changed, state, left);
         }
     }
 
@@ -395,11 +392,7 @@ impl ServerShared {
                 let reason = "its connection to the store was cut, which others still reach";
                 return Err(Refusal::new(RefusalKind::GivenUp, reason));
             }
-            state = self
-                .changed
-                .wait_timeout(state, STANDBY_INTERVAL)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            state = wait_for(&self.changed, state, STANDBY_INTERVAL);
         }
     }
 
@@ -464,11 +457,4 @@ impl ServerShared {
             state = lock(&self.state);
         }
     }
-}
-
-fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
-    thread::Builder::new()
-        .name(name.into())
-        .spawn(body)
-        .map_err(|error| Error::thread("start a thread", &error))
 }

@@ -5,6 +5,7 @@ use crate::deadline::Deadline;
 use crate::device::Fault;
 use crate::error::{Error, ErrorKind, Rank};
 use crate::sync::lock;
+use crate::threads;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
@@ -245,10 +246,7 @@ pub(super) fn fail(
 
 /// Runs `finish` on its own thread, since it waits for other ranks.
 fn release_behind(finish: impl FnOnce() + Send + 'static) {
-    let started = std::thread::Builder::new()
-        .name("warplink-release".into())
-        .spawn(finish);
-    if let Err(error) = started {
+    if let Err(error) = threads::spawn("warplink-release", "start a thread", finish) {
         tracing::error!(%error, "waits of a failed communicator could not be aborted");
     }
 }

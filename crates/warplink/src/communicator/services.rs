@@ -11,6 +11,7 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::MemoryRegistry;
 use crate::p2p::{Path, Protocol};
 use crate::signal::SlotDirectory;
+use crate::threads;
 use crate::topology::TopologyClass;
 use crate::transport::Networks;
 use std::sync::Arc;
@@ -41,8 +42,8 @@ fn abort_join(bootstrap: &Arc<Bootstrap>, error: &Error) {
     let reason = aborted(&error.to_string());
     if error.kind() == ErrorKind::PeerLost {
         let (bootstrap, reason) = (bootstrap.clone(), reason.clone());
-        let aborting = std::thread::Builder::new().name("warplink-abort".to_owned());
-        if aborting.spawn(move || bootstrap.abort(&reason)).is_ok() {
+        let abort = move || bootstrap.abort(&reason);
+        if threads::spawn("warplink-abort", "start a thread", abort).is_ok() {
             return;
         }
     }

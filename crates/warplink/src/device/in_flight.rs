@@ -4,6 +4,7 @@ use super::{Device, Event, Stream};
 use crate::deadline::Deadline;
 use crate::debug::debug_fields;
 use crate::sync::lock;
+use crate::threads;
 use std::any::Any;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex};
@@ -126,10 +127,8 @@ impl InFlight {
         }
         drop(state);
         let own = self.clone();
-        let started = std::thread::Builder::new()
-            .name("warplink-in-flight".to_owned())
-            .spawn(move || own.poll());
-        if let Err(error) = started {
+        let poll = move || own.poll();
+        if let Err(error) = threads::spawn("warplink-in-flight", "start a thread", poll) {
             // Later calls try again, and poll themselves.
             lock(&self.state).polled = false;
             tracing::warn!(%error, "resources in flight are kept longer, since the polling thread failed to start");

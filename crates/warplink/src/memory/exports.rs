@@ -20,9 +20,9 @@ use super::handle::Handle;
 use super::releaser::Releaser;
 use crate::device::{AllocationKind, Backing, DeviceSlice, Export, Piece};
 use crate::error::{Error, Rank, Result};
-use crate::sync::lock;
+use crate::sync::{lock, wait_while};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 /// Registered allocations by generation.
@@ -289,11 +289,8 @@ impl Exports {
 
     /// Waits up to `limit` until an unregistered region is freed. Otherwise returns the peers that hold it.
     pub(super) fn wait_freed(&self, numbers: RegionNumbers, limit: Duration) -> Option<Vec<Rank>> {
-        let table = lock(&self.table);
-        let waited = self
-            .changed
-            .wait_timeout_while(table, limit, |table| table.holds(numbers).is_some());
-        let table = waited.unwrap_or_else(PoisonError::into_inner).0;
+        let is_held = |table: &mut Table| table.holds(numbers).is_some();
+        let table = wait_while(&self.changed, lock(&self.table), limit, is_held);
         table.holds(numbers).map(Entry::peers)
     }
 
@@ -318,10 +315,9 @@ impl Exports {
         let table = lock(&self.table);
         let count = table.entries.len();
         // Callers check again whatever ended the wait.
-        drop(
-            self.changed
-                .wait_timeout_while(table, limit, |table| table.entries.len() >= count),
-        );
+        drop(wait_while(&self.changed, table, limit, |table| {
+            table.entries.len() >= count
+        }));
     }
 
     /// Number of allocations that are registered or still used or mapped by a peer, excluding unused ones in

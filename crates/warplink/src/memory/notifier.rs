@@ -13,6 +13,7 @@ use crate::deadline::Deadline;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::shortage::Throttle;
 use crate::sync::lock;
+use crate::threads;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use std::collections::{BTreeMap, VecDeque};
@@ -113,10 +114,8 @@ impl Notifier {
         shared: Weak<Shared>,
         max_idle_age: Duration,
     ) -> Result<Self> {
-        let thread = std::thread::Builder::new()
-            .name("warplink-notifier".to_owned())
-            .spawn(move || run(&queue, &shared, aging_interval(max_idle_age)))
-            .map_err(|error| Error::thread("start the notifier thread", &error))?;
+        let run = move || run(&queue, &shared, aging_interval(max_idle_age));
+        let thread = threads::spawn("warplink-notifier", "start the notifier thread", run)?;
         Ok(Self {
             outbox,
             thread: Mutex::new(Some(thread)),

@@ -4,6 +4,7 @@
 //! waiting for a peer's answer. So threads that answer peers hand owners over to this thread.
 
 use crate::sync::lock;
+use crate::threads;
 use std::any::Any;
 use std::sync::Mutex;
 use std::sync::mpsc::{Sender, channel};
@@ -34,10 +35,8 @@ impl Releaser {
 
 fn start() -> Option<Sender<Box<dyn Any + Send>>> {
     let (sender, queue) = channel();
-    let thread = std::thread::Builder::new()
-        .name("warplink-owners".to_owned())
-        .spawn(move || queue.into_iter().for_each(drop));
-    match thread {
+    let run = move || queue.into_iter().for_each(drop);
+    match threads::spawn("warplink-owners", "start a thread", run) {
         Ok(_) => Some(sender),
         Err(error) => {
             tracing::warn!(%error, "owners of borrowed memory are released on threads that answer peers");

@@ -14,6 +14,7 @@ use crate::device::Piece;
 use crate::error::{Error, ErrorKind, Result};
 use crate::shortage::Throttle;
 use crate::sync::lock;
+use crate::threads;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketFlags};
@@ -87,10 +88,8 @@ impl Service {
         let stop = eventfd(0, flags).map_err(io("make an event descriptor"))?;
         let stop = Arc::new(stop);
         let stopped = stop.clone();
-        let thread = std::thread::Builder::new()
-            .name("warplink-service".to_owned())
-            .spawn(move || Server::new(&token, &handler).run(&listener, &stopped))
-            .map_err(|error| Error::thread("start the service thread", &error))?;
+        let serve = move || Server::new(&token, &handler).run(&listener, &stopped);
+        let thread = threads::spawn("warplink-service", "start the service thread", serve)?;
         Ok(Self {
             name,
             stop,

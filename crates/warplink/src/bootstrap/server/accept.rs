@@ -4,11 +4,11 @@
 use super::{ServerShared, ServerState};
 use crate::error::Error;
 use crate::shortage::Throttle;
-use crate::sync::lock;
+use crate::sync::{lock, wait_for};
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 use std::net::{Shutdown, TcpStream};
-use std::sync::{Arc, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::thread::{self, Scope};
 use std::time::{Duration, Instant};
 
@@ -65,11 +65,7 @@ impl ServerShared {
         let mut state = lock(&self.state);
         while !state.closing && state.handshakes >= self.max_unauthenticated {
             self.drop_unauthenticated(&mut state, 1, MIN_PATIENCE);
-            state = self
-                .changed
-                .wait_timeout(state, DESCRIPTOR_PAUSE)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            state = wait_for(&self.changed, state, DESCRIPTOR_PAUSE);
         }
     }
 

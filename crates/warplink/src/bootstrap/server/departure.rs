@@ -6,13 +6,14 @@
 //! connections still work go on without it, although they reach it. So no rank is declared lost before something has arrived
 //! on every remaining connection after that end.
 
-use super::{ServerShared, ServerState, spawn};
+use super::{ServerShared, ServerState};
 use crate::bootstrap::socket;
 use crate::error::Rank;
-use crate::sync::lock;
+use crate::sync::{lock, wait_for};
+use crate::threads;
 use std::io::{Error, ErrorKind};
 use std::net::SocketAddr;
-use std::sync::{Arc, PoisonError};
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
@@ -54,11 +55,7 @@ impl ServerShared {
             if ended || state.closing {
                 break;
             }
-            state = self
-                .changed
-                .wait_timeout(state, interval)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            state = wait_for(&self.changed, state, interval);
             interval = (interval * 2).min(MAX_INTERVAL);
         }
         if !state.closing {
@@ -80,7 +77,8 @@ impl ServerShared {
             return;
         }
         let shared = self.clone();
-        match spawn("warplink-probe", move || shared.probe(&missing)) {
+        let probe = move || shared.probe(&missing);
+        match threads::spawn("warplink-probe", "start a thread", probe) {
             Ok(thread) => state.probing = Some(thread),
             Err(error) => tracing::warn!(%error, "could not probe missing ranks"),
         }

@@ -2,8 +2,8 @@
 
 use crate::device::Fault;
 use crate::error::Result;
-use crate::sync::lock;
-use std::sync::{Condvar, Mutex, PoisonError};
+use crate::sync::{lock, wait_for};
+use std::sync::{Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 /// Progress of an event.
@@ -40,8 +40,7 @@ impl EventState {
         let mut reached = lock(&self.reached);
         while reached.mark < mark {
             fault.check()?;
-            let waited = self.change.wait_timeout(reached, Duration::from_millis(10));
-            reached = waited.unwrap_or_else(PoisonError::into_inner).0;
+            reached = wait_for(&self.change, reached, Duration::from_millis(10));
         }
         Ok(())
     }

@@ -1,7 +1,8 @@
 //! Asynchronous unmapping, as GPU drivers do it, if tests ask for delays.
 
 use crate::device::Delays;
-use crate::error::{Error, Result};
+use crate::error::Result;
+use crate::threads;
 use std::any::Any;
 use std::sync::mpsc::{Sender, channel};
 
@@ -18,20 +19,18 @@ pub(in crate::device) struct LateUnmapping(Sender<UnmappingTask>);
 impl LateUnmapping {
     pub(super) fn start(delays: Delays) -> Result<Self> {
         let (sender, queue) = channel();
-        std::thread::Builder::new()
-            .name("warplink-unmap".to_owned())
-            .spawn(move || {
-                for job in queue {
-                    match job {
-                        UnmappingTask::Unmap(mapping) => {
-                            std::thread::sleep(delays.max);
-                            drop(mapping);
-                        }
-                        UnmappingTask::Then(then) => then(),
+        let run = move || {
+            for job in queue {
+                match job {
+                    UnmappingTask::Unmap(mapping) => {
+                        std::thread::sleep(delays.max);
+                        drop(mapping);
                     }
+                    UnmappingTask::Then(then) => then(),
                 }
-            })
-            .map_err(|error| Error::thread("start the thread that unmaps late", &error))?;
+            }
+        };
+        threads::spawn("warplink-unmap", "start the thread that unmaps late", run)?;
         Ok(Self(sender))
     }
 

@@ -4,7 +4,8 @@ use super::operation::{Context, HostOperation};
 use crate::deadline::Deadline;
 use crate::device::{Delays, Fault, FaultSet};
 use crate::error::{Error, ErrorKind, Result};
-use crate::sync::lock;
+use crate::sync::{lock, wait_for};
+use crate::threads;
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
@@ -27,10 +28,10 @@ impl Worker {
             failure: OnceLock::new(),
         });
         let worker = shared.clone();
-        std::thread::Builder::new()
-            .name(format!("warplink-stream-{number}"))
-            .spawn(move || work(&worker, &Context::new(fault, faults, delays, number)))
-            .map_err(|error| Error::thread("start a stream's thread", &error))?;
+        let name = format!("warplink-stream-{number}");
+        threads::spawn(name, "start a stream's thread", move || {
+            work(&worker, &Context::new(fault, faults, delays, number));
+        })?;
         Ok(Self { shared })
     }
 
@@ -99,12 +100,7 @@ impl Worker {
             let nap = deadline.remaining().min(Duration::from_millis(10));
             // The earliest of all waiting threads; those that want more set it again when they are woken.
             queue.awaited = Some(queue.awaited.map_or(end, |other| other.min(end)));
-            queue = self
-                .shared
-                .done
-                .wait_timeout(queue, nap)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+            queue = wait_for(&self.shared.done, queue, nap);
         }
         // Work after an aborted wait must not be reported as done.
         drop(queue);

@@ -13,10 +13,10 @@
 use super::{Exports, Freed, RegionNumbers, Table, Unwanted};
 use crate::deadline::Deadline;
 use crate::device::{AllocationKind, Backing, DeviceSlice};
-use crate::sync::lock;
+use crate::sync::{lock, wait_for};
 use std::cmp::Reverse;
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
-use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 /// A pooled allocation may exceed the requested size by up to 1 / `SLACK_DIVISOR`, which bounds the waste.
@@ -99,8 +99,7 @@ impl Exports {
                 return None;
             }
             // A peer's notice or a completed stream may make a fitting allocation reusable.
-            let waited = self.changed.wait_timeout(table, deadline.remaining());
-            table = waited.unwrap_or_else(PoisonError::into_inner).0;
+            table = wait_for(&self.changed, table, deadline.remaining());
         }
     }
 

@@ -8,7 +8,7 @@ use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
 use crate::error::{Error, ErrorKind, Result};
-use crate::sync::lock;
+use crate::sync::{lock, wait_for};
 use cudarc::driver::sys::CUipcMemHandle;
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -105,11 +105,7 @@ impl IpcMapping {
                     .with_operation("open a peer's memory by IPC handle")
                     .with_help("synchronize streams that still wait: the driver closes a mapping only when the GPU is idle"));
             }
-            states = table
-                .changed
-                .wait_timeout(states, left)
-                .unwrap_or_else(std::sync::PoisonError::into_inner)
-                .0;
+            states = wait_for(&table.changed, states, left);
         }
         drop(states);
         match Self::open_alone(gpu, key) {

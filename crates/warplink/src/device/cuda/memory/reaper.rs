@@ -11,11 +11,12 @@ use super::gate::{Closed, GATE};
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::stream::live::{PendingUse, all_done};
-use crate::error::{Error, Result};
-use crate::sync::lock;
+use crate::error::Result;
+use crate::sync::{lock, wait_while};
+use crate::threads;
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 /// Polling interval of streams, initial and maximum (exponential backoff).
@@ -72,10 +73,14 @@ impl Reaper {
             changed: Condvar::new(),
         });
         let (context, own) = (context.clone(), shared.clone());
-        std::thread::Builder::new()
-            .name(format!("warplink-free-{}", context.ordinal))
-            .spawn(move || own.run(&context))
-            .map_err(|error| Error::thread("start the thread that frees device memory", &error))?;
+        let name = format!("warplink-free-{}", context.ordinal);
+        threads::spawn(
+            name,
+            "start the thread that frees device memory",
+            move || {
+                own.run(&context);
+            },
+        )?;
         Ok(Self(shared))
     }
 
@@ -119,11 +124,8 @@ impl Reaper {
         state.urgent_until = state.urgent_until.max(Some(until));
         self.0.changed.notify_all();
         let limit = until.saturating_duration_since(Instant::now());
-        let waited = self
-            .0
-            .changed
-            .wait_timeout_while(state, limit, |state| state.done < given);
-        waited.unwrap_or_else(PoisonError::into_inner).0.done >= given
+        let state = wait_while(&self.0.changed, state, limit, |state| state.done < given);
+        state.done >= given
     }
 
     /// Ends the thread once all jobs are done and no other handle exists.

@@ -5,9 +5,10 @@
 //! and leave the thread behind after that.
 
 use crate::device::exit::before_exit;
-use crate::error::{Error, Result};
-use crate::sync::lock;
-use std::sync::{Condvar, Mutex, PoisonError};
+use crate::error::Result;
+use crate::sync::{lock, wait_while};
+use crate::threads;
+use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 
 /// How long the exit of the process waits for these threads. Enough for an abort that only this rank delays.
@@ -50,20 +51,17 @@ pub(super) fn spawn(name: &'static str, body: impl FnOnce() + Send + 'static) ->
     drop(registered);
     // Also dropped if the thread does not start, or panics.
     let inside = Inside::enter();
-    let thread = std::thread::Builder::new().name(format!("warplink-nccl-{name}"));
-    let spawned = thread.spawn(move || {
+    let name = format!("warplink-nccl-{name}");
+    threads::spawn(name, "start a thread that calls NCCL", move || {
         let _inside = inside;
         body();
-    });
-    spawned
-        .map(drop)
-        .map_err(|error| Error::thread("start a thread that calls NCCL", &error))
+    })
+    .map(drop)
 }
 
 /// Whether threads are inside NCCL after a short wait.
 fn are_left() -> bool {
-    let waited = LEFT.wait_timeout_while(lock(&INSIDE), PATIENCE, |left| *left > 0);
-    let left = *waited.unwrap_or_else(PoisonError::into_inner).0;
+    let left = *wait_while(&LEFT, lock(&INSIDE), PATIENCE, |left| *left > 0);
     if left > 0 {
         tracing::warn!("the process exits while NCCL waits for other ranks on {left} threads");
     }

@@ -13,9 +13,9 @@ use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::raw::{Pinned, RawStream};
 use crate::device::cuda::driver::status;
 use crate::device::cuda::memory::reaper::Reaper;
-use crate::error::Error;
 use crate::error::Result;
-use crate::sync::lock;
+use crate::sync::{lock, wait_for};
+use crate::threads;
 use cudarc::driver::sys::CUstream;
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Condvar, Mutex, Weak};
@@ -155,10 +155,10 @@ impl Signals {
             under_way: UnderWay::default(),
             reaper: reaper.clone(),
         };
-        std::thread::Builder::new()
-            .name(format!("warplink-fault-{}", context.ordinal))
-            .spawn(move || poisoner.run())
-            .map_err(|error| Error::thread("start the thread that ends waits", &error))?;
+        let name = format!("warplink-fault-{}", context.ordinal);
+        threads::spawn(name, "start the thread that ends waits", move || {
+            poisoner.run()
+        })?;
         Ok(signals)
     }
 
@@ -262,11 +262,7 @@ impl Poisoner {
             }
             // While waits must be aborted, repeat the writes: released streams may wait again.
             state = if !state.wanted().is_empty() {
-                signals
-                    .changed
-                    .wait_timeout(state, PERIOD)
-                    .unwrap_or_else(std::sync::PoisonError::into_inner)
-                    .0
+                wait_for(&signals.changed, state, PERIOD)
             } else {
                 signals
                     .changed
@@ -375,7 +371,7 @@ impl Poisoner {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::error::ErrorKind;
+    use crate::error::{Error, ErrorKind};
     use std::collections::BTreeSet;
     use std::sync::atomic::{AtomicUsize, Ordering};
 

@@ -17,6 +17,7 @@ use crate::debug::debug_text;
 use crate::device::{DeviceKind, DeviceSlice};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
+use crate::threads;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fmt;
@@ -95,20 +96,17 @@ impl UcxNetwork {
         let (commands, received) = channel();
         let (opened, result) = sync_channel(1);
         let (access, options, woken) = (options.access, options.clone(), wake.clone());
-        let spawned = std::thread::Builder::new()
-            .name("warplink-network".to_owned())
-            .spawn(move || match Engine::open(ucp, &options) {
-                Ok((mut engine, address)) => {
-                    // Cannot fail: the caller waits for it without a limit.
-                    let _ = opened.send(Ok((address, engine.reaches_device())));
-                    engine.run(&received, &woken);
-                }
-                Err(error) => {
-                    let _ = opened.send(Err(error));
-                }
-            });
-        let thread =
-            spawned.map_err(|error| Error::thread("start the thread of the network", &error))?;
+        let run = move || match Engine::open(ucp, &options) {
+            Ok((mut engine, address)) => {
+                // Cannot fail: the caller waits for it without a limit.
+                let _ = opened.send(Ok((address, engine.reaches_device())));
+                engine.run(&received, &woken);
+            }
+            Err(error) => {
+                let _ = opened.send(Err(error));
+            }
+        };
+        let thread = threads::spawn("warplink-network", "start the thread of the network", run)?;
         // Without a limit, since loading UCX and its drivers can take long, and the thread always answers or
         // ends.
         let (address, reaches_device) = result.recv().map_err(|_| ended())??;
