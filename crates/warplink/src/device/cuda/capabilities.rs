@@ -1,14 +1,14 @@
 //! Capabilities of a GPU and its driver.
 
 use super::driver::context::Context;
-use super::driver::{Driver, status};
+use super::driver::{Driver, status, text_in};
 use crate::device::DeviceIdentity;
 use crate::error::Result;
 use cudarc::driver::sys::{
     CUGPUDirectRDMAWritesOrdering, CUdevice, CUdevice_attribute, CUdevice_attribute_enum,
     CUflushGPUDirectRDMAWritesOptions, CUuuid,
 };
-use std::ffi::{CStr, c_char, c_int};
+use std::ffi::{c_char, c_int};
 
 /// Capabilities of a GPU and its driver.
 #[derive(Clone, Debug)]
@@ -145,10 +145,7 @@ fn name(driver: &Driver, device: CUdevice) -> Result<String> {
     // SAFETY: the length passed is that of `name`; the driver terminates the string with a zero.
     let code = unsafe { (driver.cuDeviceGetName)(name.as_mut_ptr(), name.len() as c_int, device) };
     driver.check(code, "ask for the GPU's name")?;
-    let bytes = name.map(|byte| byte as u8);
-    Ok(CStr::from_bytes_until_nul(&bytes)
-        .map(|text| text.to_string_lossy().into_owned())
-        .unwrap_or_default())
+    Ok(text_in(name))
 }
 
 fn identity(driver: &Driver, device: CUdevice) -> Result<DeviceIdentity> {

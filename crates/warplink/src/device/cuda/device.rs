@@ -68,28 +68,24 @@ impl CudaDevice {
             atomics: driver.has_peer_atomics(own, peer).ok()?,
         })
     }
-
-    fn pci_address(&self) -> Result<PciAddress> {
-        self.gpu.context.driver.pci_address(self.gpu.context.device)
-    }
 }
 
 impl LinkQuery for CudaDevice {
     fn attachment(&self) -> Result<Attachment> {
-        Ok(Attachment::find(Some(self.pci_address()?)))
+        Ok(Attachment::find(Some(self.gpu.pci_address()?)))
     }
 
     fn links(&self) -> Result<DeviceLinks> {
         if self.pretend == Pretend::NoPeerAccess {
             return Ok(DeviceLinks::default());
         }
-        NvmlGpu::open(self.pci_address()?)?.links()
+        NvmlGpu::open(self.gpu.pci_address()?)?.links()
     }
 
     fn reaches(&self, peer: Option<PciAddress>) -> Result<bool> {
         match peer {
             _ if self.pretend == Pretend::NoPeerAccess => Ok(false),
-            Some(peer) => NvmlGpu::open(self.pci_address()?)?.reaches(peer),
+            Some(peer) => NvmlGpu::open(self.gpu.pci_address()?)?.reaches(peer),
             None => Ok(false),
         }
     }

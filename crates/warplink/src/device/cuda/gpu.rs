@@ -14,9 +14,8 @@ use super::nccl::watch::Watched;
 use super::properties;
 use super::stream::memory_ops;
 use super::stream::signals::Signals;
-use crate::device::{DeviceProperties, Fault};
+use crate::device::{DeviceProperties, Fault, PciAddress};
 use crate::error::Result;
-use cudarc::driver::sys::CUdevice_attribute_enum;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
@@ -80,11 +79,16 @@ impl Gpu {
         }))
     }
 
+    /// The address by which NVML and the system know it.
+    pub(super) fn pci_address(&self) -> Result<PciAddress> {
+        self.context.driver.pci_address(self.context.device)
+    }
+
     /// Properties reported by the driver and NVML.
     pub(super) fn properties(&self) -> DeviceProperties {
         let properties = self.properties.get_or_init(|| {
             let attribute = |which| self.context.driver.attribute(self.context.device, which);
-            properties::of(&self.capabilities, &attribute)
+            properties::of(&self.capabilities, self.pci_address().ok(), &attribute)
         });
         properties.clone()
     }
@@ -125,15 +129,10 @@ impl Gpu {
 
     /// CPUs local to the GPU, as the system reports.
     pub(super) fn local_cpus(&self) -> Vec<usize> {
-        let attribute = |which| self.context.driver.attribute(self.context.device, which);
-        let [domain, bus, device] = [
-            CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID,
-            CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID,
-            CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID,
-        ]
-        .map(attribute);
-        let path =
-            format!("/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/local_cpulist");
+        let Ok(address) = self.pci_address() else {
+            return Vec::new();
+        };
+        let path = format!("/sys/bus/pci/devices/{address}/local_cpulist");
         std::fs::read_to_string(path).map_or_else(|_| Vec::new(), |list| parse_cpus(&list))
     }
 

@@ -8,6 +8,7 @@ use cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 /// Properties of a GPU whose driver attributes `attribute` returns.
 pub(super) fn of(
     capabilities: &Capabilities,
+    address: Option<PciAddress>,
     attribute: &dyn Fn(Attribute) -> i32,
 ) -> DeviceProperties {
     let positive = |which| f64::from(attribute(which).max(0));
@@ -19,7 +20,7 @@ pub(super) fn of(
         / 8.0;
     let all = clock * f64::from(capabilities.multiprocessors);
     let products = operations(capabilities.compute_capability).map(|each| each * all);
-    let (link_rate, linked) = link_rate(attribute);
+    let (link_rate, linked) = link_rate(address);
     let (major, minor) = capabilities.driver_version;
     DeviceProperties {
         model: capabilities.name.clone(),
@@ -55,22 +56,8 @@ const fn operations((major, minor): (u32, u32)) -> [f64; 2] {
 }
 
 /// Bandwidth to all peers in one direction in bytes per second, and whether it comes from links.
-fn link_rate(attribute: &dyn Fn(Attribute) -> i32) -> (f64, bool) {
-    let address = || -> Option<PciAddress> {
-        Some(PciAddress {
-            domain: attribute(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)
-                .try_into()
-                .ok()?,
-            bus: attribute(Attribute::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID)
-                .try_into()
-                .ok()?,
-            device: attribute(Attribute::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)
-                .try_into()
-                .ok()?,
-            function: 0,
-        })
-    };
-    let Some(nvml) = address().and_then(|address| NvmlGpu::open(address).ok()) else {
+fn link_rate(address: Option<PciAddress>) -> (f64, bool) {
+    let Some(nvml) = address.and_then(|address| NvmlGpu::open(address).ok()) else {
         return (0.0, false);
     };
     let links = nvml.links().map(|links| links.links).unwrap_or_default();

@@ -1,6 +1,7 @@
 //! Several matmuls in one launch, through cuBLAS: unlike cuBLASLt it takes result addresses from a list, so
 //! each result may be in another peer's memory.
 
+use super::gemm::data_type;
 use super::tuning::Scratch;
 use crate::debug::debug_text;
 use crate::device::cuda::gpu::Gpu;
@@ -9,9 +10,7 @@ use crate::device::cuda::stream::CudaStream;
 use crate::device::library::function_table;
 use crate::device::library::{self, CUBLAS};
 use crate::device::{DeviceSlice, MatmulSpec, Stream};
-use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Result};
-use crate::named::alternatives;
+use crate::error::{ErrorKind, Result};
 use crate::sync::lock;
 use std::ffi::{c_char, c_int, c_void};
 use std::fmt;
@@ -94,29 +93,18 @@ pub(super) fn takes(
         && !spec.bias
         && !spec.accumulate
         && spec.leading == [None; 3]
-        && data_type(spec.dtype).is_some()
+        && data_type(spec.dtype).is_ok()
         && rows
             .into_iter()
             .chain(addresses)
             .all(|value| value.is_multiple_of(ALIGNMENT))
 }
 
-/// `cudaDataType_t`.
-fn data_type(dtype: DType) -> Option<c_int> {
-    match dtype {
-        DType::F32 => Some(0),
-        DType::F16 => Some(2),
-        DType::BF16 => Some(14),
-        _ => None,
-    }
-}
-
 impl BatchedGemms {
     /// Loads the library and creates a handle for the GPU.
     pub(super) fn create(gpu: &Arc<Gpu>) -> Result<Self> {
         let library = Blas::get()?;
-        let _entered = gpu.context.enter()?;
-        let _relaxed = gpu.context.relax_capture();
+        let _entered = gpu.context.enter_relaxed()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is an output parameter for one handle, and the GPU's context is current.
         let code = unsafe { (library.cublasCreate_v2)(&mut raw) };
@@ -145,8 +133,7 @@ impl BatchedGemms {
         let workspace_bytes = scratch.workspace_bytes.min(WORKSPACE);
         let workspace = (scratch.workspace, workspace_bytes);
         {
-            let _entered = self.gpu.context.enter()?;
-            let _relaxed = self.gpu.context.relax_capture();
+            let _entered = self.gpu.context.enter_relaxed()?;
             // SAFETY: the lists name the scratch operands, which match `spec`; all matmuls write the same values to
             // one result, which nobody reads.
             unsafe { self.enqueue(spec, &tried, workspace, scratch.stream.raw.cast())? };
@@ -180,13 +167,7 @@ impl BatchedGemms {
     ) -> Result<()> {
         let (one, zero) = (1.0_f32, 0.0_f32);
         let device = |address: u64| address as usize as *mut c_void;
-        let kind = data_type(spec.dtype).ok_or_else(|| {
-            Error::invalid(format!(
-                "unsupported element type {}; expected {}",
-                spec.dtype,
-                alternatives(&DType::MATMUL)
-            ))
-        })?;
+        let kind = data_type(spec.dtype)? as c_int;
         // Cannot truncate: checked when the matmul was validated.
         let [m, n, k] = [spec.m as c_int, spec.n as c_int, spec.k as c_int];
         let [a, b, c] = lists.addresses();

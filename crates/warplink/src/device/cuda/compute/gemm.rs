@@ -226,7 +226,8 @@ debug_text!(
     it.chosen.workspace
 );
 
-fn data_type(dtype: DType) -> Result<cudaDataType_t> {
+/// The type's number in NVIDIA's libraries.
+pub(super) fn data_type(dtype: DType) -> Result<cudaDataType_t> {
     match dtype {
         DType::F16 => Ok(cudaDataType_t::CUDA_R_16F),
         DType::BF16 => Ok(cudaDataType_t::CUDA_R_16BF),

@@ -47,8 +47,7 @@ pub(super) struct CudaCompute {
 
 impl CudaCompute {
     pub(super) fn create(gpu: &Arc<Gpu>) -> Result<Self> {
-        let _entered = gpu.context.enter()?;
-        let _relaxed = gpu.context.relax_capture();
+        let _entered = gpu.context.enter_relaxed()?;
         let handle = CublasLtHandle::create()?;
         let elementwise = ElementwiseKernels::load(gpu)?;
         // Twice NVIDIA's recommended minimum, which allows more algorithms.

@@ -105,8 +105,7 @@ impl CudaCompute {
     /// Duration of `times` runs in milliseconds.
     fn run(&self, gemm: &Gemm, scratch: &Scratch, times: u32) -> Result<f32> {
         let gpu = &self.gpu;
-        let _entered = gpu.context.enter()?;
-        let _relaxed = gpu.context.relax_capture();
+        let _entered = gpu.context.enter_relaxed()?;
         // SAFETY: event and stream are of the context, which is current.
         unsafe { scratch.start.record(scratch.stream.raw)? };
         for _ in 0..times {
@@ -177,7 +176,7 @@ impl Scratch {
             end: RawEvent::create(&gpu.context, true)?,
             memory,
         };
-        let tile = random_tile(spec.dtype)?;
+        let tile = random_tile(spec.dtype);
         for (address, bytes) in [(a, a_bytes), (b, b_bytes), (c, c_bytes), (bias, bias_bytes)] {
             scratch.fill(gpu, address, bytes, &tile)?;
         }
@@ -230,25 +229,13 @@ impl Drop for Scratch {
 }
 
 /// Random values between -1 and 1, as bytes.
-fn random_tile(dtype: DType) -> Result<Vec<u8>> {
+fn random_tile(dtype: DType) -> Vec<u8> {
     const ELEMENTS: usize = 1 << 18;
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    let mut value = || {
+    dtype.encode((0..ELEMENTS).map(|_| {
         state ^= state << 13;
         state ^= state >> 7;
         state ^= state << 17;
-        (state >> 40) as f32 / (1_u32 << 23) as f32 - 1.0
-    };
-    let mut bytes = Vec::with_capacity(ELEMENTS * dtype.size());
-    for _ in 0..ELEMENTS {
-        match dtype {
-            DType::F16 => bytes.extend(half::f16::from_f32(value()).to_ne_bytes()),
-            DType::BF16 => bytes.extend(half::bf16::from_f32(value()).to_ne_bytes()),
-            DType::F32 => bytes.extend(value().to_ne_bytes()),
-            _ => {
-                return Err(Error::internal(format!("no random values of {dtype}")));
-            }
-        }
-    }
-    Ok(bytes)
+        (state >> 40) as f64 / f64::from(1_u32 << 23) - 1.0
+    }))
 }

@@ -28,8 +28,7 @@ pub(crate) struct Workspace {
 
 impl Workspace {
     fn allocate(context: &Arc<Context>, bytes: usize) -> Result<Self> {
-        let _entered = context.enter()?;
-        let _relaxed = context.relax_capture();
+        let _entered = context.enter_relaxed()?;
         let mut address = 0;
         // SAFETY: `address` points to a writable address, and the context is current.
         let code = unsafe { (context.driver.cuMemAlloc_v2)(&mut address, bytes) };
@@ -50,9 +49,7 @@ impl Drop for Workspace {
         let _relaxed = self.context.relax_capture();
         // SAFETY: allocated once, freed once; the driver waits for work that still uses it.
         let code = unsafe { (self.context.driver.cuMemFree_v2)(self.address) };
-        if !status::is_gone(code) {
-            tracing::warn!(code, "scratch memory was not freed");
-        }
+        status::warn_unless_gone(code, "scratch memory was not freed");
     }
 }
 

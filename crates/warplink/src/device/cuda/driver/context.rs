@@ -95,6 +95,14 @@ impl Context {
         self.driver.check(code, "wait for writes of network cards")
     }
 
+    /// As [`enter`](Self::enter) and [`relax_capture`](Self::relax_capture): for calls that are not part of a capture, which
+    /// another thread may have in progress.
+    pub(crate) fn enter_relaxed(&self) -> Result<(Relaxed<'_>, Entered<'_>)> {
+        let entered = self.enter()?;
+        // First in the pair, and so dropped first: in this context.
+        Ok((self.relax_capture(), entered))
+    }
+
     /// Allows the calling thread, until the guard is dropped, calls that a capture elsewhere in the process
     /// would forbid (allocate, query): none of them touches the captured streams.
     pub(crate) fn relax_capture(&self) -> Relaxed<'_> {
@@ -141,9 +149,7 @@ impl Drop for Entered<'_> {
             // SAFETY: it was the thread's context before; if its owner destroyed it meanwhile the
             // driver refuses it and the thread keeps ours.
             let code = unsafe { (self.context.driver.cuCtxSetCurrent)(self.restore) };
-            if !status::is_gone(code) {
-                tracing::warn!(code, "the thread's previous context was not restored");
-            }
+            status::warn_unless_gone(code, "the thread's previous context was not restored");
         }
     }
 }
@@ -162,9 +168,7 @@ impl Drop for Relaxed<'_> {
             // SAFETY: `mode` is an output parameter for one mode and holds one that the driver gave.
             let code =
                 unsafe { (self.context.driver.cuThreadExchangeStreamCaptureMode)(&mut mode) };
-            if !status::is_gone(code) {
-                tracing::warn!(code, "the thread's capture mode was not restored");
-            }
+            status::warn_unless_gone(code, "the thread's capture mode was not restored");
         }
     }
 }

@@ -23,6 +23,7 @@ pub(super) type Status = c_int;
 pub(super) mod status {
     use super::Status;
     use crate::error::Error;
+    use std::fmt::Display;
 
     pub(crate) const SUCCESS: Status = 0;
     pub(crate) const OUT_OF_MEMORY: Status = 2;
@@ -39,6 +40,13 @@ pub(super) mod status {
     /// everything.
     pub(crate) fn is_gone(code: Status) -> bool {
         matches!(code, SUCCESS | DEINITIALIZED)
+    }
+
+    /// Logs `failure`, for destructors, unless the resource [is released](is_gone).
+    pub(crate) fn warn_unless_gone(code: Status, failure: impl Display) {
+        if !is_gone(code) {
+            tracing::warn!(code, "{failure}");
+        }
     }
 
     /// Whether the driver has shut down because the process is exiting.
@@ -280,11 +288,7 @@ impl Driver {
         let code =
             unsafe { (self.cuDeviceGetPCIBusId)(text.as_mut_ptr(), text.len() as c_int, device) };
         self.check(code, "ask for the GPU's PCI address")?;
-        let bytes = text.map(|byte| byte as u8);
-        let text = CStr::from_bytes_until_nul(&bytes)
-            .map(|text| text.to_string_lossy().into_owned())
-            .unwrap_or_default();
-        text.parse()
+        text_in(text).parse()
     }
 
     /// An attribute of a GPU; 0 if the driver does not know the attribute.
@@ -323,4 +327,12 @@ impl Driver {
         self.check(code, "ask for atomic operations on a peer's memory")?;
         Ok(has != 0)
     }
+}
+
+/// The text that the driver has written to a buffer, up to its terminating zero.
+pub(super) fn text_in<const N: usize>(buffer: [c_char; N]) -> String {
+    let bytes = buffer.map(|byte| byte as u8);
+    CStr::from_bytes_until_nul(&bytes)
+        .map(|text| text.to_string_lossy().into_owned())
+        .unwrap_or_default()
 }

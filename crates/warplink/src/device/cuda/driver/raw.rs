@@ -69,9 +69,7 @@ impl Drop for RawStream {
         // SAFETY: made by `create` and not destroyed before. The driver lets enqueued work finish
         // and does not wait for it here.
         let code = unsafe { (self.context.driver.cuStreamDestroy_v2)(self.raw) };
-        if !status::is_gone(code) {
-            tracing::warn!(code, "a stream was not destroyed");
-        }
+        status::warn_unless_gone(code, "a stream was not destroyed");
     }
 }
 
@@ -153,9 +151,7 @@ impl Drop for RawEvent {
         // SAFETY: made by `create` and not destroyed before; one that is still to be reached is
         // destroyed by the driver when it is.
         let code = unsafe { (self.context.driver.cuEventDestroy_v2)(self.raw) };
-        if !status::is_gone(code) {
-            tracing::warn!(code, "an event was not destroyed");
-        }
+        status::warn_unless_gone(code, "an event was not destroyed");
     }
 }
 
@@ -174,8 +170,7 @@ unsafe impl Send for Pinned {}
 
 impl Pinned {
     pub(crate) fn allocate(context: &Arc<Context>, bytes: usize) -> Result<Self> {
-        let _entered = context.enter()?;
-        let _relaxed = context.relax_capture();
+        let _entered = context.enter_relaxed()?;
         let mut pointer: *mut c_void = std::ptr::null_mut();
         // SAFETY: `pointer` is an output parameter for one pointer, and the context is current.
         let code = unsafe { (context.driver.cuMemHostAlloc)(&mut pointer, bytes, PORTABLE) };
@@ -281,8 +276,6 @@ impl Drop for Pinned {
         let _relaxed = self.context.relax_capture();
         // SAFETY: allocated by `allocate` and not freed before.
         let code = unsafe { (self.context.driver.cuMemFreeHost)(self.pointer.cast()) };
-        if !status::is_gone(code) {
-            tracing::warn!(code, "pinned host memory was not freed");
-        }
+        status::warn_unless_gone(code, "pinned host memory was not freed");
     }
 }

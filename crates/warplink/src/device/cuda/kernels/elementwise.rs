@@ -10,7 +10,7 @@ use crate::device::{
 };
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use std::ffi::{CStr, c_uint, c_void};
+use std::ffi::{CString, c_uint, c_void};
 
 /// Threads of a block; bounded by the kernels' launch bounds.
 const BLOCK: u32 = 512;
@@ -24,33 +24,13 @@ const VECTOR: usize = 16;
 /// Strided elements in flight for each thread.
 const ITEMS: usize = 2;
 
-/// The kernels for contiguous operands of one type.
-const COMBINING: [(ElementwiseOp, DType, &CStr); 20] = {
-    use DType::{BF16, F16, F32, F64, I32};
-    use ElementwiseOp::{Max, Min, Product, Sum};
-    [
-        (Sum, F16, c"warplink_sum_f16"),
-        (Sum, BF16, c"warplink_sum_bf16"),
-        (Sum, F32, c"warplink_sum_f32"),
-        (Sum, F64, c"warplink_sum_f64"),
-        (Sum, I32, c"warplink_sum_i32"),
-        (Product, F16, c"warplink_product_f16"),
-        (Product, BF16, c"warplink_product_bf16"),
-        (Product, F32, c"warplink_product_f32"),
-        (Product, F64, c"warplink_product_f64"),
-        (Product, I32, c"warplink_product_i32"),
-        (Max, F16, c"warplink_max_f16"),
-        (Max, BF16, c"warplink_max_bf16"),
-        (Max, F32, c"warplink_max_f32"),
-        (Max, F64, c"warplink_max_f64"),
-        (Max, I32, c"warplink_max_i32"),
-        (Min, F16, c"warplink_min_f16"),
-        (Min, BF16, c"warplink_min_bf16"),
-        (Min, F32, c"warplink_min_f32"),
-        (Min, F64, c"warplink_min_f64"),
-        (Min, I32, c"warplink_min_i32"),
-    ]
-};
+/// Functions with kernels for contiguous operands, one for each type that is computed.
+const COMBINING: [ElementwiseOp; 4] = [
+    ElementwiseOp::Sum,
+    ElementwiseOp::Product,
+    ElementwiseOp::Max,
+    ElementwiseOp::Min,
+];
 
 /// Layout must match the kernels.
 #[repr(C)]
@@ -81,12 +61,15 @@ impl ElementwiseKernels {
     pub(crate) fn load(gpu: &Gpu) -> Result<Self> {
         let (context, reaper) = (&gpu.context, &gpu.reaper);
         let module = Module::load(context, reaper, &gpu.capabilities, &nvrtc::ELEMENTWISE)?;
-        let combining = COMBINING
-            .into_iter()
-            .map(|(op, dtype, name)| Ok((op, dtype, module.function(name)?)))
-            .collect::<Result<Vec<_>>>()?;
+        let types = DType::computed_elementwise();
+        let each = |op| types.iter().map(move |dtype| (op, *dtype));
+        let combining = COMBINING.into_iter().flat_map(each).map(|(op, dtype)| {
+            let name = CString::new(format!("warplink_{op}_{dtype}"));
+            let name = name.map_err(|error| Error::internal(error.to_string()))?;
+            Ok((op, dtype, module.function(&name)?))
+        });
         Ok(Self {
-            combining,
+            combining: combining.collect::<Result<_>>()?,
             strided: [
                 module.function(c"warplink_strided_f32")?,
                 module.function(c"warplink_strided_f64")?,

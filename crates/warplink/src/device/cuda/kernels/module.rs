@@ -44,9 +44,7 @@ impl RawModule {
     unsafe fn unload(self, context: &Context) {
         // SAFETY: guaranteed by the caller.
         let code = unsafe { (context.driver.cuModuleUnload)(self.0) };
-        if !status::is_gone(code) {
-            tracing::warn!(code, "a kernel was not unloaded");
-        }
+        status::warn_unless_gone(code, "a kernel was not unloaded");
     }
 }
 
@@ -74,8 +72,7 @@ impl Module {
         name: &str,
         code: &[u8],
     ) -> Result<Arc<Self>> {
-        let _entered = context.enter()?;
-        let _relaxed = context.relax_capture();
+        let _entered = context.enter_relaxed()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is an output parameter for one module; the caller vouches for the image.
         let answer = unsafe { (context.driver.cuModuleLoadData)(&mut raw, code.as_ptr().cast()) };
@@ -95,8 +92,7 @@ impl Module {
     /// spins.
     pub(crate) fn function(self: &Arc<Self>, name: &CStr) -> Result<Function> {
         let driver = self.context.driver;
-        let _entered = self.context.enter()?;
-        let _relaxed = self.context.relax_capture();
+        let _entered = self.context.enter_relaxed()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is an output parameter for one function; the name ends with a zero.
         let code: Status =

@@ -110,9 +110,7 @@ impl KernelGraph {
         if driver.cuGraphExecKernelNodeSetParams_v2.is_none() {
             return Ok(None);
         }
-        let _entered = context.enter()?;
-        // Another thread may be capturing.
-        let _relaxed = context.relax_capture();
+        let _entered = context.enter_relaxed()?;
         let mut made = Self {
             context: context.clone(),
             function,

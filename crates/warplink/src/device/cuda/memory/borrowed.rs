@@ -28,8 +28,7 @@ pub(crate) unsafe fn borrow(
     bytes: usize,
     owner: Arc<dyn Any + Send + Sync>,
 ) -> Result<DeviceSlice> {
-    let _entered = gpu.context.enter()?;
-    let _relaxed = gpu.context.relax_capture();
+    let _entered = gpu.context.enter_relaxed()?;
     let foreign = |text: String| {
         Error::invalid(text)
             .with_operation("borrow device memory")
@@ -90,8 +89,7 @@ pub(crate) unsafe fn borrow(
 
 /// The current identity of a range, if the driver has ids for all of its pieces.
 pub(super) fn identity(gpu: &Gpu, base: u64, bytes: usize, plain: bool) -> Option<u64> {
-    let _entered = gpu.context.enter().ok()?;
-    let _relaxed = gpu.context.relax_capture();
+    let _entered = gpu.context.enter_relaxed().ok()?;
     let first = place(gpu, base);
     if first.id != 0 && first.extent(plain) == (base, bytes as u64) {
         return Some(foreign_identity(combined_identity(&[first.id])));

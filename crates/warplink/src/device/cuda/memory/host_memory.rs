@@ -105,8 +105,7 @@ impl Drop for HostMemory {
 
 impl Registered {
     fn new(context: &Arc<Context>, file: DeviceSlice) -> Result<Self> {
-        let _entered = context.enter()?;
-        let _relaxed = context.relax_capture();
+        let _entered = context.enter_relaxed()?;
         let driver = context.driver;
         let pages = file.bytes().next_multiple_of(rustix::param::page_size());
         let start = std::ptr::with_exposed_provenance_mut::<c_void>(file.address() as usize);
@@ -144,8 +143,6 @@ impl Drop for Registered {
         let start = std::ptr::with_exposed_provenance_mut::<c_void>(self.file.address() as usize);
         // SAFETY: registered once and unregistered once, before the file is unmapped.
         let code = unsafe { (self.context.driver.cuMemHostUnregister)(start) };
-        if !status::is_gone(code) {
-            tracing::warn!(code, "host memory was not unregistered");
-        }
+        status::warn_unless_gone(code, "host memory was not unregistered");
     }
 }

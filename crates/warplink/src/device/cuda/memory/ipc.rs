@@ -123,8 +123,7 @@ impl IpcMapping {
 
     /// Opens a handle whose table entry is marked busy by the caller.
     fn open_alone(gpu: &Arc<Gpu>, key: IpcKey) -> Result<Arc<Self>> {
-        let _entered = gpu.context.enter()?;
-        let _relaxed = gpu.context.relax_capture();
+        let _entered = gpu.context.enter_relaxed()?;
         let driver = gpu.context.driver;
         let handle = CUipcMemHandle {
             reserved: key.1.map(|byte| byte as c_char),
@@ -193,7 +192,6 @@ impl Drop for IpcMapping {
 fn close(context: &Context, address: u64) {
     // SAFETY: opened once, closed once; nothing names the mapping any more.
     let code = unsafe { (context.driver.cuIpcCloseMemHandle)(address) };
-    if !status::is_gone(code) {
-        tracing::warn!(code, "a peer's memory at {address:#x} was not unmapped");
-    }
+    let failure = format_args!("a peer's memory at {address:#x} was not unmapped");
+    status::warn_unless_gone(code, failure);
 }

@@ -343,8 +343,7 @@ impl PlainMemory {
     fn allocate_block(gpu: &Arc<Gpu>, bytes: usize) -> Result<Block> {
         // Only on a miss: a pool that serves every allocation is as large as the program needs it.
         gpu.free_blocks(gpu.blocks.take_surplus());
-        let _entered = gpu.context.enter()?;
-        let _relaxed = gpu.context.relax_capture();
+        let _entered = gpu.context.enter_relaxed()?;
         let driver = gpu.context.driver;
         let mut address = 0;
         // SAFETY: `address` points to a writable address, and the context is current.

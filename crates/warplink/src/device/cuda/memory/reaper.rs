@@ -94,9 +94,8 @@ impl Reaper {
         self.run(move |context| {
             // SAFETY: allocated once and freed once; nothing names it any more.
             let code = unsafe { (context.driver.cuMemFree_v2)(block.address) };
-            if !status::is_gone(code) {
-                tracing::warn!(code, "device memory at {:#x} was not freed", block.address);
-            }
+            let failure = format_args!("device memory at {:#x} was not freed", block.address);
+            status::warn_unless_gone(code, failure);
         });
     }
 

@@ -38,8 +38,7 @@ pub(crate) fn export(slice: &DeviceSlice) -> Result<Export> {
 }
 
 fn ipc_handle(gpu: &Gpu, base: u64) -> Result<[u8; 64]> {
-    let _entered = gpu.context.enter()?;
-    let _relaxed = gpu.context.relax_capture();
+    let _entered = gpu.context.enter_relaxed()?;
     let mut handle = CUipcMemHandle { reserved: [0; 64] };
     // SAFETY: `handle` is an output parameter for one handle; an address that cannot be shared is
     // refused.
@@ -147,8 +146,7 @@ fn reach(gpu: &Gpu, backing: &CudaBacking) -> Result<()> {
             .with_operation("open a peer's memory")
             .with_help("run `warplink doctor` to see which GPUs reach which"));
     }
-    let _entered = mine.enter()?;
-    let _relaxed = mine.relax_capture();
+    let _entered = mine.enter_relaxed()?;
     // SAFETY: both contexts are retained for as long as they are held; the only valid flags are 0.
     let code = unsafe { (mine.driver.cuCtxEnablePeerAccess)(theirs.raw, 0) };
     // Access is per pair of contexts and is never disabled, so another allocation, or another library, may have

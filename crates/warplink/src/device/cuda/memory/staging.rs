@@ -162,8 +162,7 @@ impl Staging {
         work: impl FnOnce(&StagingState, &mut Pinned, &dyn Fn(&RawEvent) -> Result<()>) -> Result<()>,
     ) -> Result<()> {
         let mut inner = lock(&self.inner);
-        let _entered = self.context.enter()?;
-        let _relaxed = self.context.relax_capture();
+        let _entered = self.context.enter_relaxed()?;
         let wait = |event: &RawEvent| self.wait(|| event.is_reached());
         if inner.abandoned {
             self.wait(|| inner.stream.is_idle())?;

@@ -58,8 +58,7 @@ impl VirtualMemory {
                     .with_help("use AllocationKind::Plain"),
             );
         }
-        let _entered = gpu.context.enter()?;
-        let _relaxed = gpu.context.relax_capture();
+        let _entered = gpu.context.enter_relaxed()?;
         let driver = gpu.context.driver;
         let reserved = round_up(gpu, &property(gpu), bytes)?;
         let mut address = 0;
@@ -79,8 +78,7 @@ impl VirtualMemory {
     /// Adds a new piece of at least `bytes`.
     pub(crate) fn grow(&mut self, bytes: usize) -> Result<()> {
         let gpu = self.gpu.clone();
-        let _entered = gpu.context.enter()?;
-        let _relaxed = gpu.context.relax_capture();
+        let _entered = gpu.context.enter_relaxed()?;
         let driver = gpu.context.driver;
         let property = property(&gpu);
         let bytes = round_up(&gpu, &property, bytes.max(1))?;
@@ -115,8 +113,7 @@ impl VirtualMemory {
                 .with_operation("map a peer's memory")
         })?;
         let mut memory = Self::reserve(gpu, whole)?;
-        let _entered = gpu.context.enter()?;
-        let _relaxed = gpu.context.relax_capture();
+        let _entered = gpu.context.enter_relaxed()?;
         let driver = gpu.context.driver;
         for (piece, bytes) in pieces.iter().zip(lengths) {
             let mut handle = 0;
@@ -290,8 +287,7 @@ pub(crate) fn export_mapped(gpu: &Gpu, address: u64) -> Result<OwnedFd> {
 }
 
 fn export(gpu: &Gpu, handle: CUmemGenericAllocationHandle) -> Result<OwnedFd> {
-    let _entered = gpu.context.enter()?;
-    let _relaxed = gpu.context.relax_capture();
+    let _entered = gpu.context.enter_relaxed()?;
     let mut descriptor: c_int = -1;
     // SAFETY: for this type of handle the driver writes one `int`; the handle is held.
     let code = unsafe {

@@ -227,8 +227,7 @@ impl CollectiveEngine for NcclEngine {
                 .with_operation("register memory with NCCL")
                 .with_help("use NCCL 2.27 or later and virtual memory"))
         };
-        let _entered = self.gpu.context.enter()?;
-        let _relaxed = self.gpu.context.relax_capture();
+        let _entered = self.gpu.context.enter_relaxed()?;
         let mut window: Window = std::ptr::null_mut();
         let mut known = true;
         self.comm.call("register memory with NCCL", |nccl, comm| {

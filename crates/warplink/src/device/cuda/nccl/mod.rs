@@ -331,8 +331,7 @@ fn join_here(
     rank: c_int,
     world: c_int,
 ) -> Result<NcclComm> {
-    let _entered = context.enter()?;
-    let _relaxed = context.relax_capture();
+    let _entered = context.enter_relaxed()?;
     let id = NcclUniqueId {
         internal: id.map(|byte| byte as c_char),
     };

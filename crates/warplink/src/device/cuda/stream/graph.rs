@@ -112,9 +112,7 @@ impl Drop for CudaGraph {
             let _relaxed = self.gpu.context.relax_capture();
             // SAFETY: made once and destroyed once; a launch in progress completes first.
             let code = unsafe { (self.gpu.context.driver.cuGraphExecDestroy)(exec) };
-            if !status::is_gone(code) {
-                tracing::warn!(code, "a graph was not destroyed");
-            }
+            status::warn_unless_gone(code, "a graph was not destroyed");
         }
     }
 }

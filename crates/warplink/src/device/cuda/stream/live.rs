@@ -267,8 +267,7 @@ impl LiveStream {
 
     /// As [`record`](Self::record), on a thread where the handle is valid and before the stream was returned.
     fn record_here(&self) -> Result<Arc<RawEvent>> {
-        let _entered = self.context.enter()?;
-        let _relaxed = self.context.relax_capture();
+        let _entered = self.context.enter_relaxed()?;
         if capture::is_capturing(self.context.driver, self.raw)? {
             return Err(Error::invalid("the stream is recording a graph")
                 .with_operation("mark the end of a stream's work")

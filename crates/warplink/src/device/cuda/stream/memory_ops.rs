@@ -99,8 +99,7 @@ pub(crate) fn add_to_capture(
 /// would invalidate the caller's capture. `address` is a word with a value of at least zero.
 pub(crate) fn are_captured(context: &Arc<Context>, address: u64) -> Result<bool> {
     let stream = RawStream::create(context, false)?;
-    let _entered = context.enter()?;
-    let _relaxed = context.relax_capture();
+    let _entered = context.enter_relaxed()?;
     let driver = context.driver;
     let relaxed = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     // SAFETY: the stream is ours, and not recording.

@@ -75,9 +75,7 @@ impl Drop for SecondContext {
         {
             // SAFETY: made by `create`, destroyed once; its stream goes with it.
             let code = unsafe { destroy(self.raw) };
-            if !status::is_gone(code) {
-                tracing::warn!(code, "a second context was not destroyed");
-            }
+            status::warn_unless_gone(code, "a second context was not destroyed");
         }
     }
 }

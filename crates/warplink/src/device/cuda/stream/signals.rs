@@ -5,7 +5,6 @@
 //! writes a value that satisfies every wait to all words of the affected signal pages, repeatedly, since a
 //! released stream may reset words or wait again. Thread, stream and buffer are created with the device:
 //! creating them after a failure could block.
-//! is wrong already would be too late.
 
 use super::second_context::SecondContext;
 use crate::device::Fault;
