@@ -31,12 +31,7 @@ impl Restoring {
         self.pending.insert(rank);
     }
 
-    /// `rank` is gone.
-    pub(crate) fn forget(&mut self, rank: u32) {
-        self.pending.remove(&rank);
-    }
-
-    /// `rank` has sent its whole journal.
+    /// `rank` has sent its whole journal, or is gone.
     pub(crate) fn done(&mut self, rank: u32) {
         self.pending.remove(&rank);
     }

@@ -276,7 +276,7 @@ impl StoreTable {
             _ => return false,
         }
         if let Some(restoring) = &mut self.restoring {
-            restoring.forget(rank);
+            restoring.done(rank);
         }
         self.declarations.forget(rank);
         self.waiters.forget(rank);

@@ -151,18 +151,13 @@ impl Waiters {
                 "the number of a request is in use",
             ));
         }
-        let count = self.count.entry(waiter.rank).or_default();
-        if *count >= MAX_PARKED {
+        if self.count.get(&waiter.rank) >= Some(&MAX_PARKED) {
             let message = format!("too many waits at once; expected at most {MAX_PARKED}");
             return Err(Refusal::new(RefusalKind::OutOfMemory, message));
         }
-        *count += 1;
         let ticket = self.next;
         self.next += 1;
-        self.by_request
-            .insert((waiter.rank, waiter.request), ticket);
-        self.watch(ticket, &waiter);
-        self.parked.insert(ticket, waiter);
+        self.park(ticket, waiter);
         Ok(None)
     }
 
@@ -189,12 +184,8 @@ impl Waiters {
                 continue;
             };
             if waiter.advance(values) {
-                // Parked again under its old ticket, so that it keeps its place in the order of arrival.
-                *self.count.entry(waiter.rank).or_default() += 1;
-                self.by_request
-                    .insert((waiter.rank, waiter.request), ticket);
-                self.watch(ticket, &waiter);
-                self.parked.insert(ticket, waiter);
+                // Under its old ticket, so that it keeps its place in the order of arrival.
+                self.park(ticket, waiter);
             } else {
                 answers.push((waiter.rank, waiter.request, waiter.finish(values)));
             }
@@ -246,10 +237,14 @@ impl Waiters {
         self.parked.is_empty() && self.by_key.is_empty() && self.by_request.is_empty()
     }
 
-    fn watch(&mut self, ticket: u64, waiter: &Waiter) {
+    fn park(&mut self, ticket: u64, waiter: Waiter) {
+        *self.count.entry(waiter.rank).or_default() += 1;
+        let request = (waiter.rank, waiter.request);
+        self.by_request.insert(request, ticket);
         if let Some(key) = waiter.watched() {
             self.by_key.entry(key.clone()).or_default().insert(ticket);
         }
+        self.parked.insert(ticket, waiter);
     }
 
     fn remove(&mut self, ticket: u64) -> Option<Waiter> {

@@ -118,13 +118,10 @@ impl Context {
 
     /// Context for one launch of a graph by a stream with `faults`, with its own delays.
     pub(super) fn within_graph(&self, marks: Arc<[EventState]>, faults: Arc<FaultSet>) -> Self {
-        let seed = self.draw();
         Self {
-            fault: self.fault.clone(),
             faults,
-            delays: self.delays,
-            random: std::cell::Cell::new(seed | 1),
             marks: Some(marks),
+            ..self.for_block()
         }
     }
 
