@@ -94,20 +94,6 @@ impl JoinConfig {
     }
 }
 
-/// A number that a variable may be.
-trait Number: std::str::FromStr {
-    /// The error of other text.
-    const EXPECTED: &str;
-}
-
-impl Number for usize {
-    const EXPECTED: &str = "is not a number; expected a whole number, at least 0";
-}
-
-impl Number for u16 {
-    const EXPECTED: &str = "is not a port; expected 0 to 65535";
-}
-
 struct Variables<'a>(&'a dyn Fn(&str) -> Option<OsString>);
 
 impl Variables<'_> {
@@ -124,14 +110,26 @@ impl Variables<'_> {
         }
     }
 
-    fn number<T: Number>(&self, name: &str) -> Result<Option<T>> {
-        let Some(text) = self.get(name)? else {
-            return Ok(None);
-        };
-        match text.parse() {
-            Ok(number) => Ok(Some(number)),
-            Err(_) => Err(wrong(name, &text, T::EXPECTED)),
-        }
+    /// A variable that `parse` accepts; the error of other text says what was `expected`.
+    fn parsed<T>(
+        &self,
+        name: &str,
+        expected: &str,
+        parse: impl FnOnce(&str) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let text = self.get(name)?;
+        let value = text.map(|text| parse(&text).ok_or_else(|| wrong(name, &text, expected)));
+        value.transpose()
+    }
+
+    fn number(&self, name: &str) -> Result<Option<usize>> {
+        let expected = "is not a number; expected a whole number, at least 0";
+        self.parsed(name, expected, |text| text.parse().ok())
+    }
+
+    fn port_of(&self, name: &str) -> Result<Option<u16>> {
+        let expected = "is not a port; expected 0 to 65535";
+        self.parsed(name, expected, |text| text.parse().ok())
     }
 
     /// A blank secret is an error: treated as unset, it would leave the job unprotected.
@@ -149,11 +147,13 @@ impl Variables<'_> {
     }
 
     fn flag(&self, name: &str) -> Result<bool> {
-        match self.get(name)?.as_deref() {
-            None | Some("0") => Ok(false),
-            Some("1") => Ok(true),
-            Some(text) => Err(wrong(name, text, "is not a switch; expected 0 or 1")),
-        }
+        let expected = "is not a switch; expected 0 or 1";
+        let flag = self.parsed(name, expected, |text| match text {
+            "0" => Some(false),
+            "1" => Some(true),
+            _ => None,
+        });
+        Ok(flag?.unwrap_or(false))
     }
 
     fn read(&self) -> Result<JoinConfig> {
@@ -172,35 +172,21 @@ impl Variables<'_> {
     }
 
     fn timeout(&self) -> Result<Option<Duration>> {
-        const NAME: &str = "WARPLINK_TIMEOUT";
-        let Some(text) = self.get(NAME)? else {
-            return Ok(None);
-        };
-        match text.parse() {
-            Ok(seconds) if seconds > 0 => Ok(Some(Duration::from_secs(seconds))),
-            _ => {
-                let what = "is not a time limit; expected a whole number of seconds, at least 1";
-                Err(wrong(NAME, &text, what))
-            }
-        }
+        let expected = "is not a time limit; expected a whole number of seconds, at least 1";
+        self.parsed("WARPLINK_TIMEOUT", expected, |text| {
+            let seconds = text.parse().ok().filter(|seconds| *seconds > 0);
+            seconds.map(Duration::from_secs)
+        })
     }
 
     fn heartbeat_limit(&self) -> Result<Option<Duration>> {
-        const NAME: &str = "WARPLINK_HEARTBEAT_LIMIT";
-        let Some(text) = self.get(NAME)? else {
-            return Ok(None);
-        };
-        let limit = text.parse().ok().map(Duration::try_from_secs_f64);
-        match limit {
-            Some(Ok(limit)) if limit >= MIN_HEARTBEAT_LIMIT => Ok(Some(limit)),
-            _ => {
-                let least = MIN_HEARTBEAT_LIMIT.as_secs_f64();
-                let what = format!(
-                    "is not a heartbeat limit; expected a number of seconds, at least {least}"
-                );
-                Err(wrong(NAME, &text, &what))
-            }
-        }
+        let least = MIN_HEARTBEAT_LIMIT.as_secs_f64();
+        let expected =
+            format!("is not a heartbeat limit; expected a number of seconds, at least {least}");
+        self.parsed("WARPLINK_HEARTBEAT_LIMIT", &expected, |text| {
+            let limit = Duration::try_from_secs_f64(text.parse().ok()?).ok();
+            limit.filter(|limit| *limit >= MIN_HEARTBEAT_LIMIT)
+        })
     }
 
     fn identity(&self) -> Result<(usize, usize, usize)> {
@@ -251,7 +237,7 @@ impl Variables<'_> {
         let address = if let Some(text) = self.get("WARPLINK_ADDRESS")? {
             self.host_and_port(&text, rank)?
         } else if let Some(host) = self.get("MASTER_ADDR")? {
-            let master = self.number::<u16>("MASTER_PORT")?;
+            let master = self.port_of("MASTER_PORT")?;
             // `MASTER_PORT` itself is taken by PyTorch's own store.
             let after_torch = master.and_then(|port| port.checked_add(1));
             let sought = match master {
@@ -300,7 +286,7 @@ impl Variables<'_> {
     }
 
     fn port(&self, derived: Option<u16>, sought: &str) -> Result<u16> {
-        match self.number("WARPLINK_PORT")?.or(derived) {
+        match self.port_of("WARPLINK_PORT")?.or(derived) {
             Some(0) => Err(wrong(
                 "WARPLINK_PORT",
                 "0",

@@ -8,6 +8,7 @@ use crate::device::{DeviceIdentity, DeviceKind};
 #[cfg(doc)]
 use crate::error::ErrorKind;
 use crate::error::{Error, Rank, Result};
+use crate::named::Named;
 use hmac::{Hmac, Mac};
 use sha2::Sha256;
 use zerocopy::little_endian::{U16, U32, U64};
@@ -135,7 +136,7 @@ impl Handle {
             magic: MAGIC,
             version: VERSION.into(),
             openings: openings.into(),
-            kind: kind_number(self.kind).into(),
+            kind: (self.kind as u32).into(),
             owner: (self.owner as u32).into(),
             pieces: self.pieces.into(),
             process: self.process,
@@ -185,15 +186,11 @@ impl Handle {
                 "the handle was altered or sealed with another secret".to_owned(),
             ));
         }
-        let kind = match wire.kind.get() {
-            0 => DeviceKind::Host,
-            1 => DeviceKind::Cuda,
-            other => {
-                return Err(invalid(format!(
-                    "unknown kind of device {other}; expected 0 or 1"
-                )));
-            }
-        };
+        let kind = i32::try_from(wire.kind.get()).ok();
+        let kind = kind.and_then(DeviceKind::numbered).ok_or_else(|| {
+            let kind = wire.kind;
+            invalid(format!("unknown kind of device {kind}; expected 0 or 1"))
+        })?;
         // The tag proves who sealed the handle, not that its owner did it right.
         let end = wire.offset.get().checked_add(wire.bytes.get());
         if end.is_none_or(|end| end > wire.allocation_bytes.get()) {
@@ -218,13 +215,6 @@ impl Handle {
             pieces: wire.pieces.get(),
             host: openings & MEMORY_OF_HOST != 0,
         })
-    }
-}
-
-fn kind_number(kind: DeviceKind) -> u32 {
-    match kind {
-        DeviceKind::Host => 0,
-        DeviceKind::Cuda => 1,
     }
 }
 

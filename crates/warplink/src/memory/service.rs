@@ -69,18 +69,11 @@ pub(super) fn listen(name: &[u8]) -> Result<OwnedFd> {
 impl Service {
     /// Listens under a random name and answers with `handler`, on its own thread.
     pub(super) fn start(token: [u8; TOKEN_BYTES], handler: Handler) -> Result<Self> {
-        let mut random = [0u8; 12];
+        let mut random = [0; 16];
         getrandom::fill(&mut random).map_err(|error| {
             Error::new(ErrorKind::Io, error.to_string()).with_operation("draw a socket's name")
         })?;
-        let name = format!(
-            "warplink-{}",
-            random
-                .iter()
-                .map(|byte| format!("{byte:02x}"))
-                .collect::<String>()
-        );
-        let name = name.into_bytes();
+        let name = format!("warplink-{:032x}", u128::from_be_bytes(random)).into_bytes();
         let listener = listen(&name)?;
         // A peer may close its connection between poll and accept, which would block the thread.
         rustix::io::ioctl_fionbio(&listener, true).map_err(io("configure a Unix socket"))?;

@@ -19,11 +19,7 @@ pub(crate) fn key(parts: &[&str]) -> String {
         digest.update((part.len() as u64).to_le_bytes());
         digest.update(part);
     }
-    digest
-        .finalize()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect()
+    format!("{:x}", digest.finalize())
 }
 
 /// Returns entry `key`, or produces it with `make` and stores it. A cache that cannot be read or written only

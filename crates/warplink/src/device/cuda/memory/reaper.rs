@@ -74,13 +74,8 @@ impl Reaper {
         });
         let (context, own) = (context.clone(), shared.clone());
         let name = format!("warplink-free-{}", context.ordinal);
-        threads::spawn(
-            name,
-            "start the thread that frees device memory",
-            move || {
-                own.run(&context);
-            },
-        )?;
+        let run = move || own.run(&context);
+        threads::spawn(name, "start the thread that frees device memory", run)?;
         Ok(Self(shared))
     }
 

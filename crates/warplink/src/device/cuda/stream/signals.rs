@@ -155,9 +155,8 @@ impl Signals {
             reaper: reaper.clone(),
         };
         let name = format!("warplink-fault-{}", context.ordinal);
-        threads::spawn(name, "start the thread that ends waits", move || {
-            poisoner.run()
-        })?;
+        let run = move || poisoner.run();
+        threads::spawn(name, "start the thread that ends waits", run)?;
         Ok(signals)
     }
 
