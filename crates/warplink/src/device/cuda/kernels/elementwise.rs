@@ -6,7 +6,8 @@ use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::memory::CudaBacking;
 use crate::device::cuda::stream::CudaStream;
 use crate::device::{
-    Elementwise, ElementwiseOp, MAX_ELEMENTWISE_AXES, MAX_ELEMENTWISE_SOURCES, Operand, Stream,
+    Elementwise, ElementwiseOp, Launch, MAX_ELEMENTWISE_AXES, MAX_ELEMENTWISE_SOURCES, Operand,
+    Stream,
 };
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -133,7 +134,7 @@ impl ElementwiseKernels {
         } else {
             1
         };
-        let blocks = self.blocks(request, elements);
+        let launch = Launch::new(self.blocks(request, elements), BLOCK);
         let mut number = request.sources.len() as c_uint;
         let (mut target, mut count, mut vectors) = (
             request.target.slice.address(),
@@ -149,7 +150,7 @@ impl ElementwiseKernels {
         ];
         // SAFETY: the parameters are the kernel's, in order. All slices are live device memory of `count` elements,
         // aligned to an element and, if `vectors` is set, to a vector.
-        unsafe { function.launch(stream.raw_stream(), blocks, BLOCK, &mut parameters) }
+        unsafe { function.launch(stream.raw_stream(), &launch, &mut parameters) }
     }
 
     fn with_strides(&self, stream: &CudaStream, request: &Elementwise) -> Result<()> {
@@ -185,7 +186,7 @@ impl ElementwiseKernels {
             operands.at[index] = source.slice.address();
             operands.strides[index] = steps(source);
         }
-        let blocks = self.blocks(request, ITEMS);
+        let launch = Launch::new(self.blocks(request, ITEMS), BLOCK);
         let (mut axes, mut number) = (
             request.shape.len() as c_uint,
             request.sources.len() as c_uint,
@@ -205,7 +206,7 @@ impl ElementwiseKernels {
         ];
         // SAFETY: the parameters are the kernel's, in order. All slices are live device memory that
         // goes from the first to the last of the elements that the strides lead to, aligned to one.
-        unsafe { function.launch(stream.raw_stream(), blocks, BLOCK, &mut parameters) }
+        unsafe { function.launch(stream.raw_stream(), &launch, &mut parameters) }
     }
 
     /// Number of blocks, for `elements` elements per thread and iteration.

@@ -155,28 +155,12 @@ impl Function {
         self.raw
     }
 
-    /// Enqueues `grid` blocks of `block` threads on `stream`, of the current context.
+    /// Enqueues a launch on `stream`, of the current context.
     ///
     /// # Safety
     /// `parameters` must point to values of the kernel's parameter types, in order, and what the
     /// kernel does with them must be sound.
     pub(crate) unsafe fn launch(
-        &self,
-        stream: CUstream,
-        grid: u32,
-        block: u32,
-        parameters: &mut [*mut c_void],
-    ) -> Result<()> {
-        let launch = Launch::new(grid, block);
-        // SAFETY: guaranteed by the caller.
-        unsafe { self.launch_as(stream, &launch, parameters) }
-    }
-
-    /// As [`launch`](Self::launch), with all launch options.
-    ///
-    /// # Safety
-    /// As for [`launch`](Self::launch).
-    pub(crate) unsafe fn launch_as(
         &self,
         stream: CUstream,
         launch: &Launch,

@@ -9,6 +9,7 @@ use crate::debug::debug_text;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::raw::RawStream;
 use crate::device::cuda::driver::{Driver, status};
+use crate::device::cuda::stream::CudaStream;
 use crate::device::{Launch, SerialArguments, SerialBackend, Stream};
 use crate::error::Result;
 use crate::sync::lock;
@@ -49,7 +50,7 @@ impl SerialKernel {
         let Some(parameters) = kernel.parameter_words() else {
             return Ok(None);
         };
-        let (context, function) = (kernel.context(), kernel.function_handle());
+        let (context, function) = (&kernel.gpu.context, kernel.function.handle());
         let graph = KernelGraph::make(context, function, launch, parameters)?;
         Ok(graph.map(|graph| Self {
             graph: Mutex::new(graph),
@@ -67,7 +68,7 @@ impl SerialBackend for SerialKernel {
     ) -> Result<()> {
         let kernel = &*self.kernel;
         kernel.check_serial(arguments)?;
-        let stream = kernel.stream(stream)?;
+        let stream = CudaStream::of(stream, &kernel.gpu)?;
         let _noted = stream.faults().add(arguments.signals.backing().fault());
         kernel.allow_shared(launch)?;
         let (driver, _entered) = stream.enter()?;
@@ -82,7 +83,7 @@ impl SerialBackend for SerialKernel {
         let mut signals = arguments.signals.address();
         let mut parameters = pointers(arguments.words, &mut signals);
         // SAFETY: as above.
-        let launched = unsafe { kernel.launch_on(raw, launch, &mut parameters) };
+        let launched = unsafe { kernel.function.launch(raw, launch, &mut parameters) };
         kernel.explain(launched)
     }
 }

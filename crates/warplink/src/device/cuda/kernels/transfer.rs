@@ -183,7 +183,7 @@ impl TransferKernel {
         // SAFETY: the kernel takes one parameter, of this layout. The slices are live device memory
         // of as many bytes, the words are aligned and live, and no more than fit are given.
         unsafe {
-            self.transfer.function.launch_as(
+            self.transfer.function.launch(
                 stream,
                 &self.transfer.launch(blocks, threads.clamp(32, MAX_THREADS)),
                 &mut [(&raw mut parameters).cast::<c_void>()],
@@ -219,7 +219,7 @@ impl TransferKernel {
         // SAFETY: the kernel takes one parameter, of this layout. The data is live device memory, and so is
         // scratch of the length that the shape asks for; words are aligned and live.
         unsafe {
-            self.packets.function.launch_as(
+            self.packets.function.launch(
                 stream,
                 &self.packets.launch(blocks, threads.min(MAX_THREADS)),
                 &mut [(&raw mut parameters).cast::<c_void>()],

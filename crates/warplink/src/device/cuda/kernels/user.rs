@@ -4,7 +4,6 @@ use super::module::{EARLY_LAUNCHES, Function, Module};
 use super::nvrtc;
 use super::serial::SerialKernel;
 use crate::debug::debug_text;
-use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::gpu::Gpu;
 use crate::device::cuda::stream::CudaStream;
 use crate::device::module::{CudaCode, KernelBackend, KernelResources, ModuleBackend};
@@ -13,7 +12,6 @@ use crate::device::{
 };
 use crate::error::{Error, Result};
 use crate::sync::lock;
-use cudarc::driver::sys::{CUfunction, CUstream};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -145,14 +143,14 @@ impl WrittenModules {
 
 /// A user's kernel.
 pub(super) struct UserKernel {
-    gpu: Arc<Gpu>,
+    pub(super) gpu: Arc<Gpu>,
     name: String,
     /// Size of each parameter in bytes, if the driver reports them.
     parameters: Option<Vec<usize>>,
     /// Dynamic shared memory that was already allowed.
     shared: AtomicU32,
     loaded_its_code: bool,
-    function: Function,
+    pub(super) function: Function,
 }
 
 impl UserKernel {
@@ -215,19 +213,6 @@ impl UserKernel {
         }
     }
 
-    pub(super) fn context(&self) -> &Arc<Context> {
-        &self.gpu.context
-    }
-
-    pub(super) fn function_handle(&self) -> CUfunction {
-        self.function.handle()
-    }
-
-    /// Downcasts the stream, which must be of the kernel's GPU.
-    pub(super) fn stream<'a>(&self, stream: &'a Stream) -> Result<&'a CudaStream> {
-        CudaStream::of(stream, &self.gpu)
-    }
-
     /// Fails if the arguments do not match the parameters.
     pub(super) fn check_serial(&self, arguments: &SerialArguments<'_>) -> Result<()> {
         let is_of_gpu = |slice: &DeviceSlice| slice.kind() == DeviceKind::Cuda;
@@ -247,20 +232,6 @@ impl UserKernel {
                 .fetch_max(launch.shared_bytes, Ordering::Relaxed);
         }
         Ok(())
-    }
-
-    /// Enqueues a launch.
-    ///
-    /// # Safety
-    /// As for [`Function::launch`].
-    pub(super) unsafe fn launch_on(
-        &self,
-        stream: CUstream,
-        launch: &Launch,
-        parameters: &mut [*mut c_void],
-    ) -> Result<()> {
-        // SAFETY: guaranteed by the caller.
-        unsafe { self.function.launch_as(stream, launch, parameters) }
     }
 
     /// Adds the kernel's name to an error.
@@ -339,7 +310,10 @@ impl KernelBackend for UserKernel {
         let _enqueuing = stream.enqueue(slices);
         // SAFETY: the lengths of the arguments are those of the parameters, which were checked if the driver reports
         // them; the caller who loaded the kernel guaranteed that it is sound.
-        let launched = unsafe { self.launch_on(stream.raw_stream(), launch, &mut pointers) };
+        let launched = unsafe {
+            self.function
+                .launch(stream.raw_stream(), launch, &mut pointers)
+        };
         self.explain(launched)
     }
 
