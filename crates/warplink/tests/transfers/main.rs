@@ -4,14 +4,12 @@
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../common/mod.rs"]
 mod common;
-#[path = "transfers/graphs.rs"]
 mod graphs;
-#[path = "transfers/paths.rs"]
 mod paths;
 // Its kernel polls the last word of the data itself: a race on purpose, which the sanitizer reports.
 #[cfg(not(warplink_tsan))]
-#[path = "transfers/persistent.rs"]
 mod persistent;
 
 use common::{

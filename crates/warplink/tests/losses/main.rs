@@ -4,16 +4,11 @@
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-#[path = "losses/abort.rs"]
 mod abort;
+#[path = "../common/mod.rs"]
 mod common;
-#[path = "losses/failed.rs"]
 mod failed;
-#[path = "losses/failures.rs"]
 mod failures;
-#[path = "losses/repeated.rs"]
 mod repeated;
-#[path = "losses/shared_streams.rs"]
 mod shared_streams;
-#[path = "losses/survivors.rs"]
 mod survivors;

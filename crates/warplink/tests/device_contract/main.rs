@@ -3,14 +3,11 @@
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../common/mod.rs"]
 mod common;
-#[path = "device_contract/compute.rs"]
 mod compute;
-#[path = "device_contract/elementwise.rs"]
 mod elementwise;
-#[path = "device_contract/faults.rs"]
 mod faults;
-#[path = "device_contract/memory.rs"]
 mod memory;
 
 use common::{assert_names_peer, await_word, open_device, write_word};

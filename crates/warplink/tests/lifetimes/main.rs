@@ -3,16 +3,12 @@
 // A test fails by panicking.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-#[path = "lifetimes/borrowed.rs"]
 mod borrowed;
+#[path = "../common/mod.rs"]
 mod common;
-#[path = "lifetimes/held.rs"]
 mod held;
-#[path = "lifetimes/in_use.rs"]
 mod in_use;
-#[path = "lifetimes/pool.rs"]
 mod pool;
-#[path = "lifetimes/rounds.rs"]
 mod rounds;
 
 use common::{Ranks, allocate, await_word, from_first, kind, processes, threads, world};
