@@ -1,74 +1,49 @@
 //! The kernels of the channel tests for the host device; those of CUDA C++ are in kernels.cu.
 
-use super::kernels::contents;
-use warplink::device::{At, Block, BlockChannel, DeviceSlice, ModuleSource};
+use super::kernels::{Body, contents};
+use warplink::device::{At, Block, BlockChannel, DeviceSlice};
 use warplink::{Error, ErrorKind, Result};
 
-/// Every kernel.
-pub(crate) const NAMES: [&str; 20] = [
-    "pass_on",
-    "ping_pong",
-    "wait_by",
-    "wait_once",
-    "signal_on",
-    "signal_and_wait",
-    "all_pairs",
-    "odd_pieces",
-    "flushed_slots",
-    "many_puts",
-    "many_signals",
-    "wait_for",
-    "poll_for",
-    "packets",
-    "barriers",
-    "get_region",
-    "out_of_range",
-    "put_when_added",
-    "misplaced_packets",
-    "put_half",
-];
-
-/// Adds every closure.
-pub(crate) fn add(source: ModuleSource) -> ModuleSource {
-    source
-        .with_host_kernel("ping_pong", ping_pong)
-        .with_host_kernel("wait_by", wait_by)
-        .with_host_kernel("wait_once", |block| block.channel(0)?.wait())
-        .with_host_kernel("signal_and_wait", |block| {
+/// Every kernel: its name, and its body on the host device.
+pub(crate) const KERNELS: [(&str, Body); 20] = [
+    ("pass_on", pass_on),
+    ("ping_pong", ping_pong),
+    ("wait_by", wait_by),
+    ("wait_once", |block| block.channel(0)?.wait()),
+    ("signal_on", |block| {
+        loop {
             block.channel(0)?.signal()?;
-            block.channel(0)?.wait()
-        })
-        .with_host_kernel("signal_on", |block| {
-            loop {
-                block.channel(0)?.signal()?;
-            }
-        })
-        .with_host_kernel("all_pairs", all_pairs)
-        .with_host_kernel("odd_pieces", odd_pieces)
-        .with_host_kernel("flushed_slots", flushed_slots)
-        .with_host_kernel("many_puts", many_puts)
-        .with_host_kernel("many_signals", |block| {
-            let channel = block.channel(0)?;
-            (0..block.u32(1)?).try_for_each(|_| channel.signal())?;
-            channel.flush()
-        })
-        .with_host_kernel("wait_for", |block| {
-            block.channel(0)?.wait_until(block.u64(1)?)
-        })
-        .with_host_kernel("poll_for", poll_for)
-        .with_host_kernel("packets", packets)
-        .with_host_kernel("barriers", barriers)
-        .with_host_kernel("get_region", get_region)
-        .with_host_kernel("out_of_range", out_of_range)
-        .with_host_kernel("pass_on", pass_on)
-        .with_host_kernel("put_when_added", put_when_added)
-        .with_host_kernel("misplaced_packets", misplaced_packets)
-        .with_host_kernel("put_half", |block| {
-            let (channel, bytes) = (block.channel(0)?, block.u64(1)?);
-            channel.put_with_signal_and_flush(bytes, 0, bytes)?;
-            channel.wait()
-        })
-}
+        }
+    }),
+    ("signal_and_wait", |block| {
+        block.channel(0)?.signal()?;
+        block.channel(0)?.wait()
+    }),
+    ("all_pairs", all_pairs),
+    ("odd_pieces", odd_pieces),
+    ("flushed_slots", flushed_slots),
+    ("many_puts", many_puts),
+    ("many_signals", |block| {
+        let channel = block.channel(0)?;
+        (0..block.u32(1)?).try_for_each(|_| channel.signal())?;
+        channel.flush()
+    }),
+    ("wait_for", |block| {
+        block.channel(0)?.wait_until(block.u64(1)?)
+    }),
+    ("poll_for", poll_for),
+    ("packets", packets),
+    ("barriers", barriers),
+    ("get_region", get_region),
+    ("out_of_range", out_of_range),
+    ("put_when_added", put_when_added),
+    ("misplaced_packets", misplaced_packets),
+    ("put_half", |block| {
+        let (channel, bytes) = (block.channel(0)?, block.u64(1)?);
+        channel.put_with_signal_and_flush(bytes, 0, bytes)?;
+        channel.wait()
+    }),
+];
 
 /// Stores what is sent in `round` to the own region, from `at` on.
 fn fill(

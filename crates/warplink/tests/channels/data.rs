@@ -121,10 +121,7 @@ fn all_pairs_at_once() {
                 Argument::U64(bytes as u64),
                 Argument::U32(rounds(500, 6)),
             ];
-            fixture
-                .launch("all_pairs", world as u32 - 1, &arguments)
-                .unwrap();
-            fixture.finish();
+            fixture.run("all_pairs", world as u32 - 1, &arguments);
         }
     });
 }
@@ -147,8 +144,7 @@ fn pieces_of_odd_lengths_from_both_ends_at_once() {
                 Argument::U64(half as u64),
                 Argument::U32(pieces),
             ];
-            fixture.launch("odd_pieces", 4, &arguments).unwrap();
-            fixture.finish();
+            fixture.run("odd_pieces", 4, &arguments);
             let (peers, mut expected) = (source(1 - comm.rank()), vec![0; half]);
             for i in 0..pieces as usize {
                 let (from, bytes) = (97 * i + i % 5, 61 + i % 31);
@@ -167,16 +163,8 @@ fn a_source_may_change_after_a_flush() {
     let late = |config: &mut _| delays(config, Duration::from_micros(300));
     threads_with(world(2), late, |comm| {
         let fixture = Fixture::new(comm);
-        let (bytes, slots) = (4096, 16);
         for transport in TRANSPORTS {
-            let connection = fixture.pair(transport, (1 + slots) * bytes);
-            let arguments = [
-                connection.channel(),
-                Argument::U64(bytes as u64),
-                Argument::U32(slots as u32),
-            ];
-            fixture.launch("flushed_slots", 1, &arguments).unwrap();
-            fixture.finish();
+            fixture.flushed_slots(transport);
         }
     });
 }
@@ -241,8 +229,7 @@ fn barriers(comm: &Communicator, set: &[usize], rounds: u32) {
             Argument::U32(fixture.rank()),
             Argument::U32(rounds),
         ];
-        fixture.launch("barriers", 1, &arguments).unwrap();
-        fixture.finish();
+        fixture.run("barriers", 1, &arguments);
     }
 }
 
@@ -319,8 +306,7 @@ fn regions_are_added_and_written_by_the_host() {
                 Argument::U32(2),
                 Argument::U64(bytes as u64),
             ];
-            fixture.launch("get_region", 1, &arguments).unwrap();
-            fixture.finish();
+            fixture.run("get_region", 1, &arguments);
             // What was put at the peer is known to be there by the peer, which waited for it.
             comm.barrier().unwrap();
             let read = comm.alloc(bytes).unwrap();

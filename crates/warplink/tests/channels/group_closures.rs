@@ -2,33 +2,21 @@
 
 use super::closures::note;
 use super::groups::{Piece, READ_BY_PEER, SPOILT, data};
-use warplink::device::{Block, BlockChannel, DeviceSlice, ModuleSource};
+use super::kernels::Body;
+use warplink::device::{Block, BlockChannel, DeviceSlice};
 use warplink::{ErrorKind, Result};
 
-/// Every kernel.
-pub(crate) const NAMES: [&str; 8] = [
-    "pieces_by_threads",
-    "pieces_by_warps",
-    "pieces_by_blocks",
-    "pieces_by_grid",
-    "packets_by_warps",
-    "packets_by_grid",
-    "barriers_by_warps",
-    "unsupported_calls",
+/// Every kernel: its name, and its body on the host device.
+pub(crate) const KERNELS: [(&str, Body); 8] = [
+    ("pieces_by_threads", pieces),
+    ("pieces_by_warps", pieces),
+    ("pieces_by_blocks", pieces),
+    ("pieces_by_grid", pieces_by_grid),
+    ("packets_by_warps", packets),
+    ("packets_by_grid", packets_by_grid),
+    ("barriers_by_warps", barriers),
+    ("unsupported_calls", unsupported),
 ];
-
-/// Adds every closure.
-pub(crate) fn add(source: ModuleSource) -> ModuleSource {
-    source
-        .with_host_kernel("pieces_by_threads", pieces)
-        .with_host_kernel("pieces_by_warps", pieces)
-        .with_host_kernel("pieces_by_blocks", pieces)
-        .with_host_kernel("pieces_by_grid", pieces_by_grid)
-        .with_host_kernel("packets_by_warps", packets)
-        .with_host_kernel("packets_by_grid", packets_by_grid)
-        .with_host_kernel("barriers_by_warps", barriers)
-        .with_host_kernel("unsupported_calls", unsupported)
-}
 
 /// Arguments of all kernels except those of barriers.
 struct KernelArguments<'a> {

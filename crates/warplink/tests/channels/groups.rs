@@ -3,12 +3,11 @@
 use super::common::{Ranks, kind, processes, world};
 use super::data::rounds;
 use super::group_closures;
-use super::kernels::{Fixture, TRANSPORTS};
-use std::collections::BTreeMap;
+use super::kernels::{Fixture, Kernels, TRANSPORTS};
 use std::ops::Range;
 use std::time::Duration;
 use warplink::channel::{ConnectionRequest, Transport};
-use warplink::device::{Argument, Kernel, Launch, ModuleSource};
+use warplink::device::{Argument, Launch, ModuleSource};
 use warplink::{Communicator, DeviceKind};
 
 /// Content of a region without puts.
@@ -158,19 +157,14 @@ impl Contents {
 /// A rank with the kernels of groups.
 struct Stage<'a> {
     fixture: Fixture<'a>,
-    kernels: BTreeMap<&'static str, Kernel>,
+    kernels: Kernels,
 }
 
 impl<'a> Stage<'a> {
     fn new(comm: &'a Communicator) -> Self {
         let fixture = Fixture::new(comm);
         let source = ModuleSource::new("groups.cu").with_cuda(include_str!("groups.cu"));
-        let source = group_closures::add(source);
-        // SAFETY: the kernels access the memory that their arguments name, within its bounds.
-        let module = unsafe { comm.device().load_module(&source) }.unwrap();
-        let names = group_closures::NAMES.iter();
-        let kernels = names.map(|&name| (name, module.kernel(name).unwrap()));
-        let kernels = kernels.collect();
+        let kernels = Kernels::load_from(comm.device(), source, &group_closures::KERNELS);
         comm.barrier().unwrap();
         Self { fixture, kernels }
     }
@@ -178,7 +172,7 @@ impl<'a> Stage<'a> {
     fn run(&self, name: &str, launch: &Launch, arguments: &[Argument]) {
         let mut arguments = arguments.to_vec();
         arguments.push(self.fixture.outcome.argument());
-        let kernel = &self.kernels[name];
+        let kernel = self.kernels.get(name);
         kernel
             .launch(&self.fixture.stream, launch, &arguments)
             .unwrap();

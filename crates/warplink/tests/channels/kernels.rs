@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use warplink::channel::{Connection, ConnectionRequest, Connections, Transport};
 use warplink::device::{
-    AllocationKind, Argument, Device, DeviceSlice, Kernel, Launch, Module, ModuleSource, Stream,
+    AllocationKind, Argument, Block, Device, DeviceSlice, Kernel, Launch, Module, ModuleSource,
+    Stream,
 };
 use warplink::{Communicator, Result};
 
@@ -32,20 +33,34 @@ pub fn contents(round: u32, bytes: usize) -> Vec<u8> {
         .collect()
 }
 
-/// The module of all test kernels, loaded.
+/// What a block of a kernel does on the host device.
+pub type Body = fn(&Block<'_>) -> Result<()>;
+
+/// The kernels of a module, loaded.
 pub struct Kernels(BTreeMap<&'static str, Kernel>);
 
 impl Kernels {
+    /// All that tests share.
     pub fn load(device: &Arc<dyn Device>) -> Self {
         let source = ModuleSource::new("kernels.cu").with_cuda(include_str!("kernels.cu"));
-        let source = super::closures::add(source);
+        Self::load_from(device, source, &super::closures::KERNELS)
+    }
+
+    /// Those of `source`, with their bodies for the host device.
+    pub fn load_from(
+        device: &Arc<dyn Device>,
+        source: ModuleSource,
+        kernels: &[(&'static str, Body)],
+    ) -> Self {
+        let add = |source: ModuleSource, &(name, body)| source.with_host_kernel(name, body);
+        let source = kernels.iter().fold(source, add);
         // SAFETY: the kernels access the memory that their arguments name, within its bounds.
         let module: Module = unsafe { device.load_module(&source) }.unwrap();
         // All at once: later, the driver might wait for a kernel that runs.
-        let kernels = super::closures::NAMES.iter();
+        let kernels = kernels.iter();
         Self(
             kernels
-                .map(|&name| (name, module.kernel(name).unwrap()))
+                .map(|&(name, _)| (name, module.kernel(name).unwrap()))
                 .collect(),
         )
     }
@@ -140,6 +155,12 @@ impl<'a> Fixture<'a> {
         kernel.launch(&self.stream, &launch, &arguments)
     }
 
+    /// [Launches](Self::launch) a kernel, waits for it, and checks that nothing was wrong.
+    pub fn run(&self, name: &str, blocks: u32, arguments: &[Argument]) {
+        self.launch(name, blocks, arguments).unwrap();
+        self.finish();
+    }
+
     /// Waits for the stream, and checks that nothing was wrong.
     pub fn finish(&self) {
         self.comm.synchronize(&self.stream).unwrap();
@@ -173,6 +194,18 @@ impl<'a> Fixture<'a> {
     /// The one connection between two ranks.
     pub fn pair(&self, transport: Transport, bytes: usize) -> Connection {
         self.connect(transport, 1, bytes).all()[0].clone()
+    }
+
+    /// Both ranks put to one slot after another from the same source, which they change after each flush.
+    pub fn flushed_slots(&self, transport: Transport) {
+        let (bytes, slots) = (4096, 16);
+        let connection = self.pair(transport, (1 + slots) * bytes);
+        let arguments = [
+            connection.channel(),
+            Argument::U64(bytes as u64),
+            Argument::U32(slots as u32),
+        ];
+        self.run("flushed_slots", 1, &arguments);
     }
 
     /// Enqueues rounds of ping-pong of `bytes` on each connection.

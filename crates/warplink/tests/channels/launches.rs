@@ -1,6 +1,6 @@
 //! Modules, kernels and launches: what is wrong is an error.
 
-use super::common::{assert_says, kind, open_device, processes, threads, world};
+use super::common::{assert_error, assert_says, kind, open_device, processes, threads, world};
 use super::kernels::{Fixture, Kernels, Outcome, TRANSPORTS};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -28,8 +28,8 @@ fn wrong_launches_are_errors() {
             .launch(&stream, &Launch::new(1, 32), arguments)
             .and_then(|()| stream.synchronize(Deadline::after(Duration::from_secs(5))))
             .unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-        assert_says(&error, &["wait_once", "argument"]);
+        let says = ["wait_once", "argument"];
+        assert_error(&error, ErrorKind::InvalidArgument, &says);
         if kind() == DeviceKind::Host {
             break;
         }
@@ -38,8 +38,8 @@ fn wrong_launches_are_errors() {
     // SAFETY: this source has no code.
     let loaded = unsafe { device.load_module(&ModuleSource::new("empty")) };
     let error = loaded.unwrap_err();
-    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-    assert_says(&error, &["empty", "ModuleSource::with"]);
+    let says = ["empty", "ModuleSource::with"];
+    assert_error(&error, ErrorKind::Unsupported, &says);
 }
 
 /// Machine code that somebody else has compiled, with the calls of a channel in it; and what is none for this GPU.
@@ -98,8 +98,8 @@ fn an_unknown_kernel_is_an_error() {
     module.kernel("one").unwrap();
     for name in ["two", "with\0zero"] {
         let error = module.kernel(name).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-        assert_says(&error, &["unknown kernel", "one.cu"]);
+        let says = ["unknown kernel", "one.cu"];
+        assert_error(&error, ErrorKind::InvalidArgument, &says);
     }
 }
 
@@ -173,8 +173,7 @@ fn ranges_outside_of_a_region_are_refused() {
         for transport in TRANSPORTS {
             let connection = fixture.pair(transport, 4096);
             let arguments = [connection.channel(), Argument::U64(4096)];
-            fixture.launch("out_of_range", 1, &arguments).unwrap();
-            fixture.finish();
+            fixture.run("out_of_range", 1, &arguments);
         }
     });
 }

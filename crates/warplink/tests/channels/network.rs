@@ -2,7 +2,7 @@
 //! missing.
 
 use super::common::{
-    Ranks, assert_names_peer, assert_says, await_word, has_network, kind, processes,
+    Ranks, assert_error, assert_names_peer, assert_says, await_word, has_network, kind, processes,
     waiting_streams, world, write_word,
 };
 use super::kernels::{Fixture, contents};
@@ -71,16 +71,7 @@ fn a_source_may_change_after_a_flush() {
 }
 
 pub(super) fn flushed_slots(comm: &Communicator) {
-    let fixture = Fixture::new(comm);
-    let (bytes, slots) = (4096, 16);
-    let connection = fixture.pair(Transport::Network, (1 + slots) * bytes);
-    let arguments = [
-        connection.channel(),
-        Argument::U64(bytes as u64),
-        Argument::U32(slots as u32),
-    ];
-    fixture.launch("flushed_slots", 1, &arguments).unwrap();
-    fixture.finish();
+    Fixture::new(comm).flushed_slots(Transport::Network);
 }
 
 #[test]
@@ -98,8 +89,7 @@ pub(super) fn many_blocks(comm: &Communicator) {
         region.upload(&data).unwrap();
         let arguments = [connection.channel(), Argument::U32(each)];
         fixture.launch("many_puts", blocks, &arguments).unwrap();
-        fixture.launch("many_signals", blocks, &arguments).unwrap();
-        fixture.finish();
+        fixture.run("many_signals", blocks, &arguments);
     } else {
         // A stream may wait as a kernel does.
         let wait = MemoryOp::wait(connection.inbound(), 2 * words as u64);
@@ -134,8 +124,7 @@ pub(super) fn added_regions(comm: &Communicator) {
         Argument::U32(1),
         Argument::U64(bytes as u64),
     ];
-    fixture.launch("get_region", 1, &arguments).unwrap();
-    fixture.finish();
+    fixture.run("get_region", 1, &arguments);
     comm.barrier().unwrap();
     // What was got lies in the first region, and what the peer got was put to the second.
     let got = connection.region(0).unwrap().download().unwrap();
@@ -146,8 +135,7 @@ pub(super) fn added_regions(comm: &Communicator) {
     // Only the first region is as long as this.
     let other = fixture.pair(Transport::Network, bytes);
     let arguments = [other.channel(), arguments[1].clone()];
-    fixture.launch("out_of_range", 1, &arguments).unwrap();
-    fixture.finish();
+    fixture.run("out_of_range", 1, &arguments);
     comm.barrier().unwrap();
 }
 
@@ -184,8 +172,7 @@ pub(super) fn host_writes(comm: &Communicator) {
         fixture.stream.copy(source.memory(), read.memory()).unwrap();
         // A kernel that follows tells the peer.
         let tell = [connection.channel()];
-        fixture.launch("signal_and_wait", 1, &tell).unwrap();
-        fixture.finish();
+        fixture.run("signal_and_wait", 1, &tell);
         let expected = |rank: u32| {
             let mut all = contents(10 * round + rank, 64);
             all.resize(BYTES, 7);
@@ -377,8 +364,8 @@ pub(super) fn stopped_proxy(comm: &Communicator) {
         connection.write(&fixture.stream, 0, &source).unwrap();
         let deadline = Deadline::after(Duration::from_millis(50));
         let error = comm.stop_proxy(deadline).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-        assert_says(&error, &["1 copies of streams were not done"]);
+        let says = ["1 copies of streams were not done"];
+        assert_error(&error, ErrorKind::Timeout, &says);
         let error = comm.synchronize(&fixture.stream).unwrap_err();
         assert_names_peer(&error, ErrorKind::Closed, 1);
         assert_says(&error, &["the proxy was stopped"]);
@@ -445,9 +432,6 @@ fn a_network_device_that_is_not_there_is_an_error() {
         let connections = comm.connect(&[request]).unwrap();
         assert_eq!(connections.all()[0].transport(), Transport::Network);
         let fixture = Fixture::new(comm);
-        fixture
-            .launch("signal_and_wait", 1, &[connections.all()[0].channel()])
-            .unwrap();
-        fixture.finish();
+        fixture.run("signal_and_wait", 1, &[connections.all()[0].channel()]);
     });
 }

@@ -1,6 +1,6 @@
 //! The FIFO and the proxy: full, asleep, stopped.
 
-use super::common::{assert_says, processes, threads, threads_with, world};
+use super::common::{assert_error, assert_says, processes, threads, threads_with, world};
 use super::kernels::{Fixture, contents};
 use std::time::{Duration, Instant};
 use warplink::channel::{ProxyConfig, Transport};
@@ -35,13 +35,11 @@ fn many_puts(fixture: &Fixture<'_>, after: impl Fn(&Fixture<'_>)) -> Duration {
     if fixture.comm.rank() == 0 {
         region.upload(&data).unwrap();
         let arguments = [connection.channel(), Argument::U32(EACH)];
-        fixture.launch("many_puts", BLOCKS, &arguments).unwrap();
-        fixture.finish();
+        fixture.run("many_puts", BLOCKS, &arguments);
         after(fixture);
     } else {
         let arguments = [connection.channel(), Argument::U64(words as u64)];
-        fixture.launch("wait_for", 1, &arguments).unwrap();
-        fixture.finish();
+        fixture.run("wait_for", 1, &arguments);
         assert!(
             region.download().unwrap() == data,
             "not all words are there"
@@ -80,14 +78,12 @@ fn any_number_of_signals_is_under_way() {
             let each = ALL / blocks;
             if comm.rank() == 0 {
                 let arguments = [connection.channel(), Argument::U32(each)];
-                fixture.launch("many_signals", blocks, &arguments).unwrap();
-                fixture.finish();
+                fixture.run("many_signals", blocks, &arguments);
             }
             let expected = u64::from(each * blocks);
             if comm.rank() == 1 {
                 let arguments = [connection.channel(), Argument::U64(expected)];
-                fixture.launch("wait_for", 1, &arguments).unwrap();
-                fixture.finish();
+                fixture.run("wait_for", 1, &arguments);
             }
             // Flushed is counted, and each counts once.
             comm.barrier().unwrap();
@@ -127,11 +123,11 @@ fn kernels_that_use_a_stopped_proxy_end() {
         // It finds the ring empty for a moment, or it says how much it did not send.
         let stopped = comm.stop_proxy(Deadline::after(Duration::from_millis(200)));
         if let Err(error) = stopped {
-            assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-            assert_says(&error, &["triggers were not sent", "stop the proxy"]);
+            let says = ["triggers were not sent", "stop the proxy"];
+            assert_error(&error, ErrorKind::Timeout, &says);
             let error = comm.launch_proxy().unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
-            assert_says(&error, &["before it had sent everything", "connect again"]);
+            let says = ["before it had sent everything", "connect again"];
+            assert_error(&error, ErrorKind::Closed, &says);
         }
         // On GPUs the kernel ends with a status, on the host device it fails.
         match comm.synchronize(&fixture.stream) {

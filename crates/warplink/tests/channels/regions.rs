@@ -1,7 +1,8 @@
 //! Places in regions: added while kernels run, never added, misaligned, and further apart than a trigger reaches.
 
 use super::common::{
-    assert_names_peer, assert_says, kind, processes, threads, threads_with, with_timeout, world,
+    assert_error, assert_names_peer, assert_says, kind, processes, threads, threads_with,
+    with_timeout, world,
 };
 use super::kernels::{Fixture, TRANSPORTS, contents};
 use std::time::Duration;
@@ -26,8 +27,7 @@ fn a_kernel_that_runs_already_finds_a_region_that_is_added() {
             let added = comm.alloc(bytes).unwrap();
             comm.add_regions(&[(&connection, &added)]).unwrap();
             let arguments = [connection.channel(), Argument::U64(1)];
-            fixture.launch("wait_for", 1, &arguments).unwrap();
-            fixture.finish();
+            fixture.run("wait_for", 1, &arguments);
             assert!(added.download().unwrap() == contents(peer, bytes));
         }
     });
@@ -62,12 +62,11 @@ fn a_connection_has_as_many_regions_as_channels_name() {
             assert_eq!(comm.add_regions(&added).unwrap(), [number]);
         }
         let error = comm.add_regions(&added).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-        assert_says(&error, &["has 16 regions already; expected at most 16"]);
+        let says = ["has 16 regions already; expected at most 16"];
+        assert_error(&error, ErrorKind::InvalidArgument, &says);
         // Those that it has are there.
         let arguments = [connection.channel(), Argument::U32(15), Argument::U64(32)];
-        fixture.launch("get_region", 1, &arguments).unwrap();
-        fixture.finish();
+        fixture.run("get_region", 1, &arguments);
     });
 }
 
@@ -80,11 +79,8 @@ fn a_fifo_has_a_power_of_two_of_slots() {
             let request = ConnectionRequest::new(1 - comm.rank(), 0, &region)
                 .with_transport(Transport::Proxied);
             let error = comm.connect(&[request]).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert_says(
-                &error,
-                &[&format!("a FIFO of {slots} slots"), "a power of two"],
-            );
+            let says = [&format!("a FIFO of {slots} slots"), "a power of two"];
+            assert_error(&error, ErrorKind::InvalidArgument, &says);
         });
     }
 }
@@ -95,8 +91,7 @@ fn packets_that_are_misplaced_are_refused() {
         let fixture = Fixture::new(comm);
         let connection = fixture.pair(Transport::Direct, 1024);
         let arguments = [connection.channel(), Argument::U64(1024)];
-        fixture.launch("misplaced_packets", 1, &arguments).unwrap();
-        fixture.finish();
+        fixture.run("misplaced_packets", 1, &arguments);
         comm.barrier().unwrap();
         let own = connection.region(0).unwrap().download().unwrap();
         assert!(own.iter().all(|byte| *byte == 0), "something was put");
@@ -124,8 +119,7 @@ fn a_put_of_more_than_a_trigger_moves_is_whole() {
         }
         comm.barrier().unwrap();
         let arguments = [connection.channel(), Argument::U64(BYTES as u64)];
-        fixture.launch("put_half", 1, &arguments).unwrap();
-        fixture.finish();
+        fixture.run("put_half", 1, &arguments);
         for (number, place) in places.into_iter().enumerate() {
             let from = BYTES + place;
             let mut found = vec![0; PIECE];

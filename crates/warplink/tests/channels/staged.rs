@@ -1,9 +1,8 @@
 //! Connections over the network through staging memory, as those of GPUs go; here whatever the device is.
 
-use super::common::has_network;
 use super::common::{
-    Ranks, Stopwatch, assert_names_peer, assert_says, processes_of, resume, stop_self,
-    threads_that_end, wait_until_stopped, waiting_streams, world,
+    Ranks, Stopwatch, assert_error, assert_names_peer, assert_says, has_network, processes_of,
+    resume, stop_self, threads_that_end, wait_until_stopped, waiting_streams, world,
 };
 use super::kernels::{Fixture, contents};
 use super::network;
@@ -173,20 +172,17 @@ fn a_stopped_peer_holds_up_no_other_connection() {
         comm.barrier().unwrap();
         let wait_for = |count: u32| {
             let arguments = [connection(0).channel(), Argument::U64(count.into())];
-            fixture.launch("wait_for", 1, &arguments).unwrap();
-            fixture.finish();
+            fixture.run("wait_for", 1, &arguments);
         };
         match comm.rank() {
             0 => {
                 connection(2).region(0).unwrap().upload(&data).unwrap();
                 wait_until_stopped(processes[2]);
                 let arguments = [connection(2).channel(), Argument::U32(EACH)];
-                fixture.launch("many_puts", BLOCKS, &arguments).unwrap();
-                fixture.finish();
+                fixture.run("many_puts", BLOCKS, &arguments);
                 let begun = Stopwatch::start();
                 let arguments = [connection(1).channel(), Argument::U32(10)];
-                fixture.launch("many_signals", 1, &arguments).unwrap();
-                fixture.finish();
+                fixture.run("many_signals", 1, &arguments);
                 let took = begun.elapsed();
                 assert!(took < Duration::from_secs(5), "a flush took {took:?}");
                 resume(processes[2]);
@@ -216,8 +212,8 @@ fn ranks_that_stage_differently_are_told_so() {
         let connected = comm.connect(&[request]);
         if comm.device().kind() == warplink::DeviceKind::Host {
             let error = connected.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-            assert_says(&error, &["tag 3", "stages", "same staging"]);
+            let says = ["tag 3", "stages", "same staging"];
+            assert_error(&error, ErrorKind::Mismatch, &says);
         }
         comm.close().unwrap();
     });
