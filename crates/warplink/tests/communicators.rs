@@ -6,8 +6,8 @@
 mod common;
 
 use common::{
-    Ranks, Stopwatch, assert_says, config_of_thread, delays, kind, processes, tell, threads,
-    threads_with, values, world,
+    Ranks, Stopwatch, assert_error, assert_says, complete, config_of_thread, delays, kind,
+    processes, ring_requests, tell, threads, threads_with, values, world,
 };
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
@@ -33,18 +33,12 @@ struct Ring {
 
 impl Ring {
     fn new(comm: &Communicator, bytes: usize) -> Self {
-        let (rank, world) = (comm.rank(), comm.world());
         let (send, receive) = (comm.alloc(bytes).unwrap(), comm.alloc(bytes).unwrap());
-        let transfers = comm
-            .exchange(&[
-                TransferRequest::send(&send, (rank + 1) % world, 7),
-                TransferRequest::receive(&receive, (rank + world - 1) % world, 7),
-            ])
-            .unwrap();
+        let transfers = comm.exchange(&ring_requests(comm, &send, &receive, 7));
         Self {
             send,
             receive,
-            transfers,
+            transfers: transfers.unwrap(),
         }
     }
 }
@@ -125,10 +119,7 @@ fn groups_of_one_list_are_told_apart_by_their_order() {
             order.reverse();
             transfers.reverse();
         }
-        let all: Vec<_> = transfers.iter().collect();
-        post_all(&all, &stream).unwrap();
-        wait_all(&all, &stream).unwrap();
-        comm.synchronize(&stream).unwrap();
+        complete(comm, &transfers, &stream).unwrap();
         drop(transfers);
     });
 }
@@ -152,10 +143,7 @@ fn split_orders_by_key_and_then_by_rank() {
         let ring = Ring::new(&halves, 512);
         ring.send.upload(&[rank as u8; 512]).unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let all: Vec<_> = ring.transfers.iter().collect();
-        post_all(&all, &stream).unwrap();
-        wait_all(&all, &stream).unwrap();
-        comm.synchronize(&stream).unwrap();
+        complete(comm, &ring.transfers, &stream).unwrap();
         let peer = halves.job_ranks()[1 - halves.rank()];
         assert_eq!(ring.receive.download().unwrap(), [peer as u8; 512]);
     });
@@ -173,8 +161,8 @@ fn wrong_lists_are_refused_and_errors_name_both_numbers() {
             (&[], "not in"),
         ] {
             let error = comm.subgroup(list).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert_says(&error, &[says, &format!("rank {}", comm.rank())]);
+            let says = [says, &format!("rank {}", comm.rank())];
+            assert_error(&error, ErrorKind::InvalidArgument, &says);
         }
         if comm.rank() == 0 {
             assert!(comm.subgroup(&[1, 2]).is_err());
@@ -224,9 +212,9 @@ fn members_that_make_different_subgroups_are_told_so() {
                 .map(|list| comm.subgroup(list).unwrap())
                 .collect();
             let error = groups[0].barrier().unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-            assert_says(
+            assert_error(
                 &error,
+                ErrorKind::Mismatch,
                 &[
                     "creates a subgroup of the job's ranks [",
                     "rank 1",

@@ -7,8 +7,8 @@
 mod common;
 
 use common::{
-    Ranks, Stopwatch, assert_says, from_first, processes_of, resume, ring, stop_self, values,
-    wait_until_stopped,
+    Ranks, Stopwatch, assert_error, assert_says, complete, from_first, processes_of, resume, ring,
+    ring_requests, stop_self, values, wait_until_stopped,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -87,8 +87,8 @@ fn stop_while(wait: impl Fn(&Communicator, usize, &Transfer) -> Error) {
                 // no other.
                 let error = comm.barrier().err();
                 let error = error.unwrap_or_else(|| comm.barrier().unwrap_err());
-                assert_eq!(error.kind(), ErrorKind::GivenUp, "{error}");
-                assert_says(&error, &["gave this rank up: it did not answer for 1.5s"]);
+                let says = ["gave this rank up: it did not answer for 1.5s"];
+                assert_error(&error, ErrorKind::GivenUp, &says);
                 // The streams of a rank that was given up fail too.
                 transfers[0].post(&stream).ok();
                 let error = comm.synchronize(&stream).unwrap_err();
@@ -302,12 +302,8 @@ fn transfers_of_others_go_on_while_rank_0_is_stopped() {
         let pair = comm.split(1, 0).unwrap();
         let peer = 1 - pair.rank();
         let (send, receive) = (comm.alloc(4096).unwrap(), comm.alloc(4096).unwrap());
-        let transfers = pair.exchange(&[
-            TransferRequest::send(&send, peer, 0),
-            TransferRequest::receive(&receive, peer, 0),
-        ]);
-        let transfers = transfers.unwrap();
-        let all: Vec<&Transfer> = transfers.iter().collect();
+        let requests = ring_requests(&pair, &send, &receive, 0);
+        let transfers = pair.exchange(&requests).unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
         comm.barrier().unwrap();
         let begun = Instant::now();
@@ -316,9 +312,7 @@ fn transfers_of_others_go_on_while_rank_0_is_stopped() {
         for round in 0..60 {
             let started = Stopwatch::start();
             send.upload(&values(pair.rank(), round, 4096)).unwrap();
-            warplink::p2p::post_all(&all, &stream).unwrap();
-            warplink::p2p::wait_all(&all, &stream).unwrap();
-            pair.synchronize(&stream).unwrap();
+            complete(&pair, &transfers, &stream).unwrap();
             assert!(receive.download().unwrap() == values(peer, round, 4096));
             longest = longest.max(started.elapsed());
             std::thread::sleep(Duration::from_millis(50));
@@ -353,8 +347,8 @@ fn exchange_with_a_stopped_store(
         // The publishing has the limit of the call, and taking it back one of its own.
         let soon = Deadline::after(Duration::from_secs(2));
         let error = exchange(&comm, &region, [0, 1, 2], soon);
-        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-        assert_says(&error, &["; the communicator has ended"]);
+        let says = ["; the communicator has ended"];
+        assert_error(&error, ErrorKind::Timeout, &says);
         assert!(
             begun.elapsed() < Duration::from_secs(8),
             "{:?}",

@@ -7,7 +7,7 @@
 
 mod common;
 
-use common::values;
+use common::{complete, ring_requests, values};
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Resource, Rlimit, getrlimit, getuid, setrlimit};
 use std::io::{BufRead, BufReader, Read, Write};
@@ -22,7 +22,6 @@ use std::thread;
 use std::time::{Duration, Instant};
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::Priority;
-use warplink::p2p::{TransferRequest, post_all, wait_all};
 use warplink::{Communicator, Config, DeviceKind};
 
 /// Exchanges with strangers at this job and at another, of which the median counts.
@@ -121,17 +120,10 @@ fn exchanges(comm: &Communicator, first: usize) -> Duration {
             send.upload(&values(comm.rank(), round, bytes)).unwrap();
             comm.barrier().unwrap();
             let started = Instant::now();
-            let transfers = comm
-                .exchange(&[
-                    TransferRequest::send(&send, peer, 0),
-                    TransferRequest::receive(&receive, peer, 0),
-                ])
-                .unwrap();
+            let requests = ring_requests(comm, &send, &receive, 0);
+            let transfers = comm.exchange(&requests).unwrap();
             let took = started.elapsed();
-            let group: Vec<_> = transfers.iter().collect();
-            post_all(&group, &stream).unwrap();
-            wait_all(&group, &stream).unwrap();
-            comm.synchronize(&stream).unwrap();
+            complete(comm, &transfers, &stream).unwrap();
             assert!(
                 receive.download().unwrap() == values(peer, round, bytes),
                 "wrong data"

@@ -5,7 +5,7 @@
 
 mod common;
 
-use common::{assert_names_peer, assert_says, threads, with_timeout, world};
+use common::{assert_error, assert_names_peer, assert_says, threads, with_timeout, world};
 use std::time::Duration;
 use warplink::bootstrap::Wait;
 use warplink::channel::ConnectionRequest;
@@ -177,8 +177,7 @@ fn usable_after_a_timeout(
         };
         if comm.rank() == 0 {
             let error = call(comm).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-            assert_says(&error, &[USABLE]);
+            assert_error(&error, ErrorKind::Timeout, &[USABLE]);
         }
         meet("timed out");
         if let (1, Some(check)) = (comm.rank(), late) {

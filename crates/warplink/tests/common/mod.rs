@@ -22,11 +22,14 @@ pub use children::{Ended, wait_all};
 pub use elements::{decode, encode};
 pub use network::{has_network, leave_out};
 pub use processes::{kill, processes_of, resume, stop_self, wait_until_stopped};
-pub use room::{at_least, device_of_thread, runs_case, share_gpus, waiting_streams, world, worlds};
+pub use room::{
+    at_least, device_of_thread, runs_case, several, share_gpus, waiting_streams, world, worlds,
+};
 use room::{gpus, ranks_per_gpu};
 pub use shorthands::{
-    allocate, assert_error, assert_names_peer, assert_says, await_word, downloaded, from_first,
-    without_descriptors, write_word,
+    allocate, assert_error, assert_names_peer, assert_says, await_word, complete, downloaded,
+    from_first, recorded, ring_requests, transfer_from_first, transfer_once, without_descriptors,
+    write_word,
 };
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -45,7 +48,7 @@ use warplink::device::{
     Word,
 };
 use warplink::memory::Region;
-use warplink::p2p::{self, Protocol, Transfer, TransferRequest, post_all};
+use warplink::p2p::Protocol;
 use warplink::{Communicator, Config, DeviceKind, Error, ErrorKind, Rank};
 
 /// Longest that the ranks of one test may run, unless it says otherwise.
@@ -433,20 +436,15 @@ pub fn ring(
 ) -> Result<(), Error> {
     const BYTES: usize = 64 << 10;
     let (rank, world) = (comm.rank(), comm.world());
-    let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
+    let left = (rank + world - 1) % world;
     let (send, receive) = (comm.alloc(BYTES)?, comm.alloc(BYTES)?);
     let stream = comm.create_stream(Priority::Normal)?;
-    let transfers = comm.exchange(&[
-        TransferRequest::send(&send, right, 0).with_protocol(protocol),
-        TransferRequest::receive(&receive, left, 0).with_protocol(protocol),
-    ])?;
-    let group: Vec<&Transfer> = transfers.iter().collect();
+    let requests = ring_requests(comm, &send, &receive, 0);
+    let transfers = comm.exchange(&requests.map(|end| end.with_protocol(protocol)))?;
     for round in 0..rounds {
         before(round);
         send.upload(&values(comm.job_ranks()[rank], round, BYTES))?;
-        post_all(&group, &stream)?;
-        p2p::wait_all(&group, &stream)?;
-        comm.synchronize(&stream)?;
+        complete(comm, &transfers, &stream)?;
         let sent = values(comm.job_ranks()[left], round, BYTES);
         assert!(receive.download()? == sent, "wrong data in round {round}");
     }

@@ -34,6 +34,11 @@ pub fn at_least(ranks: usize) -> Option<usize> {
     Some(world(ranks)).filter(|room| *room == ranks)
 }
 
+/// The [`world`] of `wanted`, where it has more than one rank.
+pub fn several(wanted: usize) -> Option<usize> {
+    Some(world(wanted)).filter(|ranks| *ranks > 1)
+}
+
 /// The [`world`] of each of `wanted`, but none twice in a row.
 pub fn worlds(wanted: impl IntoIterator<Item = usize>) -> Vec<usize> {
     let mut worlds: Vec<usize> = wanted.into_iter().map(world).collect();

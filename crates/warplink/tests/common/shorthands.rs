@@ -1,9 +1,9 @@
 //! Shorthands for what most tests do with errors, memory, words and transfers.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
-use warplink::device::{AllocationKind, DeviceSlice, MemoryOp, Stream, Word};
+use warplink::device::{AllocationKind, DeviceSlice, Graph, MemoryOp, Stream, Word};
 use warplink::memory::Region;
-use warplink::p2p::TransferRequest;
+use warplink::p2p::{Protocol, Transfer, TransferRequest, post_all, wait_all};
 use warplink::{Communicator, Error, ErrorKind, Rank};
 
 /// Fails unless `error` has this kind and names this peer.
@@ -49,12 +49,59 @@ pub fn write_word(stream: &Stream, word: &Word, value: u64) {
     stream.memory_ops(&[MemoryOp::write(word, value)]).unwrap();
 }
 
+/// Records what `work` enqueues as a graph.
+pub fn recorded(stream: &Stream, work: impl FnOnce()) -> Graph {
+    stream.begin_capture().unwrap();
+    work();
+    stream.end_capture().unwrap()
+}
+
+/// This rank's ends of a ring of transfers: `send` goes to the next rank, which for one of two ranks is also the one that
+/// `receive` is for.
+pub fn ring_requests(
+    comm: &Communicator,
+    send: &Region,
+    receive: &Region,
+    tag: u64,
+) -> [TransferRequest; 2] {
+    let (rank, world) = (comm.rank(), comm.world());
+    [
+        TransferRequest::send(send, (rank + 1) % world, tag),
+        TransferRequest::receive(receive, (rank + world - 1) % world, tag),
+    ]
+}
+
+/// Posts transfers, waits for them on `stream`, and for that.
+pub fn complete(comm: &Communicator, transfers: &[Transfer], stream: &Stream) -> Result<(), Error> {
+    let group: Vec<&Transfer> = transfers.iter().collect();
+    post_all(&group, stream)?;
+    wait_all(&group, stream)?;
+    comm.synchronize(stream)
+}
+
+/// Makes transfers that are used once, and waits for them.
+pub fn transfer_once(comm: &Communicator, requests: &[TransferRequest], stream: &Stream) {
+    comm.once(requests, stream).unwrap();
+    comm.synchronize(stream).unwrap();
+}
+
 /// This rank's end of a transfer of `region` from rank 0 to rank 1.
 pub fn from_first(comm: &Communicator, region: &Region, tag: u64) -> TransferRequest {
     match comm.rank() {
         0 => TransferRequest::send(region, 1, tag),
         _ => TransferRequest::receive(region, 0, tag),
     }
+}
+
+/// The transfer that [`from_first`] asks for, by a protocol.
+pub fn transfer_from_first(
+    comm: &Communicator,
+    region: &Region,
+    tag: u64,
+    protocol: Protocol,
+) -> Transfer {
+    let request = from_first(comm, region, tag).with_protocol(protocol);
+    comm.exchange(&[request]).unwrap().remove(0)
 }
 
 /// Runs `body` while this process may open no file; the limit is its own, so ranks must be processes.

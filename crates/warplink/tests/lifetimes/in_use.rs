@@ -1,12 +1,12 @@
 //! Objects dropped while a stream may still use them are kept until the stream is done with them.
 
 use super::Footprint;
-use super::common::{assert_says, from_first, kind, processes, threads, world};
+use super::common::{assert_error, kind, processes, threads, transfer_from_first, world};
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::Duration;
 use warplink::bootstrap::{JoinConfig, Rendezvous, UniqueId};
 use warplink::device::{DeviceSlice, MemoryOp, Priority, Stream, Word};
-use warplink::p2p::{Protocol, Transfer};
+use warplink::p2p::Protocol;
 use warplink::program::{Bindings, PrepareOptions, Program};
 use warplink::{Communicator, Config, DeviceKind, ErrorKind};
 
@@ -40,19 +40,11 @@ impl<'a> Held<'a> {
     }
 }
 
-/// Rank 0 sends to rank 1 by get.
-fn exchange(comm: &Communicator, region: &warplink::memory::Region, tag: u64) -> Transfer {
-    let request = from_first(comm, region, tag);
-    comm.exchange(&[request.with_protocol(Protocol::Get)])
-        .unwrap()
-        .remove(0)
-}
-
 #[test]
 fn signals_of_a_dropped_transfer_do_not_reach_another() {
     threads(world(2), |comm| {
         let region = comm.alloc(4096).unwrap();
-        let first = exchange(comm, &region, 1);
+        let first = transfer_from_first(comm, &region, 1, Protocol::Get);
         let held = Held::new(comm);
         if comm.rank() == 0 {
             // Its signal goes to the peer when the stream is let go, and not before.
@@ -63,7 +55,7 @@ fn signals_of_a_dropped_transfer_do_not_reach_another() {
         // Peers tell one another what they dropped.
         std::thread::sleep(Duration::from_millis(50));
         comm.barrier().unwrap();
-        let second = exchange(comm, &region, 2);
+        let second = transfer_from_first(comm, &region, 2, Protocol::Get);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         region.upload(&[comm.rank() as u8; 4096]).unwrap();
         comm.barrier().unwrap();
@@ -151,8 +143,8 @@ fn leaving_ends_streams_that_still_wait() {
         let round = || {
             leave_work_behind(|comm| {
                 let error = comm.close().unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
-                assert_says(&error, &["rank 0", "close the communicator", "streams"]);
+                let says = ["rank 0", "close the communicator", "streams"];
+                assert_error(&error, ErrorKind::Timeout, &says);
             });
             leave_work_behind(drop);
         };

@@ -11,7 +11,10 @@ mod in_use;
 mod pool;
 mod rounds;
 
-use common::{Ranks, allocate, await_word, from_first, kind, processes, threads, world};
+use common::{
+    Ranks, allocate, await_word, kind, processes, ring_requests, threads, transfer_from_first,
+    transfer_once, values, world,
+};
 use held::Held;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -19,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 use warplink::device::Priority;
 use warplink::memory::IdleMappings;
-use warplink::p2p::{Protocol, TransferRequest};
+use warplink::p2p::Protocol;
 use warplink::{Communicator, DeviceKind, ErrorKind};
 
 const MIB: usize = 1 << 20;
@@ -91,14 +94,8 @@ fn eventually(what: &str, holds: impl Fn() -> bool, state: impl Fn() -> String) 
 
 /// Both ranks send a fresh buffer to each other once.
 fn exchange_fresh(comm: &Communicator, stream: &warplink::device::Stream, bytes: usize) {
-    let peer = 1 - comm.rank();
     let (send, receive) = (comm.alloc(bytes).unwrap(), comm.alloc(bytes).unwrap());
-    let requests = [
-        TransferRequest::send(&send, peer, 3),
-        TransferRequest::receive(&receive, peer, 3),
-    ];
-    comm.once(&requests, stream).unwrap();
-    comm.synchronize(stream).unwrap();
+    transfer_once(comm, &ring_requests(comm, &send, &receive, 3), stream);
 }
 
 #[test]
@@ -115,13 +112,41 @@ fn fresh_buffers_that_are_sent_and_dropped_come_back() {
     });
 }
 
+#[test]
+fn a_thousand_exchanges_leave_nothing_behind() {
+    processes(world(2), |comm| {
+        let peer = 1 - comm.rank();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let round = |tag: usize| {
+            // Every fourth exchange is of fresh memory.
+            let (send, receive) = (comm.alloc(4096).unwrap(), comm.alloc(4096).unwrap());
+            for step in 0..4 {
+                send.upload(&values(comm.rank(), tag + step, 4096)).unwrap();
+                transfer_once(comm, &ring_requests(comm, &send, &receive, 3), &stream);
+                assert_eq!(receive.download().unwrap(), values(peer, tag + step, 4096));
+            }
+        };
+        let settle = || {
+            for _ in 0..2 {
+                comm.release_idle().unwrap();
+                comm.barrier().unwrap();
+            }
+        };
+        (0..10).for_each(round);
+        settle();
+        let (before, registered) = (Held::now(comm), comm.registrations_and_mappings());
+        (0..250).for_each(|turn| round(4 * turn));
+        settle();
+        assert_eq!(comm.registrations_and_mappings(), registered);
+        before.assert_flat(comm);
+        comm.barrier().unwrap();
+    });
+}
+
 /// Rank 0 sends from a region, by get, so that rank 1 maps it.
 fn mapped_by_rank_1(comm: &Communicator, bytes: usize) -> warplink::p2p::Transfer {
     let region = comm.alloc(bytes).unwrap();
-    let request = from_first(comm, &region, 0);
-    comm.exchange(&[request.with_protocol(Protocol::Get)])
-        .unwrap()
-        .remove(0)
+    transfer_from_first(comm, &region, 0, Protocol::Get)
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! Ranks that end without closing: by abort, by dropping the communicator, by a panic.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, assert_names_peer, assert_says, at_least, config_of_thread, kind,
-    threads_that_end, world,
+    Stopwatch, TimedBarrier, assert_error, assert_names_peer, assert_says, at_least,
+    config_of_thread, kind, threads_that_end, world,
 };
 use std::net::{IpAddr, Ipv4Addr, TcpListener};
 use std::time::Duration;
@@ -236,8 +236,8 @@ fn abort_join(pending: PendingJob) {
     let error = pending.wait().unwrap_err();
     let took = started.elapsed();
     assert!(took < SOON, "{error} came after {took:?}");
-    assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
-    assert_says(&error, &["join was aborted", "the input is missing"]);
+    let says = ["join was aborted", "the input is missing"];
+    assert_error(&error, ErrorKind::Closed, &says);
 }
 
 #[test]

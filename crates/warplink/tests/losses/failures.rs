@@ -3,7 +3,8 @@
 use crate::common::{
     Ranks, Stopwatch, allocate, assert_error, assert_names_peer, assert_says,
     barrier_that_all_have_passed, exit_with_survivors, from_first, kill_self, kind, processes,
-    threads, without_descriptors, world,
+    recorded, ring_requests, threads, transfer_from_first, transfer_once, without_descriptors,
+    world,
 };
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
@@ -49,116 +50,81 @@ fn survive(victim: usize, until_dead: impl Fn(&Communicator, &dyn Fn()) -> Resul
     });
 }
 
-/// Rounds of a ring until one rank dies, with a thread that kills it while a transfer runs.
+/// How rounds of transfers are submitted.
+#[derive(Clone, Copy, PartialEq)]
+enum Submission {
+    Eager,
+    Graph,
+}
+use Submission::{Eager, Graph};
+
+/// Rounds of a ring until rank `victim` dies while a transfer runs.
 fn die_in_a_transfer(
-    comm: &Communicator,
-    die: &dyn Fn(),
+    victim: usize,
+    submission: Submission,
     (protocol, path): (Protocol, Path),
     bytes: usize,
-) -> Result<(), Error> {
-    let (rank, world) = (comm.rank(), comm.world());
-    let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
-    let (send, receive) = (comm.alloc(bytes)?, comm.alloc(bytes)?);
-    let stream = comm.create_stream(Priority::Normal)?;
-    let requests = [
-        TransferRequest::send(&send, right, 0),
-        TransferRequest::receive(&receive, left, 0),
-    ];
-    let chosen = requests.map(|request| request.with_protocol(protocol).with_path(path));
-    let transfers = comm.exchange(&chosen)?;
-    let group: Vec<&Transfer> = transfers.iter().collect();
-    for round in 0.. {
-        post_all(&group, &stream)?;
-        wait_all(&group, &stream)?;
-        if round == 3 {
-            die();
+) {
+    survive(victim, |comm, die| {
+        let (send, receive) = (comm.alloc(bytes)?, comm.alloc(bytes)?);
+        let stream = comm.create_stream(Priority::Normal)?;
+        let requests = ring_requests(comm, &send, &receive, 0);
+        let chosen = requests.map(|request| request.with_protocol(protocol).with_path(path));
+        let transfers = comm.exchange(&chosen)?;
+        let group: Vec<&Transfer> = transfers.iter().collect();
+        let step = || post_all(&group, &stream).and_then(|()| wait_all(&group, &stream));
+        let graph = (submission == Graph).then(|| recorded(&stream, || step().unwrap()));
+        for round in 0.. {
+            match &graph {
+                // Several launches ahead, so that waits lie behind waits when the rank dies.
+                Some(graph) => (0..10).try_for_each(|_| graph.launch(&stream))?,
+                None => step()?,
+            }
+            if round == 3 {
+                die();
+            }
+            comm.synchronize(&stream)?;
         }
-        comm.synchronize(&stream)?;
-    }
-    Ok(())
+        Ok(())
+    });
 }
 
 #[test]
 fn a_rank_killed_in_a_get() {
-    survive(1, |comm, die| {
-        die_in_a_transfer(comm, die, (Protocol::Get, Path::CopyEngine), 16 << 20)
-    });
+    die_in_a_transfer(1, Eager, (Protocol::Get, Path::CopyEngine), 16 << 20);
 }
 
 #[test]
 fn a_rank_killed_in_a_put() {
-    survive(1, |comm, die| {
-        die_in_a_transfer(comm, die, (Protocol::Put, Path::CopyEngine), 16 << 20)
-    });
+    die_in_a_transfer(1, Eager, (Protocol::Put, Path::CopyEngine), 16 << 20);
 }
 
 #[test]
 fn rank_0_killed_in_a_transfer() {
-    survive(0, |comm, die| {
-        die_in_a_transfer(comm, die, (Protocol::Put, Path::CopyEngine), 4096)
-    });
+    die_in_a_transfer(0, Eager, (Protocol::Put, Path::CopyEngine), 4096);
 }
 
 /// Kernels wait for packets, for room for them, and for what tells several blocks that they may copy.
 #[test]
 fn a_rank_killed_in_transfers_by_packets() {
-    survive(1, |comm, die| {
-        die_in_a_transfer(comm, die, (Protocol::Put, Path::Multiprocessors), 4096)
-    });
+    die_in_a_transfer(1, Eager, (Protocol::Put, Path::Multiprocessors), 4096);
 }
 
 #[test]
 fn rank_0_killed_in_transfers_by_several_blocks() {
-    survive(0, |comm, die| {
-        die_in_a_transfer(comm, die, (Protocol::Put, Path::Multiprocessors), 1 << 20)
-    });
-}
-
-/// Launches of a graph with a step of a ring in it, until one rank dies.
-fn die_in_a_graph(
-    comm: &Communicator,
-    die: &dyn Fn(),
-    path: Path,
-    bytes: usize,
-) -> Result<(), Error> {
-    let (rank, world) = (comm.rank(), comm.world());
-    let (right, left) = ((rank + 1) % world, (rank + world - 1) % world);
-    let (send, receive) = (comm.alloc(bytes)?, comm.alloc(bytes)?);
-    let stream = comm.create_stream(Priority::Normal)?;
-    let transfers = comm.exchange(&[
-        TransferRequest::send(&send, right, 0).with_path(path),
-        TransferRequest::receive(&receive, left, 0).with_path(path),
-    ])?;
-    let group: Vec<&Transfer> = transfers.iter().collect();
-    stream.begin_capture()?;
-    post_all(&group, &stream)?;
-    wait_all(&group, &stream)?;
-    let graph = stream.end_capture()?;
-    for round in 0.. {
-        // Several launches ahead, so that waits lie behind waits when the rank dies.
-        for _ in 0..10 {
-            graph.launch(&stream)?;
-        }
-        if round == 3 {
-            die();
-        }
-        comm.synchronize(&stream)?;
-    }
-    Ok(())
+    die_in_a_transfer(0, Eager, (Protocol::Put, Path::Multiprocessors), 1 << 20);
 }
 
 #[test]
 fn a_rank_killed_in_a_captured_transfer() {
-    survive(1, |comm, die| {
-        die_in_a_graph(comm, die, Path::CopyEngine, 1 << 20)
-    });
+    let usual = Protocol::default();
+    die_in_a_transfer(1, Graph, (usual, Path::CopyEngine), 1 << 20);
 }
 
 #[test]
 fn a_rank_killed_in_captured_transfers_by_packets() {
-    survive(1, |comm, die| {
-        die_in_a_graph(comm, die, Path::Multiprocessors, 8_000)
-    });
+    let usual = Protocol::default();
+    die_in_a_transfer(1, Graph, (usual, Path::Multiprocessors), 8_000);
 }
 
 #[test]
@@ -185,14 +151,9 @@ fn a_rank_killed_in_a_barrier() {
     }
 }
 
-/// Two ranks as threads, each of which gives what it was answered.
-fn pair(body: impl Fn(&Communicator) + Send + Sync) {
-    threads(world(2), body);
-}
-
 #[test]
 fn lengths_that_differ_are_told_to_both_and_nothing_is_lost() {
-    pair(|comm| {
+    threads(world(2), |comm| {
         let peer = 1 - comm.rank();
         let region = comm.alloc(4096).unwrap();
         let half = region.slice(0..2048).unwrap();
@@ -216,14 +177,13 @@ fn works(comm: &Communicator, tag: u64) {
     let stream = comm.create_stream(Priority::Normal).unwrap();
     region.upload(&[comm.rank() as u8 + 1; 512]).unwrap();
     let request = from_first(comm, &region, tag);
-    comm.once(&[request], &stream).unwrap();
-    comm.synchronize(&stream).unwrap();
+    transfer_once(comm, &[request], &stream);
     assert_eq!(region.download().unwrap(), [1; 512]);
 }
 
 #[test]
 fn protocols_that_differ_are_told_to_both() {
-    pair(|comm| {
+    threads(world(2), |comm| {
         let peer = 1 - comm.rank();
         let region = comm.alloc(4096).unwrap();
         let request = match comm.rank() {
@@ -231,25 +191,22 @@ fn protocols_that_differ_are_told_to_both() {
             _ => TransferRequest::receive(&region, peer, 5).with_protocol(Protocol::Put),
         };
         let error = comm.exchange(&[request]).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-        assert_says(&error, &["get", "put", "same protocol"]);
+        let says = ["get", "put", "same protocol"];
+        assert_error(&error, ErrorKind::Mismatch, &says);
         works(comm, 5);
     });
 }
 
 #[test]
 fn a_peer_that_never_exchanges_is_named_and_a_second_try_works() {
-    pair(|comm| {
-        let peer = 1 - comm.rank();
+    threads(world(2), |comm| {
         works(comm, 7);
         if comm.rank() == 0 {
             let before = comm.registrations_and_mappings();
             let region = comm.alloc(4096).unwrap();
             for protocol in [Protocol::Get, Protocol::Put] {
-                let requests = [
-                    TransferRequest::send(&region, peer, 8).with_protocol(protocol),
-                    TransferRequest::receive(&region, peer, 8).with_protocol(protocol),
-                ];
+                let requests = ring_requests(comm, &region, &region, 8);
+                let requests = requests.map(|end| end.with_protocol(protocol));
                 let deadline = Deadline::after(Duration::from_millis(200));
                 let error = comm.exchange_until(&requests, deadline).unwrap_err();
                 assert_error(&error, ErrorKind::Timeout, &["rank 0", "exchange", "tag 8"]);
@@ -265,7 +222,7 @@ fn a_peer_that_never_exchanges_is_named_and_a_second_try_works() {
 
 #[test]
 fn wrong_peers_are_refused() {
-    pair(|comm| {
+    threads(world(2), |comm| {
         let region = comm.alloc(64).unwrap();
         let nobody = comm
             .exchange(&[TransferRequest::receive(&region, 99, 0)])
@@ -277,7 +234,7 @@ fn wrong_peers_are_refused() {
 
 #[test]
 fn memory_that_is_no_region_is_refused() {
-    pair(|comm| {
+    threads(world(2), |comm| {
         let region = comm.alloc(4096).unwrap();
         // A range that passes the end, and one that would if it did not overflow.
         assert_says(
@@ -309,7 +266,7 @@ fn memory_that_is_no_region_is_refused() {
 #[test]
 fn a_region_of_another_rank_is_refused() {
     let foreign = std::sync::Mutex::new(None);
-    pair(|comm| {
+    threads(world(2), |comm| {
         if comm.rank() == 1 {
             *foreign.lock().unwrap() = Some(comm.alloc(4096).unwrap());
         }
@@ -328,20 +285,17 @@ fn a_region_of_another_rank_is_refused() {
 
 #[test]
 fn a_region_in_use_by_a_peer_is_not_freed() {
-    pair(|comm| {
+    threads(world(2), |comm| {
         let region = comm.alloc(1 << 16).unwrap();
-        let request = from_first(comm, &region, 0);
         // Get: rank 1 maps the region of rank 0.
-        let transfers = comm
-            .exchange(&[request.with_protocol(Protocol::Get)])
-            .unwrap();
+        let transfer = transfer_from_first(comm, &region, 0, Protocol::Get);
         if comm.rank() == 0 {
             let error = region
                 .clone()
                 .close(Deadline::after(Duration::from_millis(10)))
                 .unwrap_err();
             assert_says(&error, &["in use here"]);
-            drop(transfers);
+            drop(transfer);
             let error = region
                 .close(Deadline::after(Duration::from_millis(100)))
                 .unwrap_err();
@@ -356,7 +310,7 @@ fn a_region_in_use_by_a_peer_is_not_freed() {
             }
         } else {
             comm.barrier().unwrap();
-            drop(transfers);
+            drop(transfer);
             comm.release_idle().unwrap();
             comm.barrier().unwrap();
         }
@@ -395,20 +349,17 @@ fn a_rank_that_was_short_of_descriptors_lets_go_of_its_peers_memory() {
     }
     processes(2, |comm| {
         let region = comm.alloc(4096).unwrap();
-        let request = from_first(comm, &region, 0);
         // Get: rank 1 maps the region of rank 0.
-        let transfers = comm
-            .exchange(&[request.with_protocol(Protocol::Get)])
-            .unwrap();
+        let transfer = transfer_from_first(comm, &region, 0, Protocol::Get);
         comm.barrier().unwrap();
         if comm.rank() == 1 {
             without_descriptors(|| {
-                drop(transfers);
+                drop(transfer);
                 std::thread::sleep(Duration::from_millis(300));
             });
             comm.release_idle().unwrap();
         } else {
-            drop(transfers);
+            drop(transfer);
             let soon = Deadline::after(Duration::from_secs(20));
             region.close(soon).unwrap();
         }

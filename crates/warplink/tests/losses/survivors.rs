@@ -1,6 +1,8 @@
 //! A lost rank ends the communicators that contain it; the ranks that are left go on.
 
-use crate::common::{Ranks, Stopwatch, assert_names_peer, assert_says, kill_self, kind, ring};
+use crate::common::{
+    Ranks, Stopwatch, assert_names_peer, assert_says, kill_self, kind, ring, ring_requests,
+};
 use std::time::Duration;
 use warplink::bootstrap::Wait;
 use warplink::device::Priority;
@@ -149,16 +151,12 @@ fn the_other_communicator_of_a_stream_fails_and_goes_on_in_another_stream() {
             kill_self();
         }
         let pair = comm.subgroup(&[1, 0]).unwrap();
-        let peer = 1 - pair.rank();
         let from_2 = TransferRequest::receive(&region, 2, 0);
         let from_2 = comm.exchange(&[from_2]).unwrap();
         let (send, receive) = (comm.alloc(BYTES).unwrap(), comm.alloc(BYTES).unwrap());
         send.upload(&[1; BYTES]).unwrap();
         receive.upload(&[7; BYTES]).unwrap();
-        let requests = [
-            TransferRequest::send(&send, peer, 0),
-            TransferRequest::receive(&receive, peer, 0),
-        ];
+        let requests = ring_requests(&pair, &send, &receive, 0);
         let in_pair = pair.exchange(&requests).unwrap();
         comm.barrier().unwrap();
         // The pair's transfers are behind a wait for the rank that is lost.

@@ -1,10 +1,10 @@
 //! Transfers in graphs: recorded once, launched any number of times.
 
 use super::common::{
-    assert_says, delayed, delays, from_first, processes, threads, threads_with, values, world,
+    assert_says, complete, delayed, processes, recorded, threads, threads_with,
+    transfer_from_first, values, world,
 };
 use super::{PROTOCOLS, neighbours, ring};
-use std::time::Duration;
 use warplink::Communicator;
 use warplink::device::{Priority, Stream};
 use warplink::p2p::{Batch, Protocol, Transfer, post_all, wait_all};
@@ -17,14 +17,14 @@ fn a_batch_waits_and_posts_again_in_a_graph() {
         for (protocol, bytes) in PROTOCOLS.into_iter().flat_map(|p| [(p, 512), (p, 1 << 20)]) {
             let [send, receive] = [(); 2].map(|()| comm.alloc(bytes).unwrap());
             let transfers = ring(comm, &send, &receive, 6, protocol);
-            stream.begin_capture().unwrap();
-            post_all(&transfers.iter().collect::<Vec<_>>(), &stream).unwrap();
-            for _ in 0..3 {
-                let again = Batch::new().wait(&transfers).post(&transfers);
-                again.enqueue(&stream).unwrap();
-            }
-            wait_all(&transfers.iter().collect::<Vec<_>>(), &stream).unwrap();
-            let graph = stream.end_capture().unwrap();
+            let graph = recorded(&stream, || {
+                Batch::new().post(&transfers).enqueue(&stream).unwrap();
+                for _ in 0..3 {
+                    let again = Batch::new().wait(&transfers).post(&transfers);
+                    again.enqueue(&stream).unwrap();
+                }
+                Batch::new().wait(&transfers).enqueue(&stream).unwrap();
+            });
             for round in 0..10 {
                 send.upload(&values(comm.rank(), round, bytes)).unwrap();
                 graph.launch(&stream).unwrap();
@@ -56,12 +56,11 @@ pub(super) fn replay(comm: &Communicator, times: usize) {
         let (send, receive) = (comm.alloc(4096).unwrap(), comm.alloc(4096).unwrap());
         send.upload(&[rank as u8; 4096]).unwrap();
         let transfers = ring(comm, &send, &receive, 4, protocol);
-        let group: Vec<&Transfer> = transfers.iter().collect();
-        stream.begin_capture().unwrap();
-        post_all(&group, &stream).unwrap();
-        wait_all(&group, &stream).unwrap();
-        stream.copy(&send, &receive).unwrap();
-        let graph = stream.end_capture().unwrap();
+        let graph = recorded(&stream, || {
+            Batch::new().post(&transfers).enqueue(&stream).unwrap();
+            Batch::new().wait(&transfers).enqueue(&stream).unwrap();
+            stream.copy(&send, &receive).unwrap();
+        });
         let mut replayed = 0;
         while replayed < times {
             // Not one after the other from the host: launches pile up in the stream.
@@ -77,9 +76,7 @@ pub(super) fn replay(comm: &Communicator, times: usize) {
             );
         }
         // The same transfers, outside of a graph again.
-        post_all(&group, &stream).unwrap();
-        wait_all(&group, &stream).unwrap();
-        comm.synchronize(&stream).unwrap();
+        complete(comm, &transfers, &stream).unwrap();
         let from = (rank + world * (times + 1) - replayed - 1) % world;
         assert_eq!(receive.download().unwrap(), [from as u8; 4096]);
         comm.barrier().unwrap();
@@ -161,22 +158,14 @@ fn any_number_of_streams_of_a_graph_may_wait() {
 
 #[test]
 fn any_number_of_streams_of_a_graph_may_wait_with_random_delays() {
-    threads_with(
-        world(3),
-        |config| delays(config, Duration::from_micros(500)),
-        steps_that_other_streams_wait_for,
-    );
+    threads_with(world(3), delayed(500), steps_that_other_streams_wait_for);
 }
 
 #[test]
 fn a_second_captured_post_needs_a_wait_between() {
     threads(world(2), |comm| {
         let region = comm.alloc(64).unwrap();
-        let request = from_first(comm, &region, 1);
-        let transfer = comm
-            .exchange(&[request.with_protocol(Protocol::Get)])
-            .unwrap()
-            .remove(0);
+        let transfer = transfer_from_first(comm, &region, 1, Protocol::Get);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         if comm.rank() == 0 {
             stream.begin_capture().unwrap();

@@ -13,9 +13,9 @@ mod paths;
 mod persistent;
 
 use common::{
-    Ranks, allocate, delayed, delays, from_first, processes, threads, threads_with, values, world,
+    Ranks, allocate, complete, delayed, processes, recorded, ring_requests, threads, threads_with,
+    transfer_from_first, transfer_once, values, world,
 };
-use std::time::Duration;
 use warplink::device::{AllocationKind, Priority};
 use warplink::memory::Region;
 use warplink::p2p::{Path, Protocol, Transfer, TransferRequest, post_all, post_stores, wait_all};
@@ -36,12 +36,9 @@ fn ring(
     tag: u64,
     protocol: Protocol,
 ) -> Vec<Transfer> {
-    let (right, left) = neighbours(comm);
-    comm.exchange(&[
-        TransferRequest::send(send, right, tag).with_protocol(protocol),
-        TransferRequest::receive(receive, left, tag).with_protocol(protocol),
-    ])
-    .unwrap()
+    let requests = ring_requests(comm, send, receive, tag);
+    let requests = requests.map(|end| end.with_protocol(protocol));
+    comm.exchange(&requests).unwrap()
 }
 
 /// Buffers without bytes lead to signals alone: beside others, and in graphs.
@@ -49,7 +46,7 @@ fn ring(
 fn transfers_of_no_bytes_complete() {
     threads(world(2), |comm| {
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let (right, left) = neighbours(comm);
+        let (_, left) = neighbours(comm);
         for (protocol, path) in PROTOCOLS
             .into_iter()
             .flat_map(|protocol| [Path::CopyEngine, Path::Multiprocessors].map(|p| (protocol, p)))
@@ -60,10 +57,7 @@ fn transfers_of_no_bytes_complete() {
             let requests = ends.flat_map(|(tag, range)| {
                 let [send, receive] =
                     [&send, &receive].map(|end| end.slice(range.clone()).unwrap());
-                [
-                    TransferRequest::send(&send, right, tag as u64),
-                    TransferRequest::receive(&receive, left, tag as u64),
-                ]
+                ring_requests(comm, &send, &receive, tag as u64)
             });
             let requests = requests.map(|end| end.with_protocol(protocol).with_path(path));
             let transfers = comm.exchange(&requests.collect::<Vec<_>>()).unwrap();
@@ -76,10 +70,10 @@ fn transfers_of_no_bytes_complete() {
             comm.synchronize(&stream).unwrap();
             assert_eq!(receive.download().unwrap(), values(left, 0, 4096));
             for group in [empty, &group] {
-                stream.begin_capture().unwrap();
-                post_all(group, &stream).unwrap();
-                wait_all(group, &stream).unwrap();
-                let graph = stream.end_capture().unwrap();
+                let graph = recorded(&stream, || {
+                    post_all(group, &stream).unwrap();
+                    wait_all(group, &stream).unwrap();
+                });
                 (0..3).for_each(|_| graph.launch(&stream).unwrap());
                 comm.synchronize(&stream).unwrap();
             }
@@ -96,12 +90,9 @@ fn ring_of_rounds(comm: &Communicator) {
     for (tag, protocol) in PROTOCOLS.into_iter().enumerate() {
         let (send, receive) = (comm.alloc(10_000).unwrap(), comm.alloc(10_000).unwrap());
         let transfers = ring(comm, &send, &receive, tag as u64, protocol);
-        let group: Vec<&Transfer> = transfers.iter().collect();
         for round in 0..32 {
             send.upload(&values(comm.rank(), round, 10_000)).unwrap();
-            post_all(&group, &stream).unwrap();
-            wait_all(&group, &stream).unwrap();
-            comm.synchronize(&stream).unwrap();
+            complete(comm, &transfers, &stream).unwrap();
             assert_eq!(
                 receive.download().unwrap(),
                 values(left, round, 10_000),
@@ -125,11 +116,7 @@ fn a_ring_of_threads_over_32_rounds() {
 
 #[test]
 fn a_ring_with_random_delays() {
-    threads_with(
-        world(3),
-        |config| delays(config, Duration::from_micros(300)),
-        ring_of_rounds,
-    );
+    threads_with(world(3), delayed(300), ring_of_rounds);
 }
 
 #[test]
@@ -149,12 +136,9 @@ fn a_neighbours_value_is_read_through_its_handle() {
         own.upload(&(comm.rank() as u64 + 41).to_le_bytes())
             .unwrap();
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let requests = [
-            TransferRequest::send(&own, peer, 0).with_protocol(Protocol::Get),
-            TransferRequest::receive(&seen, peer, 0).with_protocol(Protocol::Get),
-        ];
-        comm.once(&requests, &stream).unwrap();
-        comm.synchronize(&stream).unwrap();
+        let requests = ring_requests(comm, &own, &seen, 0);
+        let requests = requests.map(|end| end.with_protocol(Protocol::Get));
+        transfer_once(comm, &requests, &stream);
         assert_eq!(seen.download().unwrap(), (peer as u64 + 41).to_le_bytes());
     });
 }
@@ -176,18 +160,13 @@ fn the_middle_of_an_allocation_on_either_side() {
                     TransferRequest::receive(&to, peer, 1).with_protocol(protocol),
                     TransferRequest::send(&from, peer, 1).with_protocol(protocol),
                 ];
-                comm.once(&requests, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
+                transfer_once(comm, &requests, &stream);
                 let all = whole.download().unwrap();
                 assert_eq!(all[2_000_001..2_300_001], values(peer, 5, 300_000));
-                assert!(
-                    all[..1_000_003].iter().all(|byte| *byte == 0),
-                    "bytes before the range were written"
-                );
-                assert!(
-                    all[2_300_001..].iter().all(|byte| *byte == 0),
-                    "bytes after the range were written"
-                );
+                for (beside, what) in [(0..1_000_003, "before"), (2_300_001..all.len(), "after")] {
+                    let untouched = all[beside].iter().all(|byte| *byte == 0);
+                    assert!(untouched, "bytes {what} the range were written");
+                }
                 comm.barrier().unwrap();
             }
         }
@@ -211,15 +190,7 @@ fn memory_that_somebody_else_allocated() {
         let own = comm.register(&borrowed.unwrap()).unwrap();
         let into = comm.alloc(4096).unwrap();
         own.upload(&values(comm.rank(), 1, 4096)).unwrap();
-        comm.once(
-            &[
-                TransferRequest::send(&own, peer, 0),
-                TransferRequest::receive(&into, peer, 0),
-            ],
-            &stream,
-        )
-        .unwrap();
-        comm.synchronize(&stream).unwrap();
+        transfer_once(comm, &ring_requests(comm, &own, &into, 0), &stream);
         assert_eq!(into.download().unwrap(), values(peer, 1, 4096));
     });
 }
@@ -239,16 +210,8 @@ fn a_buffer_replaced_on_one_rank_only() {
                     send = comm.alloc(1 << 16).unwrap();
                 }
                 send.upload(&values(comm.rank(), round, 1 << 16)).unwrap();
-                let transfers = comm
-                    .exchange(&[
-                        TransferRequest::send(&send, peer, 9).with_protocol(protocol),
-                        TransferRequest::receive(&receive, peer, 9).with_protocol(protocol),
-                    ])
-                    .unwrap();
-                let group: Vec<&Transfer> = transfers.iter().collect();
-                post_all(&group, &stream).unwrap();
-                wait_all(&group, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
+                let transfers = ring(comm, &send, &receive, 9, protocol);
+                complete(comm, &transfers, &stream).unwrap();
                 assert_eq!(
                     receive.download().unwrap(),
                     values(peer, round, 1 << 16),
@@ -256,67 +219,6 @@ fn a_buffer_replaced_on_one_rank_only() {
                 );
             }
         }
-    });
-}
-
-/// Open descriptors, mappings of memory and threads of this process.
-fn footprint() -> (usize, usize, usize) {
-    let count = |path: &str| std::fs::read_dir(path).unwrap().count();
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    (
-        count("/proc/self/fd"),
-        maps.lines().count(),
-        count("/proc/self/task"),
-    )
-}
-
-#[test]
-fn a_thousand_exchanges_leave_nothing_behind() {
-    processes(world(2), |comm| {
-        let peer = 1 - comm.rank();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
-        let round = |tag: usize| {
-            // Every fourth exchange is of fresh memory.
-            let (send, receive) = (comm.alloc(4096).unwrap(), comm.alloc(4096).unwrap());
-            for step in 0..4 {
-                send.upload(&values(comm.rank(), tag + step, 4096)).unwrap();
-                let requests = [
-                    TransferRequest::send(&send, peer, 3),
-                    TransferRequest::receive(&receive, peer, 3),
-                ];
-                comm.once(&requests, &stream).unwrap();
-                comm.synchronize(&stream).unwrap();
-                assert_eq!(receive.download().unwrap(), values(peer, tag + step, 4096));
-            }
-        };
-        let settle = || {
-            comm.release_idle().unwrap();
-            comm.barrier().unwrap();
-            comm.release_idle().unwrap();
-            comm.barrier().unwrap();
-        };
-        (0..10).for_each(round);
-        settle();
-        let before = footprint();
-        let registered = comm.registrations_and_mappings();
-        (0..250).for_each(|turn| round(4 * turn));
-        settle();
-        let after = footprint();
-        assert_eq!(comm.registrations_and_mappings(), registered);
-        // The allocator and the driver may map a few arenas more; 1,000 exchanges must not show. The
-        // thread sanitizer maps memory of its own meanwhile.
-        assert!(
-            after.0 <= before.0 + 4,
-            "descriptors: {before:?}, then {after:?}"
-        );
-        assert!(
-            cfg!(warplink_tsan) || after.1 <= before.1 + 24,
-            "mappings: {before:?}, then {after:?}"
-        );
-        assert!(
-            after.2 <= before.2 + 1,
-            "threads: {before:?}, then {after:?}"
-        );
     });
 }
 
@@ -350,8 +252,7 @@ fn a_group_completes_in_any_order_on_each_rank() {
             let mut shuffled: Vec<_> = requests.into_iter().zip(order).collect();
             shuffled.sort_by_key(|(_, key)| *key);
             let requests: Vec<_> = shuffled.into_iter().map(|(request, _)| request).collect();
-            comm.once(&requests, &stream).unwrap();
-            comm.synchronize(&stream).unwrap();
+            transfer_once(comm, &requests, &stream);
             for (receive, want) in checks {
                 assert_eq!(receive.download().unwrap(), want);
             }
@@ -392,30 +293,19 @@ fn a_sender_that_runs_ahead_loses_no_signal() {
         for protocol in PROTOCOLS {
             let region = comm.alloc(256).unwrap();
             region.upload(&[7; 256]).unwrap();
-            let request = from_first(comm, &region, 1);
-            let transfer = comm
-                .exchange(&[request.with_protocol(protocol)])
-                .unwrap()
-                .remove(0);
+            let transfer = transfer_from_first(comm, &region, 1, protocol);
             // One rank posts a hundred before the other posts any, then the other way round.
-            if comm.rank() == 0 {
-                (0..100).for_each(|_| transfer.post(&stream).unwrap());
-                comm.barrier().unwrap();
-            } else {
-                comm.barrier().unwrap();
-                (0..100).for_each(|_| transfer.post(&stream).unwrap());
+            for first in [0, 1] {
+                if comm.rank() == first {
+                    (0..100).for_each(|_| transfer.post(&stream).unwrap());
+                    comm.barrier().unwrap();
+                } else {
+                    comm.barrier().unwrap();
+                    (0..100).for_each(|_| transfer.post(&stream).unwrap());
+                }
+                transfer.wait(&stream).unwrap();
+                comm.synchronize(&stream).unwrap();
             }
-            transfer.wait(&stream).unwrap();
-            comm.synchronize(&stream).unwrap();
-            if comm.rank() == 1 {
-                (0..100).for_each(|_| transfer.post(&stream).unwrap());
-                comm.barrier().unwrap();
-            } else {
-                comm.barrier().unwrap();
-                (0..100).for_each(|_| transfer.post(&stream).unwrap());
-            }
-            transfer.wait(&stream).unwrap();
-            comm.synchronize(&stream).unwrap();
             assert_eq!(region.download().unwrap(), [7; 256]);
         }
     });
@@ -430,17 +320,8 @@ fn a_wait_on_another_stream_waits() {
             comm.create_stream(Priority::Normal).unwrap(),
         );
         for protocol in PROTOCOLS {
-            let (send, receive, seen) = (
-                comm.alloc(1 << 16).unwrap(),
-                comm.alloc(1 << 16).unwrap(),
-                comm.alloc(1 << 16).unwrap(),
-            );
-            let transfers = comm
-                .exchange(&[
-                    TransferRequest::send(&send, peer, 1).with_protocol(protocol),
-                    TransferRequest::receive(&receive, peer, 1).with_protocol(protocol),
-                ])
-                .unwrap();
+            let [send, receive, seen] = [(); 3].map(|()| comm.alloc(1 << 16).unwrap());
+            let transfers = ring(comm, &send, &receive, 1, protocol);
             let group: Vec<&Transfer> = transfers.iter().collect();
             for round in 0..20 {
                 send.upload(&values(comm.rank(), round, 1 << 16)).unwrap();
@@ -489,9 +370,7 @@ fn stores(comm: &Communicator) {
         .unwrap();
         take.wait(&stream).unwrap();
     };
-    stream.begin_capture().unwrap();
-    enqueue();
-    let graph = stream.end_capture().unwrap();
+    let graph = recorded(&stream, enqueue);
     for round in 0..20 {
         source.upload(&values(comm.rank(), round, 3000)).unwrap();
         match round % 2 {
@@ -523,9 +402,5 @@ fn what_is_stored_at_the_receiver_is_there_when_it_hears_of_it() {
 
 #[test]
 fn what_is_stored_with_random_delays_is_there() {
-    threads_with(
-        world(3),
-        |config| delays(config, Duration::from_micros(200)),
-        stores,
-    );
+    threads_with(world(3), delayed(200), stores);
 }

@@ -1,15 +1,15 @@
 //! Paths: what moves the bytes, one of which both ranks choose.
 
 use super::common::{
-    assert_says, delayed, delays, from_first, kind, pretending, processes, threads, threads_with,
-    values, world,
+    assert_error, assert_says, complete, delayed, from_first, kind, pretending, processes,
+    recorded, ring_requests, threads, threads_with, transfer_once, values, world,
 };
 use super::graphs::{replay, steps_that_other_streams_wait_for};
-use super::{PROTOCOLS, neighbours, ring_of_rounds};
+use super::{PROTOCOLS, ring_of_rounds};
 use std::time::Duration;
 use warplink::device::{MatmulSpec, Priority, Stream};
 use warplink::p2p::{Batch, Path, Protocol, Transfer, TransferRequest, post_all, wait_all};
-use warplink::{Communicator, DType, DeviceKind, ErrorKind};
+use warplink::{Communicator, Config, DType, DeviceKind, ErrorKind};
 
 const PATHS: [Path; 4] = [
     Path::CopyEngine,
@@ -18,18 +18,19 @@ const PATHS: [Path; 4] = [
     Path::OneBlock,
 ];
 
+fn kernels(config: &mut Config) {
+    config.path = Some(Path::Multiprocessors);
+}
+
 /// Ranks as threads, whose communicator says that multiprocessors are free; with delays and without.
 fn by_kernels(world: usize, body: impl Fn(&Communicator) + Send + Sync) {
-    threads_with(
-        world,
-        |config| config.path = Some(Path::Multiprocessors),
-        &body,
-    );
+    threads_with(world, kernels, &body);
+    let late = delayed(300);
     threads_with(
         world,
         |config| {
-            config.path = Some(Path::Multiprocessors);
-            delays(config, Duration::from_micros(300));
+            kernels(config);
+            late(config);
         },
         &body,
     );
@@ -50,11 +51,7 @@ fn a_ring_by_kernels_over_32_rounds() {
 
 #[test]
 fn a_graph_by_kernels_replayed_stays_right() {
-    threads_with(
-        world(3),
-        |config| config.path = Some(Path::Multiprocessors),
-        |comm| replay(comm, 3_000),
-    );
+    threads_with(world(3), kernels, |comm| replay(comm, 3_000));
     by_kernels(world(3), |comm| replay(comm, 100));
 }
 
@@ -68,6 +65,12 @@ fn one_way(comm: &Communicator, region: &warplink::memory::Region, path: Path) -
     let request = from_first(comm, region, 3);
     let request = request.with_path(path).with_protocol(Protocol::Put);
     comm.exchange(&[request]).unwrap().remove(0)
+}
+
+/// Posts transfers and waits for them in one batch.
+fn post_and_wait<'a>(stream: &Stream, transfers: impl IntoIterator<Item = &'a Transfer> + Copy) {
+    let batch = Batch::new().post(transfers).wait(transfers);
+    batch.enqueue(stream).unwrap();
 }
 
 /// Bytes of these lengths from many alignments to others, by each path and protocol: they arrive whole, and nothing beside
@@ -84,18 +87,13 @@ fn move_ranges(comm: &Communicator, lengths: &[usize]) {
             let (from, to) = starts[number % starts.len()];
             let (from, to) = (MARGIN + from, MARGIN + to);
             let own = comm.alloc(bytes + 2 * MARGIN).unwrap();
-            own.slice(from..from + bytes)
-                .unwrap()
-                .upload(&values(comm.rank(), number, bytes))
-                .unwrap();
             whole.upload(&vec![0xa5; whole.bytes()]).unwrap();
-            let requests = [
-                TransferRequest::send(&own.slice(from..from + bytes).unwrap(), peer, 0),
-                TransferRequest::receive(&whole.slice(to..to + bytes).unwrap(), peer, 0),
-            ];
+            let send = own.slice(from..from + bytes).unwrap();
+            let receive = whole.slice(to..to + bytes).unwrap();
+            send.upload(&values(comm.rank(), number, bytes)).unwrap();
+            let requests = ring_requests(comm, &send, &receive, 0);
             let requests = requests.map(|request| request.with_path(path).with_protocol(protocol));
-            comm.once(&requests, &stream).unwrap();
-            comm.synchronize(&stream).unwrap();
+            transfer_once(comm, &requests, &stream);
             let all = whole.download().unwrap();
             let what = format!("{path}, {protocol}, {bytes} bytes from {from} to {to}");
             assert!(all[to..to + bytes] == values(peer, number, bytes), "{what}");
@@ -129,14 +127,8 @@ fn eager_and_captured(comm: &Communicator, rounds: usize) {
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let region = comm.alloc(bytes).unwrap();
         let transfer = one_way(comm, &region, Path::Multiprocessors);
-        let step = |stream: &Stream| {
-            let batch = Batch::new().post([&transfer]).wait([&transfer]);
-            batch.enqueue(stream).unwrap();
-        };
-        stream.begin_capture().unwrap();
-        step(&stream);
-        step(&stream);
-        let graph = stream.end_capture().unwrap();
+        let step = || post_and_wait(&stream, [&transfer]);
+        let graph = recorded(&stream, || (0..2).for_each(|_| step()));
         for round in 0..rounds {
             if comm.rank() == 0 {
                 region.upload(&values(0, round, bytes)).unwrap();
@@ -146,7 +138,7 @@ fn eager_and_captured(comm: &Communicator, rounds: usize) {
             comm.barrier().unwrap();
             match round % 3 {
                 0 => graph.launch(&stream).unwrap(),
-                _ => step(&stream),
+                _ => step(),
             }
             comm.synchronize(&stream).unwrap();
             assert_eq!(region.download().unwrap(), values(0, round, bytes));
@@ -182,8 +174,7 @@ fn a_sender_by_packets_overwrites_nothing() {
                 stream.copy(&region, bytes).unwrap();
                 transfer.post(&stream).unwrap();
             } else {
-                let batch = Batch::new().post([&transfer]).wait([&transfer]);
-                batch.enqueue(&stream).unwrap();
+                post_and_wait(&stream, [&transfer]);
                 stream.copy(bytes, &region).unwrap();
             }
         }
@@ -249,10 +240,7 @@ fn a_group_mixes_paths() {
         for (tag, path) in PATHS.into_iter().enumerate() {
             for protocol in PROTOCOLS {
                 let (from, to) = (comm.alloc(BYTES).unwrap(), comm.alloc(BYTES).unwrap());
-                let both = [
-                    TransferRequest::send(&from, peer, tag as u64),
-                    TransferRequest::receive(&to, peer, tag as u64),
-                ];
+                let both = ring_requests(comm, &from, &to, tag as u64);
                 let chosen =
                     |request: TransferRequest| request.with_path(path).with_protocol(protocol);
                 requests.extend(both.map(chosen));
@@ -284,22 +272,13 @@ fn a_group_mixes_paths() {
 #[test]
 fn a_buffer_is_sent_before_it_is_received_into() {
     by_kernels(world(2), |comm| {
-        let (right, left) = neighbours(comm);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let (region, other) = (comm.alloc(3_000).unwrap(), comm.alloc(3_000).unwrap());
-        let forth = comm
-            .exchange(&[
-                TransferRequest::send(&region, right, 0),
-                TransferRequest::receive(&region, left, 0),
-            ])
-            .unwrap();
+        let forth = comm.exchange(&ring_requests(comm, &region, &region, 0));
+        let forth = forth.unwrap();
         region.upload(&values(comm.rank(), 0, 3_000)).unwrap();
         for round in 1..=20 {
-            Batch::new()
-                .post(&forth)
-                .wait(&forth)
-                .enqueue(&stream)
-                .unwrap();
+            post_and_wait(&stream, &forth);
             stream.copy(&other, &region).unwrap();
             comm.synchronize(&stream).unwrap();
             let from = (comm.rank() + round) % 2;
@@ -321,20 +300,13 @@ fn paths_that_differ_are_told_to_both_and_nothing_is_lost() {
         for _ in 0..3 {
             let request = from_first(comm, &region, 9);
             let error = comm.exchange(&[request.with_path(own)]).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-            assert_says(
-                &error,
-                &["this rank uses the path", "copy-engine", "multiprocessors"],
-            );
+            let says = ["this rank uses the path", "copy-engine", "multiprocessors"];
+            assert_error(&error, ErrorKind::Mismatch, &says);
         }
         region.upload(&values(comm.rank(), 1, 4096)).unwrap();
         let transfer = one_way(comm, &region, Path::Multiprocessors);
         assert_eq!(transfer.path(), Path::Multiprocessors);
-        Batch::new()
-            .post([&transfer])
-            .wait([&transfer])
-            .enqueue(&stream)
-            .unwrap();
+        post_and_wait(&stream, [&transfer]);
         comm.synchronize(&stream).unwrap();
         assert_eq!(region.download().unwrap(), values(0, 1, 4096));
         comm.barrier().unwrap();
@@ -356,12 +328,12 @@ fn a_receive_by_packets_is_posted_twice_before_a_wait_at_most() {
             }
             if comm.rank() == 1 {
                 let error = transfer.post(&stream).unwrap_err();
-                assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-                assert_says(&error, &["3 times without a wait", "peer 0"]);
+                let says = ["3 times without a wait", "peer 0"];
+                assert_error(&error, ErrorKind::InvalidArgument, &says);
                 // In one batch, too, of which nothing is posted then.
                 let batch = Batch::new().wait([&transfer]).post([&transfer; 3]);
                 let error = batch.enqueue(&stream).unwrap_err();
-                assert_says(&error, &["3 times without a wait", "peer 0"]);
+                assert_says(&error, &says);
             }
             transfer.wait(&stream).unwrap();
             comm.synchronize(&stream).unwrap();
@@ -374,37 +346,33 @@ fn a_receive_by_packets_is_posted_twice_before_a_wait_at_most() {
 /// Stores by others into the receiver's memory need no path of their own.
 #[test]
 fn bytes_that_are_stored_go_by_no_packets() {
-    threads_with(
-        world(2),
-        |config| config.path = Some(Path::Multiprocessors),
-        |comm| {
-            let stream = comm.create_stream(Priority::Normal).unwrap();
-            let region = comm.alloc(800).unwrap();
-            let peer = 1 - comm.rank();
-            for round in 0..3 {
-                if comm.rank() == 0 {
-                    region.upload(&values(0, round, 800)).unwrap();
-                    let store = comm.exchange(&[TransferRequest::store(800, peer, 0)]);
-                    let store = store.unwrap().remove(0);
-                    warplink::p2p::post_stores(&[&store], &stream, |targets| {
-                        stream.copy(targets[0], &region)
-                    })
-                    .unwrap();
-                    // A send by packets has no buffer to store into.
-                    let send = one_way(comm, &region, Path::Multiprocessors);
-                    let error = send.target().unwrap_err();
-                    assert_says(&error, &["by packets", "TransferRequest::store"]);
-                    comm.synchronize(&stream).unwrap();
-                } else {
-                    let request = [TransferRequest::receive(&region, peer, 0)];
-                    comm.once(&request, &stream).unwrap();
-                    one_way(comm, &region, Path::Multiprocessors);
-                    comm.synchronize(&stream).unwrap();
-                    assert_eq!(region.download().unwrap(), values(0, round, 800));
-                }
+    threads_with(world(2), kernels, |comm| {
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let region = comm.alloc(800).unwrap();
+        let peer = 1 - comm.rank();
+        for round in 0..3 {
+            if comm.rank() == 0 {
+                region.upload(&values(0, round, 800)).unwrap();
+                let store = comm.exchange(&[TransferRequest::store(800, peer, 0)]);
+                let store = store.unwrap().remove(0);
+                warplink::p2p::post_stores(&[&store], &stream, |targets| {
+                    stream.copy(targets[0], &region)
+                })
+                .unwrap();
+                // A send by packets has no buffer to store into.
+                let send = one_way(comm, &region, Path::Multiprocessors);
+                let error = send.target().unwrap_err();
+                assert_says(&error, &["by packets", "TransferRequest::store"]);
+                comm.synchronize(&stream).unwrap();
+            } else {
+                let request = [TransferRequest::receive(&region, peer, 0)];
+                comm.once(&request, &stream).unwrap();
+                one_way(comm, &region, Path::Multiprocessors);
+                comm.synchronize(&stream).unwrap();
+                assert_eq!(region.download().unwrap(), values(0, round, 800));
             }
-        },
-    );
+        }
+    });
 }
 
 /// Seven ranks store to rank 0, whose stream has a product of matrices before it receives: where they share a GPU, they
@@ -446,9 +414,7 @@ fn senders_by_kernels_leave_the_receiver_room() {
             } else {
                 regions[0].upload(&values(rank, round, bytes)).unwrap();
             }
-            post_all(&transfers.iter().collect::<Vec<_>>(), &stream).unwrap();
-            wait_all(&transfers.iter().collect::<Vec<_>>(), &stream).unwrap();
-            comm.synchronize(&stream).unwrap();
+            complete(comm, &transfers, &stream).unwrap();
             if rank == 0 {
                 for (peer, region) in (1..world).zip(&regions) {
                     assert!(region.download().unwrap() == values(peer, round, bytes));
@@ -472,11 +438,7 @@ fn scratch_memory_comes_back() {
             // Scratch that another transfer has used begins with epoch 1 again.
             let transfer = one_way(comm, &region, Path::Multiprocessors);
             for _ in 0..=round % 3 {
-                Batch::new()
-                    .post([&transfer])
-                    .wait([&transfer])
-                    .enqueue(&stream)
-                    .unwrap();
+                post_and_wait(&stream, [&transfer]);
             }
             comm.synchronize(&stream).unwrap();
             assert!(

@@ -1,6 +1,6 @@
 //! Transfers under a kernel that fills the device and waits for them.
 
-use super::common::{WaitingKernel, threads, world};
+use super::common::{WaitingKernel, ring_requests, threads, world};
 use std::time::Duration;
 use warplink::Communicator;
 use warplink::device::Priority;
@@ -14,7 +14,6 @@ const BLOCKS_PER_MULTIPROCESSOR: u32 = 2;
 /// it.
 fn under_a_kernel(comm: &Communicator, path: Option<Path>) {
     const BYTES: [usize; 2] = [4096, 1 << 20];
-    let peer = 1 - comm.rank();
     let device = comm.device();
     let blocks = BLOCKS_PER_MULTIPROCESSOR * device.properties().multiprocessors as u32;
     let waiting = WaitingKernel::new(device, blocks, THREADS, 0);
@@ -31,10 +30,7 @@ fn under_a_kernel(comm: &Communicator, path: Option<Path>) {
         let value = 1000 + tag as u32;
         send.upload(&value.to_le_bytes().repeat(bytes / 4)).unwrap();
         receive.upload(&vec![0; bytes]).unwrap();
-        let requests = [
-            TransferRequest::send(&send, peer, tag as u64),
-            TransferRequest::receive(&receive, peer, tag as u64),
-        ];
+        let requests = ring_requests(comm, &send, &receive, tag as u64);
         let chosen = |request: TransferRequest| {
             let request = request.with_protocol(protocol);
             match path {
