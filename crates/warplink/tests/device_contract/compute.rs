@@ -1,11 +1,20 @@
 //! Matmuls and sums of a device, against double precision.
 
-use crate::common::{self, decode, encode};
-use crate::{computing, soon};
+use crate::common::values;
+use crate::{computing, download, soon, upload};
 use warplink::device::{
     AllocationKind, DeviceSlice, Elementwise, ElementwiseOp, MatmulSpec, Stream,
 };
 use warplink::{DType, ErrorKind};
+
+/// Numbers from -1 to 1.
+fn random(seed: usize, round: usize, count: usize) -> Vec<f64> {
+    let bytes = values(seed, round, count);
+    bytes
+        .iter()
+        .map(|byte| f64::from(*byte) / 128.0 - 1.0)
+        .collect()
+}
 
 #[test]
 fn products_and_sums_agree_with_double_precision() {
@@ -35,43 +44,24 @@ fn products_and_sums_agree_with_double_precision() {
         .filter(|dtype| *dtype != DType::U8)
     {
         let bytes = 1003 * dtype.size();
-        let parts: Vec<_> = (0..5)
-            .map(|_| device.allocate(bytes, AllocationKind::Plain).unwrap())
+        let parts: Vec<_> = (1..=5)
+            .map(|number| upload(&*device, dtype, &[f64::from(number); 1003]))
             .collect();
-        for (index, part) in parts.iter().enumerate() {
-            device
-                .upload(part, &encode(dtype, &vec![index as f64 + 1.0; 1003]))
-                .unwrap();
-        }
         let target = device.allocate(bytes, AllocationKind::Plain).unwrap();
         sum(&stream, dtype, &target, &parts).unwrap();
         sum(&stream, dtype, &parts[0], &parts[..2]).unwrap();
         stream.synchronize(soon()).unwrap();
-        let mut seen = vec![0; bytes];
-        device.download(&target, &mut seen).unwrap();
-        assert_eq!(decode(dtype, &seen), vec![15.0; 1003], "{dtype}");
-        device.download(&parts[0], &mut seen).unwrap();
-        assert_eq!(decode(dtype, &seen), vec![3.0; 1003], "{dtype}, in place");
+        let seen = |slice| download(&*device, dtype, slice);
+        assert_eq!(seen(&target), vec![15.0; 1003], "{dtype}");
+        assert_eq!(seen(&parts[0]), vec![3.0; 1003], "{dtype}, in place");
     }
     let a = device.allocate(64, AllocationKind::Plain).unwrap();
     let spec = MatmulSpec::new(4, 4, 4, DType::F32);
-    assert!(
-        compute
-            .matmul(&stream, &spec, &a, &a, &a.slice(0..32).unwrap(), None)
-            .is_err()
-    );
-    assert!(
-        compute
-            .matmul(
-                &stream,
-                &MatmulSpec { bias: true, ..spec },
-                &a,
-                &a,
-                &a,
-                None
-            )
-            .is_err()
-    );
+    let with_bias = MatmulSpec { bias: true, ..spec };
+    for (spec, c) in [(spec, &a.slice(0..32).unwrap()), (with_bias, &a)] {
+        let refused = compute.matmul(&stream, &spec, &a, &a, c, None);
+        assert!(refused.is_err(), "{spec:?}");
+    }
     assert!(sum(&stream, DType::F32, &a, &[]).is_err());
 }
 
@@ -105,21 +95,13 @@ fn blocks_with_leading_dimensions_are_multiplied() {
                 let mut whole = Vec::new();
                 for (seed, (rows, length)) in shapes.into_iter().enumerate() {
                     let step = length + apart;
-                    let raw = common::values(seed, 5, rows * step);
-                    let values: Vec<f64> =
-                        raw.iter().map(|b| f64::from(*b) / 128.0 - 1.0).collect();
-                    let upload = |values: &[f64]| {
-                        let bytes = encode(dtype, values);
-                        let slice = device.allocate(bytes.len(), AllocationKind::Plain).unwrap();
-                        device.upload(&slice, &bytes).unwrap();
-                        slice
-                    };
+                    let values = random(seed, 5, rows * step);
                     let packed: Vec<f64> = values
                         .chunks_exact(step)
                         .flat_map(|row| row[..length].to_vec())
                         .collect();
-                    alone.push(upload(&packed));
-                    let all = upload(&values);
+                    alone.push(upload(&*device, dtype, &packed));
+                    let all = upload(&*device, dtype, &values);
                     let end = (rows - 1) * step + length;
                     blocks.push(all.slice(0..end * dtype.size()).unwrap());
                     whole.push((all, step, length));
@@ -131,11 +113,7 @@ fn blocks_with_leading_dimensions_are_multiplied() {
                     ..spec
                 };
                 let (c, step, length) = &whole[2];
-                let read = |slice: &DeviceSlice| {
-                    let mut bytes = vec![0; slice.bytes()];
-                    device.download(slice, &mut bytes).unwrap();
-                    decode(dtype, &bytes)
-                };
+                let read = |slice| download(&*device, dtype, slice);
                 let before = read(c);
                 compute.prepare_matmul(&blocked).unwrap();
                 compute
@@ -176,19 +154,7 @@ fn blocks_with_leading_dimensions_are_multiplied() {
 #[test]
 fn a_batch_of_products_is_its_products() {
     let (device, stream, compute) = computing();
-    let upload = |dtype: DType, seed: usize, count: usize| {
-        let raw = common::values(seed, 3, count);
-        let values: Vec<f64> = raw.iter().map(|b| f64::from(*b) / 128.0 - 1.0).collect();
-        let bytes = encode(dtype, &values);
-        let slice = device.allocate(bytes.len(), AllocationKind::Plain).unwrap();
-        device.upload(&slice, &bytes).unwrap();
-        slice
-    };
-    let download = |dtype: DType, slice: &DeviceSlice| {
-        let mut bytes = vec![0; slice.bytes()];
-        device.download(slice, &mut bytes).unwrap();
-        decode(dtype, &bytes)
-    };
+    let upload = |dtype, seed, count| upload(&*device, dtype, &random(seed, 3, count));
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         // Rows that are and are not multiples of 16 bytes, with and without a bias, transposed or not.
         for (m, n, k, bias, transposed_a, transposed_b) in [
@@ -239,7 +205,7 @@ fn a_batch_of_products_is_its_products() {
                 }
                 stream.synchronize(soon()).unwrap();
                 for ((_, c), wanted) in products.iter().zip(&wanted) {
-                    let (seen, wanted) = (download(dtype, c), download(dtype, wanted));
+                    let [seen, wanted] = [c, wanted].map(|slice| download(&*device, dtype, slice));
                     let off: f64 = seen.iter().zip(&wanted).map(|(a, b)| (a - b).powi(2)).sum();
                     let norm: f64 = wanted.iter().map(|value| value * value).sum();
                     let error = (off / norm).sqrt();
@@ -265,39 +231,17 @@ fn check_product(
     spec: &MatmulSpec,
 ) {
     let (m, n, k, dtype) = (spec.m, spec.n, spec.k, spec.dtype);
-    let random = |seed: usize, count: usize| -> Vec<f64> {
-        let raw = common::values(seed, 7, count);
-        decode(
-            dtype,
-            &encode(
-                dtype,
-                &raw.iter()
-                    .map(|byte| f64::from(*byte) / 128.0 - 1.0)
-                    .collect::<Vec<_>>(),
-            ),
-        )
-    };
-    let (a, b, c, bias) = (
-        random(1, m * k),
-        random(2, k * n),
-        random(3, m * n),
-        random(4, n),
-    );
-    let upload = |values: &[f64]| {
-        let bytes = encode(dtype, values);
-        let slice = device.allocate(bytes.len(), AllocationKind::Plain).unwrap();
-        device.upload(&slice, &bytes).unwrap();
-        slice
-    };
-    let (da, db, dc, dbias) = (upload(&a), upload(&b), upload(&c), upload(&bias));
+    let counts = [m * k, k * n, m * n, n];
+    let given = std::array::from_fn(|at| upload(device, dtype, &random(1 + at, 7, counts[at])));
+    // As the type holds them.
+    let [a, b, c, bias] = given.each_ref().map(|slice| download(device, dtype, slice));
+    let [da, db, dc, dbias] = given;
     compute.prepare_matmul(spec).unwrap();
     compute
         .matmul(stream, spec, &da, &db, &dc, spec.bias.then_some(&dbias))
         .unwrap();
     stream.synchronize(soon()).unwrap();
-    let mut seen = vec![0; m * n * dtype.size()];
-    device.download(&dc, &mut seen).unwrap();
-    let seen = decode(dtype, &seen);
+    let seen = download(device, dtype, &dc);
     let (mut off, mut norm) = (0.0, 0.0);
     for row in 0..m {
         for column in 0..n {

@@ -1,8 +1,8 @@
 //! Element-wise operations of a device, against the same in `f64`.
 
 use crate::common::{decode, encode};
-use crate::{computing, soon};
-use warplink::device::{AllocationKind, Device, DeviceSlice, Elementwise, ElementwiseOp, Operand};
+use crate::{computing, download, soon, upload};
+use warplink::device::{DeviceSlice, Elementwise, ElementwiseOp, Operand};
 use warplink::{DType, ErrorKind};
 
 const COMBINING: [ElementwiseOp; 4] = [
@@ -26,19 +26,6 @@ fn combined(op: ElementwiseOp, values: impl Iterator<Item = f64>) -> f64 {
             _ => a + b,
         })
         .unwrap()
-}
-
-fn upload(device: &dyn Device, dtype: DType, values: &[f64]) -> DeviceSlice {
-    let bytes = encode(dtype, values);
-    let slice = device.allocate(bytes.len(), AllocationKind::Plain).unwrap();
-    device.upload(&slice, &bytes).unwrap();
-    slice
-}
-
-fn download(device: &dyn Device, dtype: DType, slice: &DeviceSlice) -> Vec<f64> {
-    let mut bytes = vec![0; slice.bytes()];
-    device.download(slice, &mut bytes).unwrap();
-    decode(dtype, &bytes)
 }
 
 #[test]

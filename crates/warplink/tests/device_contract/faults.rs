@@ -1,7 +1,7 @@
 //! A fault of some signals ends what waits for them and what follows that, and nothing else.
 
 use crate::common::{open_device, write_word};
-use crate::soon;
+use crate::{bytes_of, soon, streams};
 use std::sync::Arc;
 use std::time::Duration;
 use warplink::device::{AllocationKind, DeviceSlice, Fault, MemoryOp, Priority, Stream};
@@ -42,7 +42,7 @@ fn two_pages() -> (Arc<dyn Device>, [Page; 2]) {
 #[test]
 fn only_streams_that_wait_for_the_signals_fail() {
     let (device, [(first, fault), (second, other)]) = two_pages();
-    let streams = [(); 3].map(|()| device.create_stream(Priority::Normal).unwrap());
+    let streams: [_; 3] = streams(&device);
     let [failed, waiting, idle] = &streams;
     wait(failed, &first, 1).unwrap();
     wait(waiting, &second, 1).unwrap();
@@ -64,7 +64,7 @@ fn only_streams_that_wait_for_the_signals_fail() {
 #[test]
 fn a_stream_that_follows_a_failed_one_fails_and_does_nothing_more() {
     let (device, [(first, fault), (second, _)]) = two_pages();
-    let streams = [(); 3].map(|()| device.create_stream(Priority::Normal).unwrap());
+    let streams: [_; 3] = streams(&device);
     let [failed, follower, second_follower] = &streams;
     let events = [(); 2].map(|()| device.create_event(false).unwrap());
     let memory = device.allocate(4096, AllocationKind::Plain).unwrap();
@@ -91,11 +91,8 @@ fn a_stream_that_follows_a_failed_one_fails_and_does_nothing_more() {
     }
     if device.kind() == warplink::DeviceKind::Host {
         // A GPU cannot stop what is enqueued; its peers are told first that it is not to be believed.
-        let mut seen = vec![0; 4096];
-        device.download(&memory, &mut seen).unwrap();
-        assert_eq!(seen, [1; 4096]);
-        let mut seen = [0; 8];
-        device.download(word.as_slice(), &mut seen).unwrap();
+        assert_eq!(bytes_of(&*device, &memory), [1; 4096]);
+        let seen = bytes_of(&*device, word.as_slice());
         assert_eq!(seen, [0; 8], "garbage was announced as good");
     }
 }
@@ -103,7 +100,7 @@ fn a_stream_that_follows_a_failed_one_fails_and_does_nothing_more() {
 #[test]
 fn a_graph_brings_the_faults_of_its_waits_along() {
     let (device, [(first, fault), _]) = two_pages();
-    let streams = [(); 3].map(|()| device.create_stream(Priority::Normal).unwrap());
+    let streams: [_; 3] = streams(&device);
     let [recording, joined, launching] = &streams;
     let events = [(); 2].map(|()| device.create_event(false).unwrap());
     let memory = device.allocate(64, AllocationKind::Plain).unwrap();
@@ -120,9 +117,7 @@ fn a_graph_brings_the_faults_of_its_waits_along() {
     fault.raise(lost());
     fails(launching);
     if device.kind() == warplink::DeviceKind::Host {
-        let mut seen = vec![0; 64];
-        device.download(&memory, &mut seen).unwrap();
-        assert_eq!(seen, [1; 64]);
+        assert_eq!(bytes_of(&*device, &memory), [1; 64]);
     }
     let other = device.create_stream(Priority::Normal).unwrap();
     assert!(graph.launch(&other).is_err());

@@ -10,17 +10,42 @@ mod elementwise;
 mod faults;
 mod memory;
 
-use common::{assert_names_peer, await_word, open_device, write_word};
+use common::{assert_names_peer, await_word, decode, encode, open_device, write_word};
 use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 use warplink::device::{
     AllocationKind, Compute, Device, DeviceSlice, MemoryOp, Opening, Priority, Stream,
 };
-use warplink::{Deadline, DeviceKind, ErrorKind};
+use warplink::{DType, Deadline, DeviceKind, ErrorKind};
 
 fn soon() -> Deadline {
     Deadline::after(Duration::from_secs(20))
+}
+
+/// Streams of a device.
+fn streams<const COUNT: usize>(device: &Arc<dyn Device>) -> [Stream; COUNT] {
+    [(); COUNT].map(|()| device.create_stream(Priority::Normal).unwrap())
+}
+
+/// The bytes of memory.
+fn bytes_of(device: &dyn Device, slice: &DeviceSlice) -> Vec<u8> {
+    let mut bytes = vec![0; slice.bytes()];
+    device.download(slice, &mut bytes).unwrap();
+    bytes
+}
+
+/// New memory with values.
+fn upload(device: &dyn Device, dtype: DType, values: &[f64]) -> DeviceSlice {
+    let bytes = encode(dtype, values);
+    let slice = device.allocate(bytes.len(), AllocationKind::Plain).unwrap();
+    device.upload(&slice, &bytes).unwrap();
+    slice
+}
+
+/// The values in memory.
+fn download(device: &dyn Device, dtype: DType, slice: &DeviceSlice) -> Vec<f64> {
+    decode(dtype, &bytes_of(device, slice))
 }
 
 /// A device, a stream of it, and what computes there.
@@ -47,8 +72,7 @@ fn copies_happen_in_stream_order() {
         stream.copy(c.slice(0..4096).unwrap(), &b).unwrap();
     }
     stream.synchronize(soon()).unwrap();
-    let mut seen = vec![0; 4096];
-    device.download(&c, &mut seen).unwrap();
+    let seen = bytes_of(&*device, &c);
     assert!(
         seen[..2048].iter().all(|byte| *byte == 99) && seen[2048..].iter().all(|byte| *byte == 3)
     );
@@ -77,9 +101,7 @@ fn words_order_two_streams() {
     }
     first.synchronize(soon()).unwrap();
     second.synchronize(soon()).unwrap();
-    let mut seen = vec![0; 1 << 20];
-    device.download(&b, &mut seen).unwrap();
-    assert!(seen.iter().all(|byte| *byte == 50));
+    assert!(bytes_of(&*device, &b).iter().all(|byte| *byte == 50));
 }
 
 #[test]
@@ -109,14 +131,8 @@ fn a_wait_is_for_at_least_the_value() {
 #[test]
 fn events_order_and_measure() {
     let device = open_device();
-    let (first, second) = (
-        device.create_stream(Priority::Normal).unwrap(),
-        device.create_stream(Priority::Normal).unwrap(),
-    );
-    let (begin, end) = (
-        device.create_event(true).unwrap(),
-        device.create_event(true).unwrap(),
-    );
+    let [first, second] = streams(&device);
+    let [begin, end] = [(); 2].map(|()| device.create_event(true).unwrap());
     let a = device.allocate(8 << 20, AllocationKind::Plain).unwrap();
     let b = device.allocate(8 << 20, AllocationKind::Plain).unwrap();
     first.record(&begin).unwrap();
@@ -129,9 +145,7 @@ fn events_order_and_measure() {
     second.synchronize(soon()).unwrap();
     assert!(end.is_reached().unwrap());
     assert!(end.elapsed_since(&begin).unwrap() > 0.0);
-    let mut seen = vec![0; 8 << 20];
-    device.download(&b, &mut seen).unwrap();
-    assert!(seen.iter().all(|byte| *byte == 9));
+    assert!(bytes_of(&*device, &b).iter().all(|byte| *byte == 9));
     let untimed = device.create_event(false).unwrap();
     first.record(&untimed).unwrap();
     first.synchronize(soon()).unwrap();
@@ -151,7 +165,7 @@ fn an_event_that_was_never_recorded_holds_up_nobody() {
 #[test]
 fn an_event_is_reached_where_it_was_recorded_last_also_after_a_capture() {
     let device = open_device();
-    let [first, second, third] = [(); 3].map(|()| device.create_stream(Priority::Normal).unwrap());
+    let [first, second, third] = streams(&device);
     let words = device.allocate_signals(128).unwrap();
     let [a, b] = [0, 64].map(|at| words.word(at).unwrap());
     let memory = device.allocate(64, AllocationKind::Plain).unwrap();
@@ -180,19 +194,11 @@ fn an_event_is_reached_where_it_was_recorded_last_also_after_a_capture() {
 #[test]
 fn a_graph_replays_what_was_captured_on_two_streams() {
     let device = open_device();
-    let (first, second) = (
-        device.create_stream(Priority::Normal).unwrap(),
-        device.create_stream(Priority::Normal).unwrap(),
-    );
-    let (fork, join) = (
-        device.create_event(false).unwrap(),
-        device.create_event(false).unwrap(),
-    );
+    let [first, second] = streams(&device);
+    let [fork, join] = [(); 2].map(|()| device.create_event(false).unwrap());
     let words = device.allocate_signals(128).unwrap();
     let (go, done) = (words.word(0).unwrap(), words.word(64).unwrap());
-    let a = device.allocate(4096, AllocationKind::Plain).unwrap();
-    let b = device.allocate(4096, AllocationKind::Plain).unwrap();
-    let c = device.allocate(4096, AllocationKind::Plain).unwrap();
+    let [a, b, c] = [(); 3].map(|()| device.allocate(4096, AllocationKind::Plain).unwrap());
     device.upload(&a, &[1; 4096]).unwrap();
     device.upload(&b, &[2; 4096]).unwrap();
     first.begin_capture().unwrap();
@@ -217,10 +223,8 @@ fn a_graph_replays_what_was_captured_on_two_streams() {
         graph.launch(&first).unwrap();
     }
     first.synchronize(soon()).unwrap();
-    let mut seen = vec![0; 4096];
-    device.download(&c, &mut seen).unwrap();
     assert!(
-        seen.iter().all(|byte| *byte == 2),
+        bytes_of(&*device, &c).iter().all(|byte| *byte == 2),
         "the first lane did not wait for the second"
     );
 }
@@ -228,10 +232,7 @@ fn a_graph_replays_what_was_captured_on_two_streams() {
 #[test]
 fn unjoined_work_does_not_make_a_graph() {
     let device = open_device();
-    let (first, second) = (
-        device.create_stream(Priority::Normal).unwrap(),
-        device.create_stream(Priority::Normal).unwrap(),
-    );
+    let [first, second] = streams(&device);
     let fork = device.create_event(false).unwrap();
     let a = device.allocate(64, AllocationKind::Plain).unwrap();
     first.begin_capture().unwrap();
@@ -244,7 +245,7 @@ fn unjoined_work_does_not_make_a_graph() {
 #[test]
 fn queries_during_a_capture_leave_it_valid() {
     let device = open_device();
-    let [captured, other] = [(); 2].map(|()| device.create_stream(Priority::Normal).unwrap());
+    let [captured, other] = streams(&device);
     let words = device.allocate_signals(64).unwrap();
     let word = words.word(0).unwrap();
     let memory = device.allocate(64, AllocationKind::Plain).unwrap();
@@ -301,8 +302,7 @@ fn what_is_dropped_during_a_capture_leaves_it_valid() {
     let (graph, stream) = record(&b, 7, dropped);
     graph.launch(&stream).unwrap();
     stream.synchronize(soon()).unwrap();
-    let mut seen = vec![0; 4096];
-    device.download(&b, &mut seen).unwrap();
+    let seen = bytes_of(&*device, &b);
     assert!(seen[..32].iter().all(|byte| *byte == 8));
     assert!(seen[32..].iter().all(|byte| *byte == 7));
 }
@@ -350,14 +350,8 @@ fn an_export_opens_as_the_same_memory() {
         let bytes = export.allocation.bytes();
         let mapped = device.import(opening, bytes).unwrap();
         device.upload(&own, &vec![8; 100_000]).unwrap();
-        let mut seen = vec![0; 100_000];
-        device
-            .download(
-                &mapped.slice(own.offset()..own.offset() + 100_000).unwrap(),
-                &mut seen,
-            )
-            .unwrap();
-        assert!(seen.iter().all(|byte| *byte == 8));
+        let seen = mapped.slice(own.offset()..own.offset() + 100_000).unwrap();
+        assert!(bytes_of(&*device, &seen).iter().all(|byte| *byte == 8));
     }
 }
 

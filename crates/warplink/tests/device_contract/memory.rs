@@ -1,15 +1,15 @@
 //! Freeing while streams wait, and using freed memory again.
 
 use super::common::{Stopwatch, await_word, open_device, write_word};
-use super::soon;
+use super::{bytes_of, soon, streams};
 use std::time::Duration;
-use warplink::device::{AllocationKind, DeviceSlice, Priority};
+use warplink::device::{AllocationKind, DeviceSlice};
 
 /// A driver may hold a call that frees until the device is idle, and everything else with it.
 #[test]
 fn what_is_freed_while_a_stream_waits_holds_nobody_up() {
     let device = open_device();
-    let [waiting, other] = [(); 2].map(|()| device.create_stream(Priority::Normal).unwrap());
+    let [waiting, other] = streams(&device);
     let words = device.allocate_signals(64).unwrap();
     let word = words.word(0).unwrap();
     let allocate = || device.allocate(1 << 20, AllocationKind::Plain).unwrap();
@@ -35,7 +35,7 @@ fn what_is_freed_while_a_stream_waits_holds_nobody_up() {
 fn memory_is_freed_and_allocated_while_a_stream_waits() {
     const BYTES: usize = 64 << 20;
     let device = open_device();
-    let [waiting, other] = [(); 2].map(|()| device.create_stream(Priority::Normal).unwrap());
+    let [waiting, other] = streams(&device);
     let words = device.allocate_signals(64).unwrap();
     let word = words.word(0).unwrap();
     await_word(&waiting, &word, 1);
@@ -48,9 +48,7 @@ fn memory_is_freed_and_allocated_while_a_stream_waits() {
         other.fill(&from, round).unwrap();
         other.copy(&to, &from).unwrap();
         other.synchronize(soon()).unwrap();
-        let mut seen = [0; 4096];
-        device.download(&to, &mut seen).unwrap();
-        assert_eq!(seen, [round; 4096]);
+        assert_eq!(bytes_of(&*device, &to), [round; 4096]);
         let begun = Stopwatch::start();
         drop((a, b, from, to));
         assert!(begun.elapsed() < Duration::from_secs(1), "freeing waits");
@@ -69,7 +67,7 @@ fn memory_is_freed_and_allocated_while_a_stream_waits() {
 fn memory_that_a_stream_still_uses_is_not_used_again() {
     const BYTES: usize = 4096;
     let device = open_device();
-    let [waiting, other] = [(); 2].map(|()| device.create_stream(Priority::Normal).unwrap());
+    let [waiting, other] = streams(&device);
     let words = device.allocate_signals(64).unwrap();
     let word = words.word(0).unwrap();
     let allocate = || device.allocate(BYTES, AllocationKind::Plain).unwrap();
@@ -85,7 +83,5 @@ fn memory_that_a_stream_still_uses_is_not_used_again() {
     }
     write_word(&other, &word, 1);
     waiting.synchronize(soon()).unwrap();
-    let mut seen = [0; BYTES];
-    device.download(&target, &mut seen).unwrap();
-    assert_eq!(seen, [7; BYTES]);
+    assert_eq!(bytes_of(&*device, &target), [7; BYTES]);
 }
