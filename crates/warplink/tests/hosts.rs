@@ -6,8 +6,8 @@
 mod common;
 
 use common::hosts::{Hosts, SOON, ended_well, leave, role, take};
-use common::leave_out;
 use common::{Stopwatch, allocate, assert_names_peer, assert_says, downloaded, values};
+use common::{leave_out, unchanged};
 use std::net::Ipv4Addr;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -25,31 +25,27 @@ use warplink::{Collectives, Communicator, Config, DType, DeviceKind, Error, Erro
 const DEADLINE: Duration = Duration::from_secs(5);
 
 /// Runs `body` on two hosts of one rank each, with what the first cuts when the second asks for it.
-fn on_two_hosts(test: &str, body: impl FnOnce(Communicator, &Path)) {
-    on_two_hosts_with(test, |_| (), body);
+fn on_two_hosts(body: impl FnOnce(Communicator, &Path)) {
+    on_two_hosts_with(unchanged, body);
 }
 
 /// As [`on_two_hosts`], with a change to each rank's configuration.
-fn on_two_hosts_with(test: &str, change: fn(&mut Config), body: impl FnOnce(Communicator, &Path)) {
+fn on_two_hosts_with(change: fn(&mut Config), body: impl FnOnce(Communicator, &Path)) {
     if role().is_none()
         && let Err(error) = network::open(&NetworkOptions::default())
     {
         assert_eq!(error.kind(), ErrorKind::LibraryMissing, "{error}");
         return leave_out(error);
     }
-    on_two_hosts_without_network(test, change, body);
+    on_two_hosts_without_network(change, body);
 }
 
 /// As [`on_two_hosts_with`], also where there is no library for the network.
-fn on_two_hosts_without_network(
-    test: &str,
-    change: fn(&mut Config),
-    body: impl FnOnce(Communicator, &Path),
-) {
+fn on_two_hosts_without_network(change: fn(&mut Config), body: impl FnOnce(Communicator, &Path)) {
     let Some((directory, rank)) = role() else {
         let Some(hosts) = Hosts::create() else { return };
         let directory = tempfile::tempdir().unwrap();
-        let mut roles = [0, 1].map(|host| hosts.run(host, test, directory.path()));
+        let mut roles = [0, 1].map(|host| hosts.run(host, directory.path()));
         let started = Instant::now();
         while roles
             .iter_mut()
@@ -125,48 +121,43 @@ fn connect(comm: &Communicator, bytes: usize) -> (Connection, Stream) {
 /// Nobody asks for the vendor's library, and it does all collectives. Without it there is one error.
 #[test]
 fn collectives_of_two_hosts_go_by_the_vendors_library() {
-    const TEST: &str = "collectives_of_two_hosts_go_by_the_vendors_library";
-    on_two_hosts_without_network(
-        TEST,
-        |_| (),
-        |comm, _| {
-            let direct = CollectiveOptions::on(CollectivePath::Direct);
-            // The topology says beforehand what transfers find.
-            let topology = comm.topology().unwrap();
-            assert_eq!(topology.mesh().connection(0, 1), LinkedBy::Nothing);
-            let apart = |it: &Obstacle| matches!(it, Obstacle::DifferentNamespaces { namespaces, .. } if *namespaces == [[0], [1]]);
-            assert!(topology.obstacles().iter().any(apart), "{topology}");
-            let error = comm.collectives_with(&direct).unwrap_err();
-            let found = (error.kind(), error.peer());
-            assert_eq!(
-                found,
-                (ErrorKind::Unsupported, Some(1 - comm.rank())),
-                "{error}"
-            );
-            assert_says(
-                &error,
-                &[
-                    "join the collectives",
-                    "on another machine",
-                    "leave the path open",
-                ],
-            );
+    on_two_hosts_without_network(unchanged, |comm, _| {
+        let direct = CollectiveOptions::on(CollectivePath::Direct);
+        // The topology says beforehand what transfers find.
+        let topology = comm.topology().unwrap();
+        assert_eq!(topology.mesh().connection(0, 1), LinkedBy::Nothing);
+        let apart = |it: &Obstacle| matches!(it, Obstacle::DifferentNamespaces { namespaces, .. } if *namespaces == [[0], [1]]);
+        assert!(topology.obstacles().iter().any(apart), "{topology}");
+        let error = comm.collectives_with(&direct).unwrap_err();
+        let found = (error.kind(), error.peer());
+        assert_eq!(
+            found,
+            (ErrorKind::Unsupported, Some(1 - comm.rank())),
+            "{error}"
+        );
+        assert_says(
+            &error,
+            &[
+                "join the collectives",
+                "on another machine",
+                "leave the path open",
+            ],
+        );
 
-            let collectives = comm.collectives().unwrap();
-            assert_eq!(collectives.path(), CollectivePath::Engine);
-            assert_eq!(collectives.path_of_messages(), Some(CollectivePath::Engine));
-            assert!(collectives.peer_buffer(1 - comm.rank()).is_none());
-            for _ in 0..3 {
-                exchange_by_collectives(&comm, &collectives);
-            }
-            // Each host alone has kernels of its own.
-            let own = comm.split(comm.rank() as u64, 0).unwrap();
-            assert_eq!(own.collectives().unwrap().path(), CollectivePath::Direct);
-            own.close().unwrap();
-            drop(collectives);
-            comm.close().unwrap();
-        },
-    );
+        let collectives = comm.collectives().unwrap();
+        assert_eq!(collectives.path(), CollectivePath::Engine);
+        assert_eq!(collectives.path_of_messages(), Some(CollectivePath::Engine));
+        assert!(collectives.peer_buffer(1 - comm.rank()).is_none());
+        for _ in 0..3 {
+            exchange_by_collectives(&comm, &collectives);
+        }
+        // Each host alone has kernels of its own.
+        let own = comm.split(comm.rank() as u64, 0).unwrap();
+        assert_eq!(own.collectives().unwrap().path(), CollectivePath::Direct);
+        own.close().unwrap();
+        drop(collectives);
+        comm.close().unwrap();
+    });
 }
 
 /// Sums, gathers and exchanges numbers that say whose they are.
@@ -221,7 +212,7 @@ fn exchange_by_collectives(comm: &Communicator, collectives: &Collectives) {
 fn two_hosts_exchange_a_gibibyte_by_connections() {
     const ALL: usize = 1 << 30;
     const PART: usize = 64 << 20;
-    on_two_hosts("two_hosts_exchange_a_gibibyte_by_connections", |comm, _| {
+    on_two_hosts(|comm, _| {
         let (rank, peer) = (comm.rank(), 1 - comm.rank());
         // What is sent, two parts in turn, and then all that arrives.
         let (connection, stream) = connect(&comm, 2 * PART + ALL);
@@ -258,24 +249,19 @@ fn two_hosts_exchange_a_gibibyte_by_connections() {
 
 #[test]
 fn two_hosts_write_and_read_registered_buffers() {
-    const TEST: &str = "two_hosts_write_and_read_registered_buffers";
-    on_two_hosts(TEST, |comm, _| {
-        registered_buffers(comm, NetworkPath::Direct)
-    });
+    on_two_hosts(|comm, _| registered_buffers(comm, NetworkPath::Direct));
 }
 
 #[test]
 fn two_hosts_write_and_read_through_staging_memory() {
-    const TEST: &str = "two_hosts_write_and_read_through_staging_memory";
-    on_two_hosts_with(TEST, staged, |comm, _| {
+    on_two_hosts_with(staged, |comm, _| {
         registered_buffers(comm, NetworkPath::Staged);
     });
 }
 
 #[test]
 fn two_hosts_write_and_read_past_staging_memory() {
-    const TEST: &str = "two_hosts_write_and_read_past_staging_memory";
-    on_two_hosts_with(TEST, past_staging, |comm, _| {
+    on_two_hosts_with(past_staging, |comm, _| {
         registered_buffers(comm, NetworkPath::Direct);
     });
 }
@@ -327,25 +313,21 @@ fn registered_buffers(comm: Communicator, path: NetworkPath) {
 
 #[test]
 fn a_cut_link_ends_writes_with_an_error_that_names_the_peer() {
-    const TEST: &str = "a_cut_link_ends_writes_with_an_error_that_names_the_peer";
-    on_two_hosts(TEST, |comm, directory| {
+    on_two_hosts(|comm, directory| {
         cut_off(comm, directory, NetworkPath::Direct);
     });
 }
 
 #[test]
 fn a_cut_link_ends_staged_writes_with_an_error_that_names_the_peer() {
-    const TEST: &str = "a_cut_link_ends_staged_writes_with_an_error_that_names_the_peer";
-    on_two_hosts_with(TEST, staged, |comm, directory| {
+    on_two_hosts_with(staged, |comm, directory| {
         cut_off(comm, directory, NetworkPath::Staged);
     });
 }
 
 #[test]
 fn a_cut_link_ends_writes_past_staging_memory_with_an_error_that_names_the_peer() {
-    const TEST: &str =
-        "a_cut_link_ends_writes_past_staging_memory_with_an_error_that_names_the_peer";
-    on_two_hosts_with(TEST, past_staging, |comm, directory| {
+    on_two_hosts_with(past_staging, |comm, directory| {
         cut_off(comm, directory, NetworkPath::Direct);
     });
 }
@@ -399,31 +381,25 @@ fn was_cut_off(comm: &Communicator, error: &Error, started: Stopwatch) {
 
 #[test]
 fn a_cut_link_ends_collectives_with_an_error_that_names_the_peer() {
-    const TEST: &str = "a_cut_link_ends_collectives_with_an_error_that_names_the_peer";
-    on_two_hosts_without_network(
-        TEST,
-        |_| (),
-        |comm, directory| {
-            let collectives = comm.collectives().unwrap();
-            exchange_by_collectives(&comm, &collectives);
-            cut_the_link(&comm, directory);
-            // Both wait for what is not sent, as after a cut between hosts; these two share memory all the same.
-            let stream = comm.create_stream(Default::default()).unwrap();
-            let memory = allocate(&comm, 64);
-            let started = Stopwatch::start();
-            let message = Message::receive(1 - comm.rank(), &memory);
-            let ended = collectives.send_receive(&[message], &stream);
-            let ended = ended.and_then(|()| comm.synchronize(&stream));
-            was_cut_off(&comm, &ended.unwrap_err(), started);
-            std::process::exit(0);
-        },
-    );
+    on_two_hosts_without_network(unchanged, |comm, directory| {
+        let collectives = comm.collectives().unwrap();
+        exchange_by_collectives(&comm, &collectives);
+        cut_the_link(&comm, directory);
+        // Both wait for what is not sent, as after a cut between hosts; these two share memory all the same.
+        let stream = comm.create_stream(Default::default()).unwrap();
+        let memory = allocate(&comm, 64);
+        let started = Stopwatch::start();
+        let message = Message::receive(1 - comm.rank(), &memory);
+        let ended = collectives.send_receive(&[message], &stream);
+        let ended = ended.and_then(|()| comm.synchronize(&stream));
+        was_cut_off(&comm, &ended.unwrap_err(), started);
+        std::process::exit(0);
+    });
 }
 
 #[test]
 fn a_cut_link_ends_kernels_with_an_error_that_names_the_peer() {
-    const TEST: &str = "a_cut_link_ends_kernels_with_an_error_that_names_the_peer";
-    on_two_hosts(TEST, |comm, directory| {
+    on_two_hosts(|comm, directory| {
         let rank = comm.rank();
         let (connection, stream) = connect(&comm, 1 << 20);
         let signal_and_wait = kernel(&comm, "signal_and_wait", |block| {

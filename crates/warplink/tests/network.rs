@@ -209,7 +209,7 @@ fn two_hosts_exchange_a_gibibyte_by_put_and_signal() {
     const PART: usize = 64 << 20;
     let Some((directory, role)) = role() else {
         if open("lo").is_some() {
-            run_roles("two_hosts_exchange_a_gibibyte_by_put_and_signal", |_, _| {});
+            run_roles(|_, _| {});
         }
         return;
     };
@@ -258,9 +258,8 @@ fn two_hosts_exchange_a_gibibyte_by_put_and_signal() {
 fn a_cut_link_is_an_error_that_names_the_peer_within_the_deadline() {
     const LIMIT: Duration = Duration::from_secs(4);
     let Some((directory, role)) = role() else {
-        let test = "a_cut_link_is_an_error_that_names_the_peer_within_the_deadline";
         if open("lo").is_some() {
-            run_roles(test, |hosts, directory| {
+            run_roles(|hosts, directory| {
                 take(directory, "connected");
                 hosts.cut();
                 leave(directory, "cut", &[]);

@@ -1,5 +1,6 @@
 //! Two network namespaces, which are as two hosts are, and the roles of a test on them. They need root.
 
+use super::name_of_test;
 use super::network::leave_out;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -60,12 +61,17 @@ impl Hosts {
         Some(hosts)
     }
 
-    /// Runs a role of this test on one of the two.
-    pub fn run(&self, host: usize, test: &str, directory: &Path) -> Child {
+    /// Runs a role of the test that calls this on one of the two.
+    pub fn run(&self, host: usize, directory: &Path) -> Child {
         Command::new("ip")
             .args(["netns", "exec", &self.names[host]])
             .arg(std::env::current_exe().unwrap())
-            .args([test, "--exact", "--nocapture", "--test-threads=1"])
+            .args([
+                &*name_of_test(),
+                "--exact",
+                "--nocapture",
+                "--test-threads=1",
+            ])
             .env(DIRECTORY, directory)
             .env(ROLE, host.to_string())
             // Both are on one machine, where UCX would use shared memory.
@@ -113,14 +119,14 @@ pub fn role() -> Option<(PathBuf, usize)> {
     Some((directory.into(), role))
 }
 
-/// Runs both roles of `test` on two hosts, and `meanwhile` with the directory that they share; they must end well. Does
+/// Runs both roles of the test that calls this on two hosts, and `meanwhile` with the directory that they share; they must end well. Does
 /// nothing where there can be no hosts.
-pub fn run_roles(test: &str, meanwhile: impl FnOnce(&Hosts, &Path)) {
+pub fn run_roles(meanwhile: impl FnOnce(&Hosts, &Path)) {
     let Some(hosts) = Hosts::create() else {
         return;
     };
     let directory = tempfile::tempdir().unwrap();
-    let roles = [0, 1].map(|host| hosts.run(host, test, directory.path()));
+    let roles = [0, 1].map(|host| hosts.run(host, directory.path()));
     meanwhile(&hosts, directory.path());
     for (host, role) in roles.into_iter().enumerate() {
         assert!(ended_well(role), "host {host} failed");
