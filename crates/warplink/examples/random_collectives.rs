@@ -23,6 +23,8 @@
     clippy::print_stderr
 )]
 
+#[path = "../tests/collectives/arithmetic.rs"]
+mod arithmetic;
 #[path = "../tests/common/mod.rs"]
 mod common;
 #[path = "../tests/collectives/endurance.rs"]

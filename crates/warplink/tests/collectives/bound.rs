@@ -1,11 +1,12 @@
 //! Calls that are bound to their memory.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, at_least, delayed,
+    Ranks, Stopwatch, TimedBarrier, allocate, assert_error, assert_names_peer, at_least, delayed,
     kind, lose, share_gpus, threads, threads_that_end, threads_with, with_timeout, with_victim,
     world, worlds,
 };
-use crate::expected::{Case, Made, Random};
+use crate::data::calling;
+use crate::expected::{Case, Made, Random, kinds};
 use std::sync::Arc;
 use std::time::Duration;
 use warplink::collective::{
@@ -71,6 +72,16 @@ fn cases(counts: &[usize]) -> Vec<Case> {
     cases.collect()
 }
 
+/// The [`cases`] of one length, bound.
+fn bound(comm: &Communicator, collectives: &Collectives) -> Vec<(Made, BoundCall)> {
+    let made = cases(&[3000]).into_iter().map(|case| {
+        let made = case.on_new_memory(comm).unwrap();
+        let call = made.bind(collectives).unwrap();
+        (made, call)
+    });
+    made.collect()
+}
+
 #[test]
 fn copies_are_right_for_few_and_many_ranks() {
     for ranks in worlds([2, 3, 5, 8]) {
@@ -85,9 +96,7 @@ fn copies_are_right_for_few_and_many_ranks() {
             };
             let mut bound = Vec::new();
             for case in cases(counts) {
-                let bytes = case.memory_bytes(ranks);
-                let memory = comm.device().allocate(bytes, AllocationKind::Plain);
-                let made = case.place(comm, memory.unwrap()).unwrap();
+                let made = case.on_new_memory(comm).unwrap();
                 let call = made.bind(&collectives).unwrap();
                 assert_eq!(call.choice().unwrap().algorithm, Algorithm::CopyEngine);
                 assert_eq!(call.call().kind, case.call.kind);
@@ -118,9 +127,7 @@ fn bound_calls_may_be_captured_among_others() {
         let mut all: Vec<_> = cases(&[3000])
             .into_iter()
             .map(|case| {
-                let bytes = case.memory_bytes(comm.world());
-                let memory = comm.device().allocate(bytes, AllocationKind::Plain);
-                let made = case.place(comm, memory.unwrap()).unwrap();
+                let made = case.on_new_memory(comm).unwrap();
                 let calls = [&copied, &collectives].map(|by| made.bind(by).unwrap());
                 (made, calls)
             })
@@ -150,16 +157,7 @@ fn a_bound_call_may_be_in_several_graphs() {
     threads(world(3), |comm| {
         let copied = copying(comm);
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let bytes = |case: &Case| case.memory_bytes(comm.world());
-        let mut all: Vec<_> = cases(&[3000])
-            .into_iter()
-            .map(|case| {
-                let memory = comm.device().allocate(bytes(&case), AllocationKind::Plain);
-                let made = case.place(comm, memory.unwrap()).unwrap();
-                let call = made.bind(&copied).unwrap();
-                (made, call)
-            })
-            .collect();
+        let mut all = bound(comm, &copied);
         // Of one run each, and of two.
         let graphs = [1, 2].map(|runs| {
             stream.begin_capture().unwrap();
@@ -185,16 +183,7 @@ fn bound_calls_may_be_made_while_others_are_recorded() {
         let collectives = copying(comm);
         let [first, second, eager] =
             [(); 3].map(|()| comm.create_stream(Priority::Normal).unwrap());
-        let mut all: Vec<_> = cases(&[3000])
-            .into_iter()
-            .map(|case| {
-                let bytes = case.memory_bytes(comm.world());
-                let memory = comm.device().allocate(bytes, AllocationKind::Plain);
-                let made = case.place(comm, memory.unwrap()).unwrap();
-                let call = made.bind(&collectives).unwrap();
-                (made, call)
-            })
-            .collect();
+        let mut all = bound(comm, &collectives);
         for _ in 0..3 {
             all.iter_mut().for_each(|(made, _)| made.renewed(comm));
             comm.barrier().unwrap();
@@ -238,15 +227,10 @@ fn what_the_copy_engine_does_not_do_goes_as_without_binding() {
         let stream = comm.create_stream(Priority::Normal).unwrap();
         for collectives in ways.iter().flatten() {
             let mut random = Random::new(47);
-            for kind in CollectiveKind::ALL {
-                if kind == CollectiveKind::Barrier {
-                    continue;
-                }
+            for kind in kinds() {
                 let call = random.call(kind, comm.world(), |_, _| 900);
                 let case = Case::new(call, random.next());
-                let bytes = case.memory_bytes(comm.world());
-                let memory = comm.device().allocate(bytes, AllocationKind::Plain);
-                let mut made = case.place(comm, memory.unwrap()).unwrap();
+                let mut made = case.on_new_memory(comm).unwrap();
                 let bound = made.bind(collectives).unwrap();
                 let by_kernels = collectives.path_of(&call) == CollectivePath::Direct;
                 assert_eq!(bound.choice().is_some(), by_kernels);
@@ -275,19 +259,17 @@ fn what_the_copy_engine_does_not_do_goes_as_without_binding() {
 /// Where one rank passes its input in place and another does not, kernels do it.
 #[test]
 fn ranks_may_differ_in_what_is_in_place() {
-    threads(world(2), |comm| {
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    calling(world(2), |comm, collectives, stream| {
         let mut case = cases(&[5000])[0];
         case.in_place = comm.rank() == 0;
         let bytes = case.memory_bytes(comm.world()) + (1 << 16);
         let memory = comm.device().allocate(bytes, AllocationKind::Plain);
         let mut made = case.place(comm, memory.unwrap()).unwrap();
-        let bound = made.bind(&collectives).unwrap();
+        let bound = made.bind(collectives).unwrap();
         assert_ne!(bound.choice().unwrap().algorithm, Algorithm::CopyEngine);
         made.renewed(comm);
-        bound.enqueue(&stream).unwrap();
-        comm.synchronize(&stream).unwrap();
+        bound.enqueue(stream).unwrap();
+        comm.synchronize(stream).unwrap();
         // Inputs of ranks that differ in place differ too.
         let error = made.bind(&copying(comm)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
@@ -302,8 +284,8 @@ fn the_copy_engine_alone_does_no_calls_that_are_not_bound() {
         let memory = allocate(comm, 64);
         let [output, input] = [0..32, 32..48].map(|range| memory.slice(range).unwrap());
         let refused = |error: Error| {
-            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-            assert_says(&error, &["algorithm copy-engine does not support"]);
+            let says = ["algorithm copy-engine does not support"];
+            assert_error(&error, ErrorKind::Unsupported, &says);
             assert!(format!("{error:?}").contains("Collectives::bind"));
         };
         refused(
@@ -337,9 +319,9 @@ fn ranks_that_bind_different_calls_are_told() {
         let collectives = copying(comm);
         let count = if comm.rank() == 1 { 200 } else { 100 };
         let error = bind(comm, &collectives, count).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
-        assert_says(
+        assert_error(
             &error,
+            ErrorKind::Mismatch,
             &[
                 "the peer calls all_gather of",
                 "as this rank calls",
@@ -354,10 +336,9 @@ fn ranks_that_bind_different_calls_are_told() {
         } else {
             bind(comm, &collectives, 16)
         };
-        let expected = if comm.rank() == 1 {
-            ErrorKind::InvalidArgument
-        } else {
-            ErrorKind::PeerFailed
+        let expected = match comm.rank() {
+            1 => ErrorKind::InvalidArgument,
+            _ => ErrorKind::PeerFailed,
         };
         let error = failed.unwrap_err();
         assert_eq!(error.kind(), expected, "{error}");

@@ -1,6 +1,7 @@
 //! Memory that users share with peers, and barriers of some ranks' streams around accesses of it.
 
-use crate::common::{allocate, delayed, processes, threads, threads_with, world};
+use crate::common::{allocate, delayed, processes, threads_with, world};
+use crate::data::calling;
 use crate::launches::integers;
 use warplink::Communicator;
 use warplink::device::{AllocationKind, Priority, Stream};
@@ -87,10 +88,8 @@ fn processes_read_one_anothers_memory_between_barriers() {
 /// Every rank's workspace can be read by the others, whole.
 #[test]
 fn workspaces_of_peers_are_read() {
-    threads(world(3), |comm| {
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
-        collectives.barrier(&stream).unwrap();
+    calling(world(3), |comm, collectives, stream| {
+        collectives.barrier(stream).unwrap();
         for peer in 0..comm.world() {
             let buffer = collectives.peer_buffer(peer).unwrap();
             assert!(buffer.bytes() > 0);
@@ -99,7 +98,7 @@ fn workspaces_of_peers_are_read() {
         }
         assert!(collectives.peer_buffer(comm.world()).is_none());
         // No rank calls anything else before all have read.
-        comm.synchronize(&stream).unwrap();
+        comm.synchronize(stream).unwrap();
         comm.barrier().unwrap();
     });
 }

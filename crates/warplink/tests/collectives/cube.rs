@@ -1,10 +1,10 @@
 //! Eight ranks in a hybrid cube mesh: what the direct path does there, and what is left to the vendor's library.
 
 use crate::common::{
-    TimedBarrier, assert_says, delays, kind, threads_that_end, threads_with, world,
+    TimedBarrier, assert_error, assert_says, delays, kind, threads_that_end, threads_with, world,
 };
 use crate::data::{by, calls_of_the_library};
-use crate::expected::{Case, Random};
+use crate::expected::{Case, Random, assert_alike};
 use crate::launches::{download, integers, memory, sum, sums, upload};
 use std::time::Duration;
 use warplink::collective::{
@@ -94,9 +94,7 @@ fn in_a_hybrid_cube_mesh_every_type_and_operator_is_reduced() {
         comm.synchronize(&stream).unwrap();
         made.iter().for_each(|made| made.check(comm));
         let own: Vec<u8> = made.iter().flat_map(|made| made.reduced(comm)).collect();
-        let all = comm.all_gather_bytes(&own).unwrap();
-        let same = all.iter().all(|outputs| *outputs == all[0]);
-        assert!(same, "ranks have other results");
+        assert_alike(comm, &own, "all-reduces");
     });
 }
 
@@ -173,19 +171,12 @@ fn in_a_hybrid_cube_mesh_the_vendors_library_does_the_rest() {
         }
         made.iter().for_each(|made| made.check(comm));
         for kind in CollectiveKind::ALL {
-            let call = Call::new(
-                kind,
-                ReduceOp::Sum,
-                DType::I32,
-                usize::from(kind != CollectiveKind::AllReduce),
-                0,
-            );
+            let count = usize::from(kind != CollectiveKind::AllReduce);
+            let call = Call::new(kind, ReduceOp::Sum, DType::I32, count, 0);
             assert_eq!(collectives.path_of(&call), CollectivePath::Engine);
             let error = collectives.choice(&call).unwrap_err();
-            assert_says(
-                &error,
-                &["in a hybrid cube mesh; expected an all_reduce of 1 to"],
-            );
+            let says = "in a hybrid cube mesh; expected an all_reduce of 1 to";
+            assert_says(&error, &[says]);
         }
         calls_of_the_library(comm, &collectives, 40);
     });
@@ -241,8 +232,8 @@ fn in_a_hybrid_cube_mesh_the_direct_path_alone_refuses_the_rest() {
         let (own, large) = (memory(comm, 8), memory(comm, LARGE));
         let refused = |refused: warplink::Result<()>| {
             let error = refused.unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-            assert_says(&error, &["hybrid cube mesh", "leave the path open"]);
+            let says = ["hybrid cube mesh", "leave the path open"];
+            assert_error(&error, ErrorKind::Unsupported, &says);
         };
         let (dtype, op) = (DType::I32, ReduceOp::Sum);
         refused(collectives.all_reduce(&large, &large, dtype, op, &stream));

@@ -2,22 +2,42 @@
 
 use crate::bound::moved;
 use crate::common::{
-    assert_says, delayed, processes, share_gpus, threads, threads_with, world, worlds,
+    assert_says, delayed, processes, recorded, share_gpus, threads, threads_with, unchanged, world,
+    worlds,
 };
-use crate::expected::{Case, Random};
+use crate::expected::{Case, Random, kinds};
 use crate::scaled::unhurried;
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath};
-use warplink::device::{AllocationKind, Priority, ReduceOp, VendorCommunicator};
-use warplink::{Collectives, Communicator, DType, Error, ErrorKind};
+use warplink::device::{Priority, ReduceOp, Stream, VendorCommunicator};
+use warplink::{Collectives, Communicator, Config, DType, Error, ErrorKind};
+
+/// Runs `body` on ranks with their collectives and a stream.
+pub(crate) fn calling(
+    ranks: usize,
+    body: impl Fn(&Communicator, &Collectives, &Stream) + Send + Sync,
+) {
+    calling_with(ranks, unchanged, body);
+}
+
+/// As [`calling`], with a change to each rank's configuration.
+pub(crate) fn calling_with(
+    ranks: usize,
+    change: impl Fn(&mut Config) + Send + Sync,
+    body: impl Fn(&Communicator, &Collectives, &Stream) + Send + Sync,
+) {
+    threads_with(ranks, change, |comm| {
+        let collectives = comm.collectives().unwrap();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        body(comm, &collectives, &stream);
+    });
+}
 
 /// Calls that differ in everything, enqueued several at a time. Each rank compiles the kernels of its calls for itself,
 /// so ranks that share a processor make fewer.
 #[test]
 fn random_calls_are_right_for_every_number_of_ranks() {
     for ranks in worlds(1..=8) {
-        threads_with(ranks, delayed(40), |comm| {
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
+        calling_with(ranks, delayed(40), |comm, collectives, stream| {
             let mut random = Random::new(7 + ranks as u64);
             let rounds = if share_gpus() { 4 } else { 12 };
             for round in 0..rounds {
@@ -27,9 +47,9 @@ fn random_calls_are_right_for_every_number_of_ranks() {
                     .collect();
                 let made: Vec<_> = cases
                     .iter()
-                    .map(|case| case.make(comm, &collectives, &stream).unwrap())
+                    .map(|case| case.make(comm, collectives, stream).unwrap())
                     .collect();
-                comm.synchronize(&stream).unwrap();
+                comm.synchronize(stream).unwrap();
                 made.iter().for_each(|made| made.check(comm));
             }
         });
@@ -40,24 +60,17 @@ fn random_calls_are_right_for_every_number_of_ranks() {
 #[test]
 fn long_calls_are_right_for_every_number_of_ranks() {
     for ranks in worlds(2..=8) {
-        threads_with(ranks, unhurried, |comm| {
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
+        calling_with(ranks, unhurried, |comm, collectives, stream| {
             let mut random = Random::new(11 + ranks as u64);
             let longer = if ranks == 2 { 4 } else { 1 };
             for kind in [2 * ranks, 2 * ranks + 1].map(|number| CollectiveKind::ALL[number % 8]) {
-                let mut case = loop {
-                    let case = Case::random(&mut random, ranks, 1);
-                    if case.call.kind == kind {
-                        break case;
-                    }
-                };
+                let mut case = Case::random_of(kind, &mut random, (ranks, 1), |_| true);
                 // Of elements that are reduced it takes longer to tell what they have to give.
                 let least = if kind.reduces() { 110_000 } else { 500_000 };
                 case.call.count = longer * (least + random.below(1000));
-                let made = case.run(comm, &collectives, &stream);
+                let made = case.run(comm, collectives, stream);
                 // When its memory may be reached.
-                made.run_again(comm, &collectives, &stream);
+                made.run_again(comm, collectives, stream);
             }
         });
     }
@@ -73,14 +86,14 @@ fn processes_make_each_collective_by_each_algorithm() {
         let mut made = 0;
         for algorithm in Algorithm::ALL {
             let collectives = by(comm, Some(algorithm), 1 << 20);
-            for kind in CollectiveKind::ALL {
+            for kind in kinds() {
                 let dtype = if kind.reduces() {
                     DType::BF16
                 } else {
                     DType::U8
                 };
                 let call = Call::new(kind, ReduceOp::Sum, dtype, 1003, comm.world() - 1);
-                if kind == CollectiveKind::Barrier || collectives.choice(&call).is_err() {
+                if collectives.choice(&call).is_err() {
                     continue;
                 }
                 let case = Case {
@@ -107,15 +120,9 @@ fn long_data_goes_through_a_small_workspace() {
             [Some(Algorithm::Chunks), None].map(|algorithm| by(comm, algorithm, 256 << 10));
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let mut random = Random::new(5);
-        let mut kinds: Vec<CollectiveKind> = CollectiveKind::ALL.to_vec();
-        kinds.retain(|kind| *kind != CollectiveKind::Barrier);
-        for kind in kinds {
-            let case = loop {
-                let case = Case::random(&mut random, ranks, 300_000);
-                if case.call.kind == kind && case.call.count > 100_000 {
-                    break case;
-                }
-            };
+        for kind in kinds() {
+            let is_long = |count| count > 100_000;
+            let case = Case::random_of(kind, &mut random, (ranks, 300_000), is_long);
             let choice = collectives.choice(&case.call).unwrap();
             assert_eq!(choice.algorithm, Algorithm::Direct);
             let choice = by_chunks.choice(&case.call).unwrap();
@@ -166,15 +173,11 @@ fn all_to_all_in_place_by_the_vendors_library_is_right() {
             shift: 1,
             seed,
         };
-        let memory = |case: &Case| {
-            let bytes = case.memory_bytes(comm.world());
-            let memory = comm.device().allocate(bytes, AllocationKind::Plain);
-            case.place(comm, memory.unwrap()).unwrap()
-        };
-        let recorded = memory(&case(900, 1));
-        stream.begin_capture().unwrap();
-        recorded.enqueue(&collectives, &stream).unwrap();
-        let graph = stream.end_capture().unwrap();
+        let memory = |case: &Case| case.on_new_memory(comm).unwrap();
+        let replayed = memory(&case(900, 1));
+        let graph = recorded(&stream, || {
+            replayed.enqueue(&collectives, &stream).unwrap();
+        });
         for (round, count) in [10, 5000, 3, 70_000, 900, 0].into_iter().enumerate() {
             // Two at a time, of which the second uses the same copy.
             let all = [1, 2].map(|number| memory(&case(count, 10 * round as u64 + number)));
@@ -182,11 +185,11 @@ fn all_to_all_in_place_by_the_vendors_library_is_right() {
                 made.fill(comm).unwrap();
                 made.enqueue(&collectives, &stream).unwrap();
             }
-            recorded.fill(comm).unwrap();
+            replayed.fill(comm).unwrap();
             graph.launch(&stream).unwrap();
             comm.synchronize(&stream).unwrap();
             all.iter().for_each(|made| made.check(comm));
-            recorded.check(comm);
+            replayed.check(comm);
         }
     });
 }

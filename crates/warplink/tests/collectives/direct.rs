@@ -6,12 +6,12 @@ use crate::common::{
     threads, threads_that_end, unchanged, world, worlds,
 };
 use crate::data::by;
-use crate::expected::{Case, Random};
+use crate::expected::{Case, Random, kinds, sum_of};
 use crate::launches::{self, download, integers, upload};
 use std::fmt::Debug;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use warplink::collective::{Algorithm, Call, CollectiveKind};
+use warplink::collective::{Algorithm, CollectiveKind};
 use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, DeviceKind, ErrorKind};
 
@@ -31,16 +31,6 @@ fn directly(world: usize, body: impl Fn(&Communicator, &Collectives, &Stream) + 
         let stream = comm.create_stream(Priority::Normal).unwrap();
         body(comm, &direct(comm), &stream);
     });
-}
-
-fn sum_of(count: usize) -> Call {
-    Call::new(
-        CollectiveKind::AllReduce,
-        ReduceOp::Sum,
-        DType::I32,
-        count,
-        0,
-    )
 }
 
 /// Sums fresh numbers of all ranks in place, compares, and gives how many lanes went directly.
@@ -113,17 +103,9 @@ fn every_collective_goes_directly_once_its_memory_is_known() {
     for ranks in worlds([2, 3, 8]) {
         directly(ranks, |comm, collectives, stream| {
             let mut random = Random::new(31 + ranks as u64);
-            for kind in CollectiveKind::ALL {
-                if kind == CollectiveKind::Barrier {
-                    continue;
-                }
+            for kind in kinds() {
                 for in_place in [false, true] {
-                    let mut case = loop {
-                        let case = Case::random(&mut random, ranks, 5000);
-                        if case.call.kind == kind {
-                            break case;
-                        }
-                    };
+                    let mut case = Case::random_of(kind, &mut random, (ranks, 5000), |_| true);
                     case.in_place = in_place;
                     case.shift = 0;
                     // Parts of outputs are in place at multiples of 16 bytes, too.

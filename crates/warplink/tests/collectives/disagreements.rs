@@ -2,14 +2,16 @@
 //! tell for whom it waits.
 
 use crate::common::{
-    Ranks, Stopwatch, TimedBarrier, assert_names_peer, assert_says, at_least, processes_of, resume,
-    stop_self, threads, threads_that_end, wait_until_stopped, with_timeout, world,
+    Ranks, Stopwatch, TimedBarrier, assert_names_peer, assert_says, at_least, processes_of,
+    recorded, resume, stop_self, threads, threads_that_end, wait_until_stopped, with_timeout,
+    world,
 };
 use crate::data::library;
+use crate::expected::sum_of;
 use crate::launches::{download, memory, sum, sums};
 use std::time::Duration;
-use warplink::collective::{BoundCall, Call, CollectiveKind};
-use warplink::device::{AllocationKind, DeviceSlice, Priority, ReduceOp, Stream};
+use warplink::collective::BoundCall;
+use warplink::device::{DeviceSlice, Priority, ReduceOp, Stream};
 use warplink::{Collectives, Communicator, DType, Deadline, Error, ErrorKind};
 
 /// How soon every other rank must have its error.
@@ -44,8 +46,7 @@ impl<'a> Caller<'a> {
     fn join(comm: &'a Communicator) -> Option<Self> {
         let collectives = library(comm)?;
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        let memory = comm.device().allocate(4 * MOST, AllocationKind::Plain);
-        let memory = memory.unwrap();
+        let memory = memory(comm, MOST);
         comm.device().upload(&memory, &vec![0; 4 * MOST]).unwrap();
         Some(Self {
             comm,
@@ -71,15 +72,8 @@ impl<'a> Caller<'a> {
 
     /// Binds a sum.
     fn bind(&self, count: usize) -> Result<BoundCall, Error> {
-        let call = Call::new(
-            CollectiveKind::AllReduce,
-            ReduceOp::Sum,
-            DType::I32,
-            count,
-            0,
-        );
         let memory = self.memory.slice(0..4 * count)?;
-        self.collectives.bind(&call, &memory, &memory)
+        self.collectives.bind(&sum_of(count), &memory, &memory)
     }
 
     /// Waits for a call that some rank has not made.
@@ -296,9 +290,7 @@ fn calls_in_graphs_are_not_taken_for_others() {
             collectives.all_reduce(&replayed, &replayed, DType::I32, sum, stream)
         };
         if comm.rank() == OTHER {
-            stream.begin_capture().unwrap();
-            reduce().unwrap();
-            let graph = stream.end_capture().unwrap();
+            let graph = recorded(stream, || reduce().unwrap());
             for _ in 0..3 {
                 graph.launch(stream).unwrap();
                 comm.synchronize(stream).unwrap();

@@ -1,7 +1,9 @@
 //! Calls with random inputs, what they have to give, and the comparison.
 
+use crate::arithmetic::{integer, largest, off, precision, reduced_integers};
 use crate::common::{decode, downloaded, encode};
 use std::collections::HashMap;
+use std::fmt::Display;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
@@ -71,6 +73,31 @@ impl Random {
             root: kind.has_root().then(|| self.below(world)),
         }
     }
+}
+
+/// Collectives that move or reduce data.
+pub(crate) fn kinds() -> impl Iterator<Item = CollectiveKind> {
+    let kinds = CollectiveKind::ALL.into_iter();
+    kinds.filter(|kind| *kind != CollectiveKind::Barrier)
+}
+
+/// Those that reduce it.
+pub(crate) const REDUCTIONS: [CollectiveKind; 3] = [
+    CollectiveKind::AllReduce,
+    CollectiveKind::ReduceScatter,
+    CollectiveKind::Reduce,
+];
+
+/// A sum over all ranks of so many integers.
+pub(crate) fn sum_of(count: usize) -> Call {
+    let (kind, op) = (CollectiveKind::AllReduce, ReduceOp::Sum);
+    Call::new(kind, op, DType::I32, count, 0)
+}
+
+/// Fails where ranks have other bytes.
+pub(crate) fn assert_alike(comm: &Communicator, own: &[u8], what: impl Display) {
+    let all = comm.all_gather_bytes(own).unwrap();
+    assert!(all.iter().all(|one| one == own), "{what}: ranks differ");
 }
 
 /// How a call is made, the same on every rank but for where its memory starts.
@@ -160,6 +187,21 @@ impl Case {
         GUARD + self.shift + most + GUARD + 512 + input_rows * self.call.bytes()
     }
 
+    /// A [random](Self::random) call of a kind, with the elements that `takes` takes.
+    pub(crate) fn random_of(
+        kind: CollectiveKind,
+        random: &mut Random,
+        (world, most): (usize, usize),
+        takes: impl Fn(usize) -> bool,
+    ) -> Self {
+        loop {
+            let case = Self::random(random, world, most);
+            if case.call.kind == kind && takes(case.call.count) {
+                return case;
+            }
+        }
+    }
+
     /// Makes the call with fresh memory and fresh inputs.
     pub(crate) fn make(
         self,
@@ -167,9 +209,7 @@ impl Case {
         collectives: &Collectives,
         stream: &Stream,
     ) -> Result<Made> {
-        let bytes = self.memory_bytes(comm.world());
-        let memory = comm.device().allocate(bytes, AllocationKind::Plain)?;
-        let made = self.place(comm, memory)?;
+        let made = self.on_new_memory(comm)?;
         made.fill(comm)?;
         made.enqueue(collectives, stream)?;
         Ok(made)
@@ -186,6 +226,13 @@ impl Case {
         comm.synchronize(stream).unwrap();
         made.check(comm);
         made
+    }
+
+    /// Divides new memory for the call.
+    pub(crate) fn on_new_memory(self, comm: &Communicator) -> Result<Made> {
+        let bytes = self.memory_bytes(comm.world());
+        let memory = comm.device().allocate(bytes, AllocationKind::Plain)?;
+        self.place(comm, memory)
     }
 
     /// Divides memory for the call, as much as it takes.
@@ -342,83 +389,6 @@ enum Expected {
     Bytes(Vec<u8>),
     /// Numbers, and how far each may be off.
     Near(Vec<(f64, f64)>),
-}
-
-/// How far the reduction of numbers of a magnitude of 2 may be off.
-fn off(op: ReduceOp, dtype: DType, world: usize, value: f64) -> f64 {
-    if matches!(op, ReduceOp::Max | ReduceOp::Min) {
-        return 0.0;
-    }
-    let [accumulated, rounded, least] = precision(dtype);
-    // Products by a factor are rounded, too.
-    let roundings = world + usize::from(op.factor().is_some());
-    let inner = accumulated * roundings as f64 * largest(op, world);
-    inner + (value.abs() + inner) * rounded + least
-}
-
-/// By how much of a number roundings may change what is accumulated, and the result; and by how much that of the least
-/// numbers.
-fn precision(dtype: DType) -> [f64; 3] {
-    let power = |power: i32| 2f64.powi(power);
-    match dtype {
-        DType::F16 => [power(-24), power(-11), power(-25)],
-        DType::BF16 => [power(-24), power(-8), 0.0],
-        DType::F8E4M3 => [power(-24), power(-4), power(-10)],
-        DType::F8E5M2 => [power(-24), power(-3), power(-17)],
-        DType::F32 => [power(-24), power(-24), 0.0],
-        _ => [power(-52), power(-52), 0.0],
-    }
-}
-
-/// The largest magnitude that a reduction of numbers of a magnitude of 2 may have.
-fn largest(op: ReduceOp, world: usize) -> f64 {
-    match op {
-        ReduceOp::Product => 2f64.powi(world as i32),
-        ReduceOp::ScaledSum(factor) => 2.0 * world as f64 * factor.value().abs(),
-        _ => 2.0 * world as f64,
-    }
-}
-
-/// The value of an integer.
-fn integer(dtype: DType, bytes: &[u8]) -> i128 {
-    let mut all = [0; 16];
-    all[..bytes.len()].copy_from_slice(bytes);
-    let bits = 8 * bytes.len() as u32;
-    wrapped(is_signed(dtype), bits, i128::from_le_bytes(all))
-}
-
-fn is_signed(dtype: DType) -> bool {
-    matches!(dtype, DType::I8 | DType::I32 | DType::I64)
-}
-
-/// A value wrapped to `bits` bits.
-fn wrapped(signed: bool, bits: u32, value: i128) -> i128 {
-    let all = 1_i128 << bits;
-    let value = value.rem_euclid(all);
-    if signed && value >= all / 2 {
-        value - all
-    } else {
-        value
-    }
-}
-
-/// The reduction of integers, which wrap; bytes are added in 32 bits.
-fn reduced_integers(op: ReduceOp, dtype: DType, values: &[i128]) -> i128 {
-    let bits = 8 * dtype.size().max(4) as u32;
-    let wrap = |value| wrapped(is_signed(dtype), bits, value);
-    let all = values.iter().copied();
-    let reduced = match op {
-        ReduceOp::Max => all.max(),
-        ReduceOp::Min => all.min(),
-        ReduceOp::Product => all.reduce(|a, b| wrap(wrap(a).wrapping_mul(wrap(b)))),
-        _ => all.reduce(|a, b| wrap(a + b)),
-    };
-    let reduced = reduced.unwrap();
-    if op == ReduceOp::Average {
-        reduced / values.len() as i128
-    } else {
-        reduced
-    }
 }
 
 impl Made {

@@ -1,45 +1,23 @@
 //! Dispatch and combine of a layer of experts, compared with a reference.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, assert_error, assert_says, delayed, lose, processes, runs_case,
-    threads, threads_that_end, threads_with, unchanged, with_victim, world, worlds,
+    Stopwatch, TimedBarrier, assert_error, assert_says, delayed, lose, processes, recorded,
+    runs_case, several, threads_that_end, unchanged, with_victim, world, worlds,
 };
-use crate::data::library;
-use crate::layer::{Buffers, Choices, GUARD_BYTE, Input, download, inputs};
+use crate::data::{calling, calling_with, library};
+use crate::layer::{Choices, GUARD_BYTE, Input, Layer, download, inputs};
 use std::time::Duration;
 use warplink::collective::{
     Dispatched, ExpertOptions, Experts, Overflow, Quantization, RowLayout, Tokens,
 };
-use warplink::device::{Priority, Stream};
+use warplink::device::Priority;
 use warplink::{Communicator, DType, Error, ErrorKind};
-
-fn round(
-    comm: &Communicator,
-    layer: &Experts,
-    options: &ExpertOptions,
-    buffers: &Buffers,
-    all: &[Input],
-    stream: &Stream,
-) {
-    let own = &all[comm.rank()];
-    let tokens = own.tokens.len() / options.elements;
-    buffers.clear(comm);
-    buffers.fill(comm, options, own);
-    buffers.dispatch(layer, options, tokens, stream).unwrap();
-    comm.synchronize(stream).unwrap();
-    buffers.work(comm, options, all);
-    buffers.combine(layer, options, tokens, stream).unwrap();
-    comm.synchronize(stream).unwrap();
-    buffers.check(comm, options, own);
-}
 
 /// Any routing, on every number of ranks, with rows of any length: compared bit for bit.
 #[test]
 fn tokens_go_to_their_experts_and_come_back_as_weighted_sums() {
     for ranks in worlds(1..=8) {
-        threads(ranks, |comm| {
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
+        calling(ranks, |comm, collectives, stream| {
             let cases = [
                 (Choices::Random, DType::BF16, 37),
                 (Choices::AllToOne(ranks - 1), DType::F16, 8),
@@ -57,11 +35,10 @@ fn tokens_go_to_their_experts_and_come_back_as_weighted_sums() {
                     dtype,
                     ..ExpertOptions::default()
                 };
-                let layer = collectives.experts(&options).unwrap();
-                let buffers = Buffers::new(comm, &options);
+                let layer = Layer::new(comm, collectives.experts(&options).unwrap(), options);
                 for turn in 0..2 {
                     let all = inputs(&options, choices, ranks, 10 * number + turn);
-                    round(comm, &layer, &options, &buffers, &all, &stream);
+                    layer.round(&all, stream);
                 }
             }
         });
@@ -73,9 +50,7 @@ fn tokens_go_to_their_experts_and_come_back_as_weighted_sums() {
 #[test]
 fn every_layout_drops_what_overflows_and_quantizes() {
     for ranks in worlds([1, 2, 4, 8]) {
-        threads(ranks, |comm| {
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
+        calling(ranks, |comm, collectives, stream| {
             let mut number = 0;
             for layout in RowLayout::ALL {
                 for (overflow, quantization, quantized_tokens) in [
@@ -102,11 +77,10 @@ fn every_layout_drops_what_overflows_and_quantizes() {
                         quantization,
                         quantized_tokens,
                     };
-                    let layer = collectives.experts(&options).unwrap();
-                    let buffers = Buffers::new(comm, &options);
+                    let layer = Layer::new(comm, collectives.experts(&options).unwrap(), options);
                     for choices in [Choices::Careless, Choices::AllToOne(number % ranks)] {
                         let all = inputs(&options, choices, ranks, number);
-                        round(comm, &layer, &options, &buffers, &all, &stream);
+                        layer.round(&all, stream);
                     }
                 }
             }
@@ -118,34 +92,30 @@ fn every_layout_drops_what_overflows_and_quantizes() {
 #[test]
 fn dispatches_are_combined_by_their_routings() {
     let ranks = world(2);
-    threads(ranks, |comm| {
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    calling(ranks, |comm, collectives, stream| {
         let options = small(None, 24);
-        let layer = collectives.experts(&options).unwrap();
+        let experts = collectives.experts(&options).unwrap();
         let batches: Vec<_> = (0..3)
             .map(|number| {
                 let all = inputs(&options, Choices::Random, ranks, number);
-                let buffers = Buffers::new(comm, &options);
-                buffers.clear(comm);
-                buffers.fill(comm, &options, &all[comm.rank()]);
-                (buffers, all)
+                let layer = Layer::new(comm, experts.clone(), options);
+                layer.clear();
+                layer.fill(&all[comm.rank()]);
+                (layer, all)
             })
             .collect();
-        let tokens = |all: &[Input]| all[comm.rank()].tokens.len() / options.elements;
-        for (buffers, all) in &batches {
-            buffers
-                .dispatch(&layer, &options, tokens(all), &stream)
-                .unwrap();
+        let rank = comm.rank();
+        for (layer, all) in &batches {
+            let tokens = layer.tokens_of(&all[rank]);
+            layer.dispatch(tokens, stream).unwrap();
         }
-        comm.synchronize(&stream).unwrap();
-        for (buffers, all) in batches.iter().rev() {
-            buffers.work(comm, &options, all);
-            buffers
-                .combine(&layer, &options, tokens(all), &stream)
-                .unwrap();
-            comm.synchronize(&stream).unwrap();
-            buffers.check(comm, &options, &all[comm.rank()]);
+        comm.synchronize(stream).unwrap();
+        for (layer, all) in batches.iter().rev() {
+            layer.work(all);
+            let tokens = layer.tokens_of(&all[rank]);
+            layer.combine(tokens, stream).unwrap();
+            comm.synchronize(stream).unwrap();
+            layer.check(&all[rank]);
         }
     });
 }
@@ -167,14 +137,13 @@ fn processes_dispatch_and_combine() {
                 dtype,
                 ..ExpertOptions::default()
             };
-            let layer = collectives.experts(&options).unwrap();
-            let buffers = Buffers::new(comm, &options);
+            let layer = Layer::new(comm, collectives.experts(&options).unwrap(), options);
             for (turn, choices) in [Choices::Random, Choices::AllToOne(0)]
                 .into_iter()
                 .enumerate()
             {
                 let all = inputs(&options, choices, ranks, turn);
-                round(comm, &layer, &options, &buffers, &all, &stream);
+                layer.round(&all, &stream);
             }
         }
     });
@@ -184,9 +153,7 @@ fn processes_dispatch_and_combine() {
 #[test]
 fn the_top_8_of_64_experts_are_reached() {
     let ranks = world(4);
-    threads_with(ranks, delayed(20), |comm| {
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    calling_with(ranks, delayed(20), |comm, collectives, stream| {
         let options = ExpertOptions {
             experts: 64,
             top_k: 8,
@@ -196,11 +163,10 @@ fn the_top_8_of_64_experts_are_reached() {
             dtype: DType::BF16,
             ..ExpertOptions::default()
         };
-        let layer = collectives.experts(&options).unwrap();
-        let buffers = Buffers::new(comm, &options);
+        let layer = Layer::new(comm, collectives.experts(&options).unwrap(), options);
         for choices in [Choices::Random, Choices::AllToOne(1), Choices::Nobody] {
             let all = inputs(&options, choices, ranks, 3);
-            round(comm, &layer, &options, &buffers, &all, &stream);
+            layer.round(&all, stream);
         }
     });
 }
@@ -209,9 +175,7 @@ fn the_top_8_of_64_experts_are_reached() {
 #[test]
 fn a_graph_serves_every_routing() {
     let ranks = world(3);
-    threads(ranks, |comm| {
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    calling(ranks, |comm, collectives, stream| {
         let options = ExpertOptions {
             experts: 12,
             top_k: 2,
@@ -221,16 +185,10 @@ fn a_graph_serves_every_routing() {
             dtype: DType::F32,
             ..ExpertOptions::default()
         };
-        let layer = collectives.experts(&options).unwrap();
-        let buffers = Buffers::new(comm, &options);
+        let layer = Layer::new(comm, collectives.experts(&options).unwrap(), options);
         let tokens = options.max_tokens;
-        let capture = |work: &dyn Fn() -> Result<(), Error>| {
-            stream.begin_capture().unwrap();
-            work().unwrap();
-            stream.end_capture().unwrap()
-        };
-        let dispatch = capture(&|| buffers.dispatch(&layer, &options, tokens, &stream));
-        let combine = capture(&|| buffers.combine(&layer, &options, tokens, &stream));
+        let dispatch = recorded(stream, || layer.dispatch(tokens, stream).unwrap());
+        let combine = recorded(stream, || layer.combine(tokens, stream).unwrap());
         for turn in 0..12 {
             let choices = [
                 Choices::Random,
@@ -244,14 +202,14 @@ fn a_graph_serves_every_routing() {
                 input.experts.resize(tokens * options.top_k, -1);
                 input.weights.resize(tokens * options.top_k, 0.5);
             }
-            buffers.clear(comm);
-            buffers.fill(comm, &options, &all[comm.rank()]);
-            dispatch.launch(&stream).unwrap();
-            comm.synchronize(&stream).unwrap();
-            buffers.work(comm, &options, &all);
-            combine.launch(&stream).unwrap();
-            comm.synchronize(&stream).unwrap();
-            buffers.check(comm, &options, &all[comm.rank()]);
+            layer.clear();
+            layer.fill(&all[comm.rank()]);
+            dispatch.launch(stream).unwrap();
+            comm.synchronize(stream).unwrap();
+            layer.work(&all);
+            combine.launch(stream).unwrap();
+            comm.synchronize(stream).unwrap();
+            layer.check(&all[comm.rank()]);
         }
     });
 }
@@ -272,21 +230,21 @@ fn small(max_rows: Option<usize>, elements: usize) -> ExpertOptions {
 /// came, and what went wrong.
 fn dispatch_to_one(
     comm: &Communicator,
-    layer: &Experts,
+    experts: &Experts,
     options: &ExpertOptions,
 ) -> Result<(bool, Result<(), Error>), Error> {
     let stream = comm.create_stream(Priority::Normal)?;
-    let buffers = Buffers::new(comm, options);
+    let layer = Layer::new(comm, experts.clone(), *options);
     let to = if comm.rank() == 0 { 1 } else { comm.rank() };
     let mut input = Input::new(options, Choices::AllToOne(to), 0, comm.world(), 1);
     let tokens = if comm.rank() == 0 { 10 } else { 2 };
     input.tokens.resize(tokens * options.elements, 1.0);
     input.experts = vec![2 * to as i32; tokens * options.top_k];
     input.weights = vec![1.0; tokens * options.top_k];
-    buffers.fill(comm, options, &input);
-    buffers.dispatch(layer, options, tokens, &stream)?;
+    layer.fill(&input);
+    layer.dispatch(tokens, &stream)?;
     let done = comm.synchronize(&stream);
-    let rows = download(comm, &buffers.rows.slice(0..options.row_bytes())?);
+    let rows = download(comm, &layer.rows.slice(0..options.row_bytes())?);
     let untouched = rows.iter().all(|byte| *byte == GUARD_BYTE);
     Ok((untouched, done))
 }
@@ -310,10 +268,7 @@ fn ranks_with_other_options_are_named() {
 /// Each rank of `told` gets a mismatch with a peer, any where it is none, that says this; the others hear that they
 /// cannot go on.
 fn failing(options: impl Fn(usize) -> ExpertOptions + Sync, told: &[(usize, usize, &str)]) {
-    let ranks = world(3);
-    if ranks < 2 {
-        return;
-    }
+    let Some(ranks) = several(3) else { return };
     let all = TimedBarrier::new(ranks);
     threads_that_end(ranks, unchanged, |comm| {
         let options = options(comm.rank());
@@ -380,45 +335,40 @@ fn a_rank_that_dies_ends_the_dispatch_of_the_others() {
 fn dispatch_to_one_right(comm: &Communicator, options: &ExpertOptions) -> Result<(), Error> {
     let collectives = comm.collectives()?;
     let stream = comm.create_stream(Priority::Normal)?;
-    let layer = collectives.experts(options)?;
-    let buffers = Buffers::new(comm, options);
+    let layer = Layer::new(comm, collectives.experts(options)?, *options);
     let input = Input::new(options, Choices::Random, comm.rank(), comm.world(), 2);
-    let tokens = input.tokens.len() / options.elements;
-    buffers.fill(comm, options, &input);
-    buffers.dispatch(&layer, options, tokens, &stream)?;
-    buffers.combine(&layer, options, tokens, &stream)?;
+    let tokens = layer.tokens_of(&input);
+    layer.fill(&input);
+    layer.dispatch(tokens, &stream)?;
+    layer.combine(tokens, &stream)?;
     comm.synchronize(&stream)
 }
 
 #[test]
 fn only_what_was_dispatched_is_combined() {
-    crate::common::threads(world(2), |comm| {
+    calling(world(2), |comm, collectives, stream| {
         let options = small(None, 64);
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
-        let layer = collectives.experts(&options).unwrap();
-        let buffers = Buffers::new(comm, &options);
+        let layer = Layer::new(comm, collectives.experts(&options).unwrap(), options);
         let input = Input::new(&options, Choices::Random, comm.rank(), comm.world(), 2);
-        let tokens = input.tokens.len() / options.elements;
-        buffers.fill(comm, &options, &input);
+        let tokens = layer.tokens_of(&input);
+        layer.fill(&input);
         let refused = |done: Result<(), Error>, says: &str| {
             let error = done.unwrap_err();
             assert_error(&error, ErrorKind::InvalidArgument, &["combine", says]);
         };
-        let combine = |layer: &Experts, tokens| buffers.combine(layer, &options, tokens, &stream);
-        buffers.dispatch(&layer, &options, tokens, &stream).unwrap();
-        refused(combine(&layer, tokens - 1), "as the dispatch had");
+        layer.dispatch(tokens, stream).unwrap();
+        refused(layer.combine(tokens - 1, stream), "as the dispatch had");
         let other = collectives.experts(&options).unwrap();
-        refused(combine(&other, tokens), "a routing of another layer");
-        combine(&layer, tokens).unwrap();
-        comm.synchronize(&stream).unwrap();
+        let by_other = layer.combine_by(&other, tokens, stream);
+        refused(by_other, "a routing of another layer");
+        layer.combine(tokens, stream).unwrap();
+        comm.synchronize(stream).unwrap();
     });
 }
 
 #[test]
 fn layers_that_cannot_be_are_refused() {
-    crate::common::threads(world(2), |comm| {
-        let collectives = comm.collectives().unwrap();
+    calling(world(2), |comm, collectives, stream| {
         let good = ExpertOptions {
             experts: 4,
             ..small(None, 8)
@@ -427,69 +377,53 @@ fn layers_that_cannot_be_are_refused() {
             let error = collectives.experts(&options).unwrap_err();
             assert_error(&error, kind, &["make a layer of experts", says]);
         };
-        let invalid = ErrorKind::InvalidArgument;
-        refused(
-            ExpertOptions { experts: 5, ..good },
-            invalid,
-            "5 experts on 2 ranks",
-        );
-        refused(
-            ExpertOptions { top_k: 0, ..good },
-            invalid,
-            "at least one of each",
-        );
-        let dtype = DType::I32;
-        refused(ExpertOptions { dtype, ..good }, invalid, "rows of i32");
-        let max_tokens = 1 << 33;
-        refused(ExpertOptions { max_tokens, ..good }, invalid, "2^32 rows");
-        let elements = 1 << 20;
-        refused(
-            ExpertOptions { elements, ..good },
-            ErrorKind::Unsupported,
-            "rows of 2097152 bytes",
-        );
+        let (dtype, elements, max_tokens) = (DType::I32, 1 << 20, 1 << 33);
         let quantization = Some(Quantization::Mxfp8);
-        refused(
-            ExpertOptions {
-                quantization,
-                ..good
-            },
-            invalid,
-            "quantization mxfp8; expected per_token, per_block or per_block_power_of_two",
-        );
         let quantized_tokens = true;
-        refused(
-            ExpertOptions {
-                quantized_tokens,
-                ..good
-            },
-            invalid,
-            "tokens arrive quantised, and no quantization is given",
-        );
-        let layer = collectives.experts(&good).unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
-        let buffers = Buffers::new(comm, &good);
+        let kinds = "expected per_token, per_block or per_block_power_of_two";
+        for (options, says) in [
+            (ExpertOptions { experts: 5, ..good }, "5 experts on 2 ranks"),
+            (ExpertOptions { top_k: 0, ..good }, "at least one of each"),
+            (ExpertOptions { dtype, ..good }, "rows of i32"),
+            (ExpertOptions { max_tokens, ..good }, "2^32 rows"),
+            (
+                ExpertOptions {
+                    quantization,
+                    ..good
+                },
+                &format!("quantization mxfp8; {kinds}"),
+            ),
+            (
+                ExpertOptions {
+                    quantized_tokens,
+                    ..good
+                },
+                "tokens arrive quantised, and no quantization is given",
+            ),
+        ] {
+            refused(options, ErrorKind::InvalidArgument, says);
+        }
+        let options = ExpertOptions { elements, ..good };
+        refused(options, ErrorKind::Unsupported, "rows of 2097152 bytes");
+        let layer = Layer::new(comm, collectives.experts(&good).unwrap(), good);
         let short = Dispatched {
-            counts: &buffers.counts.slice(0..4).unwrap(),
-            ..buffers.dispatched()
+            counts: &layer.counts.slice(0..4).unwrap(),
+            ..layer.dispatched()
         };
-        let none = buffers.tokens.slice(0..0).unwrap();
-        let nobody = buffers.choices.slice(0..0).unwrap();
+        let none = layer.tokens.slice(0..0).unwrap();
+        let nobody = layer.choices.slice(0..0).unwrap();
         let sent = Tokens::new(&none, &nobody);
-        let error = layer.dispatch(&sent, &short, &stream).unwrap_err();
-        assert_says(
-            &error,
-            &["dispatch", "the counts of rows have 4 bytes; expected 8"],
-        );
+        let dispatch = |into: &Dispatched<'_>| layer.experts.dispatch(&sent, into, stream);
+        let error = dispatch(&short).unwrap_err();
+        let says = "the counts of rows have 4 bytes; expected 8";
+        assert_says(&error, &["dispatch", says]);
         let counted = Dispatched {
-            dropped: Some(&buffers.counts),
-            ..buffers.dispatched()
+            dropped: Some(&layer.counts),
+            ..layer.dispatched()
         };
-        let error = layer.dispatch(&sent, &counted, &stream).unwrap_err();
-        assert_says(
-            &error,
-            &["the counts of dropped rows are given; expected none with these options"],
-        );
+        let error = dispatch(&counted).unwrap_err();
+        let says = "the counts of dropped rows are given; expected none with these options";
+        assert_says(&error, &[says]);
         if let Some(collectives) = library(comm) {
             let error = collectives.experts(&good).unwrap_err();
             assert_says(&error, &["cannot read counts from device memory"]);

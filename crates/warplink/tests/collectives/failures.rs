@@ -4,6 +4,7 @@ use crate::common::{
     Stopwatch, TimedBarrier, allocate, assert_error, assert_says, lose, threads_that_end,
     with_timeout, with_victim, world,
 };
+use crate::data::calling;
 use std::time::Duration;
 use warplink::device::{AllocationKind, Priority, ReduceOp};
 use warplink::{Collectives, Communicator, DType, Error, ErrorKind};
@@ -136,9 +137,7 @@ fn a_rank_that_dies_ends_the_collectives_of_the_others() {
 
 #[test]
 fn slices_that_do_not_fit_are_refused_before_anything_is_enqueued() {
-    crate::common::threads(world(2), |comm| {
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    calling(world(2), |comm, collectives, stream| {
         let memory = allocate(comm, 64);
         let slice = |from: usize, to: usize| memory.slice(from..to).unwrap();
         let refused = |result: Result<(), Error>, says: &[&str]| {
@@ -147,34 +146,34 @@ fn slices_that_do_not_fit_are_refused_before_anything_is_enqueued() {
         };
         let sum = ReduceOp::Sum;
         refused(
-            collectives.all_reduce(&slice(0, 8), &slice(8, 24), DType::F32, sum, &stream),
+            collectives.all_reduce(&slice(0, 8), &slice(8, 24), DType::F32, sum, stream),
             &["all_reduce", "the output has 8 bytes; expected 1 times 16"],
         );
         refused(
-            collectives.all_reduce(&slice(0, 8), &slice(4, 12), DType::F32, sum, &stream),
+            collectives.all_reduce(&slice(0, 8), &slice(4, 12), DType::F32, sum, stream),
             &["overlap in part"],
         );
         refused(
-            collectives.all_reduce(&slice(0, 7), &slice(8, 15), DType::F32, sum, &stream),
+            collectives.all_reduce(&slice(0, 7), &slice(8, 15), DType::F32, sum, stream),
             &["expected a multiple of the 4 bytes of f32"],
         );
         refused(
-            collectives.all_reduce(&slice(0, 8), &slice(9, 17), DType::F32, sum, &stream),
+            collectives.all_reduce(&slice(0, 8), &slice(9, 17), DType::F32, sum, stream),
             &[
                 "the input begins at",
                 "expected a multiple of the 4 bytes of f32",
             ],
         );
         refused(
-            collectives.broadcast(&slice(0, 8), &slice(8, 16), 2, &stream),
+            collectives.broadcast(&slice(0, 8), &slice(8, 16), 2, stream),
             &["rank 2 is out of range"],
         );
         refused(
-            collectives.all_to_all(&slice(0, 9), &slice(9, 18), &stream),
+            collectives.all_to_all(&slice(0, 9), &slice(9, 18), stream),
             &["expected 2 times 4"],
         );
         // Nothing was enqueued that the other rank would wait for.
-        collectives.barrier(&stream).unwrap();
-        comm.synchronize(&stream).unwrap();
+        collectives.barrier(stream).unwrap();
+        comm.synchronize(stream).unwrap();
     });
 }

@@ -1,6 +1,6 @@
 //! The vendor's library where nobody asks for it.
 
-use crate::common::{assert_says, threads_with, world};
+use crate::common::{assert_error, assert_says, threads_with, world};
 use crate::data::{calls_of_the_library, is_without_library};
 use crate::expected::{Case, Random};
 use crate::parts;
@@ -54,8 +54,8 @@ fn more_ranks_than_the_direct_path_serves_go_by_the_library() {
         let case = Case::random(&mut Random::new(3), ranks, 20);
         assert_eq!(collectives.path_of(&case.call), CollectivePath::Engine);
         let error = collectives.choice(&case.call).unwrap_err();
-        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-        assert_says(&error, &["the vendor's library does ", "ask path_of"]);
+        let says = ["the vendor's library does ", "ask path_of"];
+        assert_error(&error, ErrorKind::Unsupported, &says);
         calls_of_the_library(comm, &collectives, 30);
         parts::rounds(comm, &collectives, 5);
 

@@ -1,9 +1,10 @@
 //! Collectives with residual, norm and quantisation: right, and bit for bit the same on all ranks.
 
 use crate::common::{
-    assert_error, assert_says, runs_case, threads_that_end, threads_with, world, worlds,
+    assert_error, recorded, runs_case, threads_that_end, threads_with, world, worlds,
 };
 use crate::data::by;
+use crate::expected::assert_alike;
 use crate::fused_rows::{Made, USUAL, all_wanted, fused};
 use crate::scaled::unhurried;
 use warplink::collective::{Algorithm, Epilogue, Fused, FusedKind, FusedMemory, Quantization};
@@ -27,17 +28,14 @@ pub(crate) fn play(comm: &Communicator, collectives: &Collectives, made: &Made, 
             _ => &found[2..],
         };
         let common: Vec<u8> = common.iter().flatten().flatten().copied().collect();
-        let everybody = comm.all_gather_bytes(&common).unwrap();
-        assert!(everybody.iter().all(|other| *other == everybody[0]));
+        assert_alike(comm, &common, made.call.kind);
     };
     let enqueue = || {
         let enqueued = collectives.fused(&made.call, &made.memory(), &stream);
         enqueued.unwrap();
     };
     (0..2).for_each(|round| run(round, &enqueue));
-    stream.begin_capture().unwrap();
-    enqueue();
-    let graph = stream.end_capture().unwrap();
+    let graph = recorded(&stream, enqueue);
     (2..2 + replays).for_each(|round| run(round, &|| graph.launch(&stream).unwrap()));
 }
 
@@ -205,8 +203,8 @@ fn fused_calls_that_do_not_fit_are_refused() {
         let odd = odd.map(|kind| (of(kind), memory, "which own as many each"));
         for (call, memory, text) in refused.into_iter().chain(odd) {
             let error = collectives.fused(&call, &memory, &stream).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert_says(&error, &["fused collective", text]);
+            let says = ["fused collective", text];
+            assert_error(&error, ErrorKind::InvalidArgument, &says);
         }
         let wide = fused(FusedKind::AllReduce, 1, 1 << 20, USUAL);
         let made = Made::new(comm, (wide, USUAL), false);

@@ -1,8 +1,8 @@
 //! Fused calls to nvfp4, against a reference in `f64` that shares nothing with the library: codes and scales are looked for
 //! among all values that there are.
 
-use crate::common::{downloaded, threads_with, world, worlds};
-use crate::data::by;
+use crate::common::{downloaded, recorded, threads_with, world, worlds};
+use crate::data::{by, calling_with};
 use crate::fused_rows::{AWKWARD, USUAL, Wanted, fused, quantized};
 use crate::scaled::unhurried;
 use warplink::collective::{Fused, FusedKind, FusedMemory, Quantization, Wire};
@@ -229,9 +229,7 @@ fn exact_rows(comm: &Communicator, collectives: &Collectives, (call, of): (&Fuse
     };
     let enqueue = || collectives.fused(call, &memory, &stream).unwrap();
     run(1.0, &enqueue);
-    stream.begin_capture().unwrap();
-    enqueue();
-    let graph = stream.end_capture().unwrap();
+    let graph = recorded(&stream, enqueue);
     for global in [448.0 * 6.0 / 6.3, 3e-30, 1e30] {
         run(global, &|| graph.launch(&stream).unwrap());
     }
@@ -270,9 +268,7 @@ fn codes_and_scales_are_exact() {
 
 #[test]
 fn a_global_scale_is_given_exactly_with_nvfp4() {
-    threads_with(world(1), unhurried, |comm| {
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    calling_with(world(1), unhurried, |comm, collectives, stream| {
         let memory = comm.device().allocate(1 << 10, AllocationKind::Plain);
         let memory = memory.unwrap();
         let part = |from: usize, bytes: usize| memory.slice(from..from + bytes).unwrap();
@@ -291,7 +287,7 @@ fn a_global_scale_is_given_exactly_with_nvfp4() {
             global_scale: Some(&global),
             ..FusedMemory::of(&input)
         };
-        collectives.fused(&call, &whole, &stream).unwrap();
+        collectives.fused(&call, &whole, stream).unwrap();
         let without = FusedMemory {
             global_scale: None,
             ..whole
@@ -314,12 +310,12 @@ fn a_global_scale_is_given_exactly_with_nvfp4() {
             ..FusedMemory::of(&input)
         };
         for (call, memory) in [(call, without), (usual, with)] {
-            let error = collectives.fused(&call, &memory, &stream).unwrap_err();
+            let error = collectives.fused(&call, &memory, stream).unwrap_err();
             assert!(
                 error.message().contains("a global scale is given"),
                 "{error}"
             );
         }
-        comm.synchronize(&stream).unwrap();
+        comm.synchronize(stream).unwrap();
     });
 }

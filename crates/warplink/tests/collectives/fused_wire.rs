@@ -1,7 +1,11 @@
 //! Fused calls whose rows travel as fp8: within the documented error of `f64`, and bit for bit the same on all ranks.
 
-use crate::common::{allocate, downloaded, encode, runs_case, threads_with, values, worlds};
+use crate::common::{
+    allocate, downloaded, encode, recorded, runs_case, threads_with, values, worlds,
+};
 use crate::data::by;
+use crate::expected::assert_alike;
+use crate::fused::play;
 use crate::fused_rows::{AWKWARD, Made, USUAL, Wanted, fused, quantized};
 use crate::scaled::unhurried;
 use warplink::collective::{Fused, FusedKind, FusedMemory, QUANTIZED_BLOCK, Quantization, Wire};
@@ -183,11 +187,7 @@ fn sums(comm: &Communicator, collectives: &Collectives, call: &Fused, numbers_of
             FusedKind::ReduceScatter => Vec::new(),
             _ => found[1].clone(),
         };
-        let everybody = comm.all_gather_bytes(&common).unwrap();
-        assert!(
-            everybody.iter().all(|other| *other == everybody[0]),
-            "{what}"
-        );
+        assert_alike(comm, &common, &what);
         let [sum, output] = found.map(|bytes| dtype.decode(&bytes).collect::<Vec<f64>>());
         let inputs: Vec<&[f64]> = given.iter().map(|(_, values)| &values[..]).collect();
         let of = (ranks, dtype);
@@ -224,9 +224,7 @@ fn sums(comm: &Communicator, collectives: &Collectives, call: &Fused, numbers_of
     };
     let enqueue = || collectives.fused(call, &memory, &stream).unwrap();
     (0..2).for_each(|_| run(&enqueue));
-    stream.begin_capture().unwrap();
-    enqueue();
-    let graph = stream.end_capture().unwrap();
+    let graph = recorded(&stream, enqueue);
     (0..2).for_each(|_| run(&|| graph.launch(&stream).unwrap()));
 }
 
@@ -272,7 +270,6 @@ fn epilogues_follow_quantized_sums() {
     for ranks in worlds([1, 2, 3]) {
         threads_with(ranks, unhurried, |comm| {
             let collectives = small(comm);
-            let stream = comm.create_stream(Priority::Normal).unwrap();
             for wanted in [USUAL, quantized(Quantization::PerBlock)] {
                 let call = Fused {
                     wire: Wire::Fp8,
@@ -280,15 +277,7 @@ fn epilogues_follow_quantized_sums() {
                 };
                 for in_place in [false, true] {
                     let made = Made::new(comm, (call, wanted), in_place);
-                    made.fill(comm, 0);
-                    comm.barrier().unwrap();
-                    collectives.fused(&call, &made.memory(), &stream).unwrap();
-                    comm.synchronize(&stream).unwrap();
-                    let found = made.found(comm);
-                    made.check(0, &found);
-                    let common: Vec<u8> = found.iter().flatten().flatten().copied().collect();
-                    let everybody = comm.all_gather_bytes(&common).unwrap();
-                    assert!(everybody.iter().all(|other| *other == everybody[0]));
+                    play(comm, &collectives, &made, 1);
                 }
             }
         });

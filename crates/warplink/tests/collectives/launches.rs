@@ -1,10 +1,10 @@
 //! Many calls: in a row, in graphs, on several streams, of several communicators.
 
 use crate::common::{allocate, downloaded, kind, number_from_env, tell, threads, world, worlds};
+use crate::data::calling;
 use crate::endurance::{Endurance, Mix};
-use crate::expected::Random;
+use crate::expected::{Random, sum_of};
 use std::time::{Duration, Instant};
-use warplink::collective::{Call, CollectiveKind};
 use warplink::device::{DeviceSlice, Priority, ReduceOp};
 use warplink::{Collectives, Communicator, DType, DeviceKind};
 
@@ -112,28 +112,26 @@ fn a_graph_of_a_hundred_collectives_is_replayed() {
     const CALLS: usize = 50;
     const COUNT: usize = 33;
     let ranks = world(3);
-    threads(ranks, |comm| {
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    calling(ranks, |comm, collectives, stream| {
         let (own, all) = (memory(comm, COUNT), memory(comm, COUNT * ranks));
         let part = all.slice(4 * COUNT..8 * COUNT).unwrap();
         stream.begin_capture().unwrap();
         for _ in 0..CALLS {
             // Each rank's numbers become those of rank 1 and then the sum of all.
-            collectives.all_gather(&all, &own, &stream).unwrap();
+            collectives.all_gather(&all, &own, stream).unwrap();
             let op = ReduceOp::Sum;
             collectives
-                .all_reduce(&own, &part, DType::I32, op, &stream)
+                .all_reduce(&own, &part, DType::I32, op, stream)
                 .unwrap();
         }
         let graph = stream.end_capture().unwrap();
         for round in 0..20 {
             upload(comm, &own, &integers(comm.rank(), round, COUNT));
-            graph.launch(&stream).unwrap();
+            graph.launch(stream).unwrap();
             if round % 3 == 0 {
-                collectives.barrier(&stream).unwrap();
+                collectives.barrier(stream).unwrap();
             }
-            comm.synchronize(&stream).unwrap();
+            comm.synchronize(stream).unwrap();
             let factor = (0..CALLS).fold(1_i32, |all, _| all.wrapping_mul(ranks as i32));
             let expected: Vec<i32> = integers(1, round, COUNT)
                 .iter()
@@ -170,13 +168,7 @@ fn two_communicators_run_side_by_side() {
         let count_of = |round: usize, which: usize| 1 + (7 * round + 300 * which) % 2000;
         // Loading code waits for kernels that run, and these wait for ranks that may be loading code.
         for (round, which) in (0..200).flat_map(|round| [(round, 0), (round, 1)]) {
-            let call = Call::new(
-                CollectiveKind::AllReduce,
-                ReduceOp::Sum,
-                DType::I32,
-                count_of(round, which),
-                0,
-            );
+            let call = sum_of(count_of(round, which));
             both[which].prepare(&call).unwrap();
         }
         comm.barrier().unwrap();

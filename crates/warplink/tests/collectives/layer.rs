@@ -251,11 +251,14 @@ fn words(bytes: &[u8]) -> Vec<u32> {
         .collect()
 }
 
-/// The memory of a layer's calls.
-pub(crate) struct Buffers {
+/// A layer of experts with the memory of its calls.
+pub(crate) struct Layer<'a> {
+    comm: &'a Communicator,
+    options: ExpertOptions,
+    pub(crate) experts: Experts,
     pub(crate) rows: DeviceSlice,
     scales: Option<DeviceSlice>,
-    experts: DeviceSlice,
+    numbers: DeviceSlice,
     row_weights: Option<DeviceSlice>,
     pub(crate) counts: DeviceSlice,
     pub(crate) dropped: Option<DeviceSlice>,
@@ -269,8 +272,8 @@ pub(crate) struct Buffers {
     pub(crate) routing: Mutex<Option<Routing>>,
 }
 
-impl Buffers {
-    pub(crate) fn new(comm: &Communicator, options: &ExpertOptions) -> Self {
+impl<'a> Layer<'a> {
+    pub(crate) fn new(comm: &'a Communicator, experts: Experts, options: ExpertOptions) -> Self {
         let ranks = comm.world();
         let rows = ranks * options.rows_per_peer(ranks);
         let (tokens, slots) = (options.max_tokens, options.max_tokens * options.top_k);
@@ -287,9 +290,12 @@ impl Buffers {
             options.layout == RowLayout::OncePerRank,
         );
         Self {
+            comm,
+            options,
+            experts,
             rows: memory(comm, rows * options.elements * dispatched, dispatched),
             scales: some(quantized, 4 * rows * options.scales()),
-            experts: memory(comm, 4 * rows * options.experts_per_row(), 4),
+            numbers: memory(comm, 4 * rows * options.experts_per_row(), 4),
             row_weights: some(once, 4 * rows * options.top_k),
             counts: memory(comm, 4 * options.counts(ranks), 12),
             dropped: some(options.overflow == Overflow::Drop, 4 * options.experts),
@@ -308,11 +314,31 @@ impl Buffers {
             scales: self.scales.as_ref(),
             weights: self.row_weights.as_ref(),
             dropped: self.dropped.as_ref(),
-            ..Dispatched::new(&self.rows, &self.experts, &self.counts)
+            ..Dispatched::new(&self.rows, &self.numbers, &self.counts)
         }
     }
 
-    pub(crate) fn fill(&self, comm: &Communicator, options: &ExpertOptions, input: &Input) {
+    /// Tokens of an input.
+    pub(crate) fn tokens_of(&self, input: &Input) -> usize {
+        input.tokens.len() / self.options.elements
+    }
+
+    /// Dispatches and combines this rank's of all inputs, and compares what comes.
+    pub(crate) fn round(&self, all: &[Input], stream: &Stream) {
+        let own = &all[self.comm.rank()];
+        let tokens = self.tokens_of(own);
+        self.clear();
+        self.fill(own);
+        self.dispatch(tokens, stream).unwrap();
+        self.comm.synchronize(stream).unwrap();
+        self.work(all);
+        self.combine(tokens, stream).unwrap();
+        self.comm.synchronize(stream).unwrap();
+        self.check(own);
+    }
+
+    pub(crate) fn fill(&self, input: &Input) {
+        let (comm, options) = (self.comm, &self.options);
         let put = |memory: &DeviceSlice, bytes: &[u8]| {
             upload(comm, &memory.slice(0..bytes.len()).unwrap(), bytes);
         };
@@ -336,13 +362,8 @@ impl Buffers {
         put(&self.weights, &bytes_of(&input.weights));
     }
 
-    pub(crate) fn dispatch(
-        &self,
-        layer: &Experts,
-        options: &ExpertOptions,
-        tokens: usize,
-        stream: &Stream,
-    ) -> Result<(), Error> {
+    pub(crate) fn dispatch(&self, tokens: usize, stream: &Stream) -> Result<(), Error> {
+        let options = &self.options;
         let row = options.elements * options.token_dtype().size();
         let rows = self.tokens.slice(0..tokens * row)?;
         let choices = self.choices.slice(0..4 * tokens * options.top_k)?;
@@ -355,32 +376,38 @@ impl Buffers {
             weights: self.row_weights.as_ref().map(|_| &weights),
             ..Tokens::new(&rows, &choices)
         };
-        let routing = layer.dispatch(&sent, &self.dispatched(), stream)?;
+        let routing = self.experts.dispatch(&sent, &self.dispatched(), stream)?;
         *self.routing.lock().unwrap() = Some(routing);
         Ok(())
     }
 
-    pub(crate) fn combine(
+    pub(crate) fn combine(&self, tokens: usize, stream: &Stream) -> Result<(), Error> {
+        self.combine_by(&self.experts, tokens, stream)
+    }
+
+    /// As [`combine`](Self::combine), by another layer.
+    pub(crate) fn combine_by(
         &self,
-        layer: &Experts,
-        options: &ExpertOptions,
+        experts: &Experts,
         tokens: usize,
         stream: &Stream,
     ) -> Result<(), Error> {
+        let options = &self.options;
         let output = self.output.slice(0..tokens * options.row_bytes())?;
         let weights = self.weights.slice(0..4 * tokens * options.top_k)?;
         let weights = self.row_weights.is_none().then_some(&weights);
         let routing = self.routing.lock().unwrap();
         let results = self.results.as_ref().unwrap_or(&self.rows);
-        layer.combine(&output, results, routing.as_ref().unwrap(), weights, stream)
+        experts.combine(&output, results, routing.as_ref().unwrap(), weights, stream)
     }
 
     /// Compares what was dispatched with what all ranks sent, and does the experts' work on it.
-    pub(crate) fn work(&self, comm: &Communicator, options: &ExpertOptions, inputs: &[Input]) {
+    pub(crate) fn work(&self, inputs: &[Input]) {
+        let (comm, options) = (self.comm, &self.options);
         let (rank, ranks) = (comm.rank(), comm.world());
         let each = options.experts / ranks;
         let counts = words(&download(comm, &self.counts));
-        let numbers = words(&download(comm, &self.experts));
+        let numbers = words(&download(comm, &self.numbers));
         let of_rows = |memory: &Option<DeviceSlice>| memory.as_ref().map(|it| download(comm, it));
         let (scales, weights) = (of_rows(&self.scales), of_rows(&self.row_weights));
         let got = download(comm, &self.rows);
@@ -445,11 +472,12 @@ impl Buffers {
             );
         }
         upload(comm, self.results.as_ref().unwrap_or(&self.rows), &results);
-        self.check_dropped(comm, options, &inputs[rank]);
+        self.check_dropped(&inputs[rank]);
     }
 
     /// Compares the counts of this rank's dropped rows.
-    fn check_dropped(&self, comm: &Communicator, options: &ExpertOptions, input: &Input) {
+    fn check_dropped(&self, input: &Input) {
+        let (comm, options) = (self.comm, &self.options);
         let Some(dropped) = &self.dropped else {
             return;
         };
@@ -466,8 +494,9 @@ impl Buffers {
         assert_eq!(words(&download(comm, dropped)), expected, "dropped rows");
     }
 
-    pub(crate) fn check(&self, comm: &Communicator, options: &ExpertOptions, input: &Input) {
-        let expected = expected(options, input, comm.world());
+    pub(crate) fn check(&self, input: &Input) {
+        let comm = self.comm;
+        let expected = expected(&self.options, input, comm.world());
         let got = download(comm, &self.output.slice(0..expected.len()).unwrap());
         assert!(got == expected, "the weighted sums are wrong");
         let optional = [
@@ -477,7 +506,7 @@ impl Buffers {
             &self.results,
         ];
         let optional = optional.into_iter().flatten();
-        for memory in [&self.rows, &self.experts, &self.counts, &self.output]
+        for memory in [&self.rows, &self.numbers, &self.counts, &self.output]
             .into_iter()
             .chain(optional)
         {
@@ -485,9 +514,9 @@ impl Buffers {
         }
     }
 
-    pub(crate) fn clear(&self, comm: &Communicator) {
+    pub(crate) fn clear(&self) {
         for memory in [&self.rows, &self.output] {
-            upload(comm, memory, &vec![GUARD_BYTE; memory.bytes()]);
+            upload(self.comm, memory, &vec![GUARD_BYTE; memory.bytes()]);
         }
     }
 }

@@ -1,7 +1,8 @@
 //! Memory that is lent, used, freed and allocated anew, beside a graph that is launched again and again.
 
 use crate::common::{
-    kind, number_from_env, processes, processes_of, resume, stop_self, wait_until_stopped, world,
+    kind, number_from_env, processes, processes_of, recorded, resume, stop_self,
+    wait_until_stopped, world,
 };
 use crate::direct::{check_soon, direct};
 use crate::launches::{download, integers, sum, upload};
@@ -45,9 +46,7 @@ impl<'a> Lender<'a> {
         let collectives = direct(comm);
         let stream = comm.create_stream(Priority::Normal).unwrap();
         let of_graph = allocate(comm);
-        stream.begin_capture().unwrap();
-        sum_lent(comm, &collectives, &of_graph, &stream);
-        let graph = stream.end_capture().unwrap();
+        let graph = recorded(&stream, || sum_lent(comm, &collectives, &of_graph, &stream));
         let lender = Self {
             comm,
             collectives,

@@ -3,8 +3,8 @@
 
 use crate::common::{
     Ranks, Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, at_least, kill_self,
-    processes_of, resume, stop_self, threads_that_end, threads_with, unchanged, with_timeout,
-    world,
+    processes_of, resume, several, stop_self, threads_that_end, threads_with, unchanged,
+    with_timeout, world,
 };
 use crate::data::{by_the_library, exact, is_without_library};
 use crate::expected::{Case, Random};
@@ -209,10 +209,7 @@ fn a_rank_that_closes_is_named_by_those_that_still_call_the_vendors_library() {
 }
 
 fn close_early(path: Option<CollectivePath>) {
-    let ranks = world(3);
-    if ranks < 2 {
-        return;
-    }
+    let Some(ranks) = several(3) else { return };
     let limit = Duration::from_secs(2);
     threads_that_end(
         ranks,
@@ -326,10 +323,7 @@ fn a_rank_that_calls_the_vendors_library_after_a_timeout_is_waited_for() {
 }
 
 fn call_late(path: Option<CollectivePath>) {
-    let ranks = world(3);
-    if ranks < 2 {
-        return;
-    }
+    let Some(ranks) = several(3) else { return };
     let all = TimedBarrier::new(ranks);
     threads_with(ranks, with_timeout(Duration::from_secs(5)), |comm| {
         let Some(collectives) = join(comm, path) else {

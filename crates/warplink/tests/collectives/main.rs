@@ -6,6 +6,7 @@
 mod common;
 
 mod adopted;
+mod arithmetic;
 mod bound;
 mod buffers;
 mod buses;

@@ -1,8 +1,8 @@
 //! Every collective on memory of every kind.
 
-use crate::common::{share_gpus, threads_with, world, worlds};
+use crate::common::{allocate, share_gpus, threads_with, world, worlds};
 use crate::direct::{check_soon, direct};
-use crate::expected::{Case, Made, Random};
+use crate::expected::{Case, Made, Random, kinds};
 use crate::scaled::unhurried;
 use std::sync::Arc;
 use std::time::Instant;
@@ -13,14 +13,6 @@ use warplink::{Collectives, Communicator};
 
 /// Bytes of a long part, of which all ranks together have some MiB.
 const LONG: usize = 768 << 10;
-
-/// Collectives that move or reduce data.
-fn kinds() -> impl Iterator<Item = (usize, CollectiveKind)> {
-    let kinds = CollectiveKind::ALL.into_iter();
-    kinds
-        .filter(|kind| *kind != CollectiveKind::Barrier)
-        .enumerate()
-}
 
 /// Memory of one kind, and what holds it.
 struct Memory {
@@ -33,10 +25,7 @@ struct Memory {
 /// is any.
 fn every_memory(comm: &Communicator, bytes: usize) -> Vec<Memory> {
     let device = comm.device();
-    let own = |more: usize| {
-        let memory = device.allocate(bytes + more, AllocationKind::Plain);
-        memory.unwrap()
-    };
+    let own = |more: usize| allocate(comm, bytes + more);
     let (region, owner) = (comm.alloc(bytes).unwrap(), own(4096));
     // SAFETY: the owner is held as long as the view, and only collectives access it.
     let lent = unsafe { device.borrow(owner.address() + 256, bytes, Arc::new(owner.clone())) };
@@ -121,7 +110,7 @@ fn every_collective_is_right_on_memory_of_every_kind() {
             let collectives = direct(comm);
             let mut random = Random::new(51 + ranks as u64);
             for (number, memory) in every_memory(comm, 256 << 10).iter().enumerate() {
-                for (place, kind) in kinds() {
+                for (place, kind) in kinds().enumerate() {
                     // Compiling takes long where ranks share a processor.
                     if share_gpus() && (number + place) % 4 != 0 {
                         continue;
@@ -149,7 +138,7 @@ fn long_collectives_are_right_on_memory_of_every_kind() {
         let mut random = Random::new(61);
         let bytes = (2 * ranks + 1) * LONG;
         for (number, memory) in every_memory(comm, bytes).iter().enumerate() {
-            for (place, kind) in kinds() {
+            for (place, kind) in kinds().enumerate() {
                 let kinds_of_memory = if kind.reduces() { 5 } else { 2 };
                 if (place + number) % kinds_of_memory != 0 {
                     continue;
@@ -171,7 +160,7 @@ fn every_collective_is_right_on_new_memory_for_each_call() {
             let collectives = direct(comm);
             let stream = comm.create_stream(Priority::Normal).unwrap();
             let mut random = Random::new(71 + ranks as u64);
-            for (place, kind) in kinds() {
+            for (place, kind) in kinds().enumerate() {
                 if share_gpus() && place % 4 != 0 {
                     continue;
                 }

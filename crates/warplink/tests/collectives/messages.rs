@@ -2,13 +2,13 @@
 
 use crate::common::{
     Stopwatch, TimedBarrier, allocate, assert_error, assert_names_peer, assert_says, delayed,
-    kill_self, kind, lose, processes, threads, threads_that_end, threads_with, unchanged,
+    kill_self, kind, lose, processes, several, threads, threads_that_end, threads_with, unchanged,
     with_timeout, with_victim, world, worlds,
 };
-use crate::data::{by, is_without_library, library};
+use crate::data::{by, calling, is_without_library, library};
 use crate::expected::Random;
 use crate::parts;
-use crate::planned::{Held, Planned, enqueue, held, plan};
+use crate::planned::{Held, Planned, enqueue, exchange, held, plan};
 use std::time::{Duration, Instant};
 use warplink::collective::{CollectiveOptions, CollectivePath, Message};
 use warplink::device::{AllocationKind, DeviceKind, Priority, ReduceOp};
@@ -33,11 +33,7 @@ fn random_groups_are_right_for_every_number_of_ranks() {
                 let groups: Vec<Vec<Held>> = (0..3)
                     .map(|_| held(comm, &plan(&mut random, ranks, most), random.next()))
                     .collect();
-                for group in &groups {
-                    enqueue(&collectives, group, &stream).unwrap();
-                }
-                comm.synchronize(&stream).unwrap();
-                groups.iter().flatten().for_each(|held| held.check(comm));
+                exchange(comm, &collectives, &groups, &stream);
             }
         });
     }
@@ -74,10 +70,7 @@ fn messages_of_a_rank_to_itself_are_right_beside_others() {
             for rank in 0..comm.world() {
                 plan.extend((0..own).map(|number| message(rank, rank, lengths[number % 4])));
             }
-            let all = held(comm, &plan, 3);
-            enqueue(&collectives, &all, &stream).unwrap();
-            comm.synchronize(&stream).unwrap();
-            all.iter().for_each(|held| held.check(comm));
+            exchange(comm, &collectives, &[held(comm, &plan, 3)], &stream);
         }
     });
 }
@@ -95,11 +88,7 @@ fn processes_exchange_messages_and_parts() {
             held(comm, &plan, random.next())
         };
         let groups = [group(50), group(3_000), group(60_000)];
-        for group in &groups {
-            enqueue(&collectives, group, &stream).unwrap();
-        }
-        comm.synchronize(&stream).unwrap();
-        groups.iter().flatten().for_each(|held| held.check(comm));
+        exchange(comm, &collectives, &groups, &stream);
         stream.begin_capture().unwrap();
         for group in &groups {
             enqueue(&collectives, group, &stream).unwrap();
@@ -126,9 +115,7 @@ fn groups_by_the_vendors_library_are_the_same() {
         let mut random = Random::new(5);
         for _ in 0..30 {
             let group = held(comm, &plan(&mut random, ranks, 100_000), random.next());
-            enqueue(&collectives, &group, &stream).unwrap();
-            comm.synchronize(&stream).unwrap();
-            group.iter().for_each(|held| held.check(comm));
+            exchange(comm, &collectives, &[group], &stream);
         }
     });
 }
@@ -136,13 +123,8 @@ fn groups_by_the_vendors_library_are_the_same() {
 /// Ranks group the same messages differently; one waits for what another does after its second message.
 #[test]
 fn ranks_may_group_messages_differently() {
-    let ranks = world(3);
-    if ranks < 2 {
-        return;
-    }
-    threads(ranks, |comm| {
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    let Some(ranks) = several(3) else { return };
+    calling(ranks, |comm, collectives, stream| {
         for round in 0..20 {
             let planned = |from, to, number: u64| Planned {
                 from,
@@ -169,11 +151,7 @@ fn ranks_may_group_messages_differently() {
                         .collect()
                 })
                 .collect();
-            for group in &groups {
-                enqueue(&collectives, group, &stream).unwrap();
-            }
-            comm.synchronize(&stream).unwrap();
-            groups.iter().flatten().for_each(|held| held.check(comm));
+            exchange(comm, collectives, &groups, stream);
         }
     });
 }
@@ -182,9 +160,7 @@ fn ranks_may_group_messages_differently() {
 #[test]
 fn groups_in_graphs_are_replayed() {
     let ranks = world(3);
-    threads(ranks, |comm| {
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    calling(ranks, |comm, collectives, stream| {
         let mut random = Random::new(31);
         let groups: Vec<Vec<Held>> = (0..4)
             .map(|_| held(comm, &plan(&mut random, ranks, 50_000), random.next()))
@@ -192,20 +168,20 @@ fn groups_in_graphs_are_replayed() {
         let one = allocate(comm, 4);
         stream.begin_capture().unwrap();
         for group in &groups {
-            enqueue(&collectives, group, &stream).unwrap();
+            enqueue(collectives, group, stream).unwrap();
             collectives
-                .all_reduce(&one, &one, DType::I32, ReduceOp::Max, &stream)
+                .all_reduce(&one, &one, DType::I32, ReduceOp::Max, stream)
                 .unwrap();
         }
         let graph = stream.end_capture().unwrap();
         for round in 0..30 {
             groups.iter().flatten().for_each(|held| held.reset(comm));
-            graph.launch(&stream).unwrap();
+            graph.launch(stream).unwrap();
             let between = held(comm, &plan(&mut random, ranks, 500), random.next());
             if round % 2 == 0 {
-                enqueue(&collectives, &between, &stream).unwrap();
+                enqueue(collectives, &between, stream).unwrap();
             }
-            comm.synchronize(&stream).unwrap();
+            comm.synchronize(stream).unwrap();
             groups.iter().flatten().for_each(|held| held.check(comm));
             if round % 2 == 0 {
                 between.iter().for_each(|held| held.check(comm));
@@ -234,11 +210,7 @@ fn long_messages_both_ways_go_through_chunks_again_and_again() {
                 seed: 19 * (from as u64 + 1) + round,
             };
             let plan: Vec<Planned> = (0..ranks).map(message).collect();
-            let group = held(comm, &plan, round);
-            group.iter().for_each(|held| held.reset(comm));
-            enqueue(&collectives, &group, &stream).unwrap();
-            comm.synchronize(&stream).unwrap();
-            group.iter().for_each(|held| held.check(comm));
+            exchange(comm, &collectives, &[held(comm, &plan, round)], &stream);
         }
     });
 }
@@ -319,10 +291,7 @@ fn one(comm: &Communicator, message: (bool, usize), bytes: usize) -> Result<(), 
 /// Also where the one is empty, and where the one has more lanes than the other.
 #[test]
 fn another_length_is_told_on_both_ranks_and_to_those_that_wait_for_them() {
-    let ranks = world(3);
-    if ranks < 2 {
-        return;
-    }
+    let Some(ranks) = several(3) else { return };
     let last = ranks - 1;
     for (sent, received) in [(64, 65), (0, 64), (64, 0), (1 << 20, 64), (64, 1 << 20)] {
         let all = TimedBarrier::new(ranks);
@@ -429,16 +398,14 @@ fn die(path: CollectivePath) {
 
 #[test]
 fn groups_that_cannot_be_done_are_refused() {
-    crate::common::threads(world(2), |comm| {
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    calling(world(2), |comm, collectives, stream| {
         let memory = allocate(comm, 64);
         let slice = |from: usize, to: usize| memory.slice(from..to).unwrap();
         let (rank, peer) = (comm.rank(), 1 - comm.rank());
         let refused = |messages: &[Message<'_>], says: &str| {
-            let error = collectives.send_receive(messages, &stream).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert_says(&error, &["send and receive", says]);
+            let error = collectives.send_receive(messages, stream).unwrap_err();
+            let says = ["send and receive", says];
+            assert_error(&error, ErrorKind::InvalidArgument, &says);
         };
         let (a, b, c) = (slice(0, 16), slice(16, 32), slice(8, 24));
         refused(&[Message::send(2, &a)], "rank 2 is out of range");
@@ -461,7 +428,7 @@ fn groups_that_cannot_be_done_are_refused() {
         refused(&[Message::send(peer, &a); 65], "65 messages in one group");
         // Nothing was enqueued that the other rank would wait for.
         let both = [Message::send(peer, &a), Message::receive(peer, &b)];
-        collectives.send_receive(&both, &stream).unwrap();
-        comm.synchronize(&stream).unwrap();
+        collectives.send_receive(&both, stream).unwrap();
+        comm.synchronize(stream).unwrap();
     });
 }

@@ -1,10 +1,11 @@
 //! All-to-all with a size for each pair of ranks that only device memory has.
 
 use crate::common::{
-    Stopwatch, TimedBarrier, allocate, assert_names_peer, assert_says, at_least, delayed,
-    processes, threads, threads_that_end, threads_with, unchanged, with_timeout, world, worlds,
+    Stopwatch, TimedBarrier, allocate, assert_error, assert_names_peer, assert_says, at_least,
+    delayed, processes, several, threads_that_end, threads_with, unchanged, with_timeout, world,
+    worlds,
 };
-use crate::data::{by, library};
+use crate::data::{by, calling, library};
 use crate::expected::Random;
 use std::time::Duration;
 use warplink::device::{DeviceSlice, Priority, Stream};
@@ -189,15 +190,13 @@ fn processes_exchange_parts_of_sizes_in_device_memory() {
 #[test]
 fn a_graph_serves_all_counts() {
     for ranks in worlds([2, 4]) {
-        threads(ranks, |comm| {
-            let collectives = comm.collectives().unwrap();
-            let stream = comm.create_stream(Priority::Normal).unwrap();
+        calling(ranks, |comm, collectives, stream| {
             let mut random = Random::new(5 + ranks as u64);
             let each = [(DType::F32, 900), (DType::U8, 40_000)];
             let each = each.map(|(dtype, max)| Buffers::new(comm, dtype, max, 0));
             stream.begin_capture().unwrap();
             for buffers in &each {
-                buffers.enqueue(&collectives, &stream).unwrap();
+                buffers.enqueue(collectives, stream).unwrap();
             }
             let graph = stream.end_capture().unwrap();
             for launch in 0..12 {
@@ -207,8 +206,8 @@ fn a_graph_serves_all_counts() {
                 for (buffers, matrix) in each.iter().zip(&matrices) {
                     buffers.fill(matrix, launch as u64);
                 }
-                graph.launch(&stream).unwrap();
-                comm.synchronize(&stream).unwrap();
+                graph.launch(stream).unwrap();
+                comm.synchronize(stream).unwrap();
                 for (buffers, matrix) in each.iter().zip(&matrices) {
                     buffers.check(matrix, launch as u64);
                 }
@@ -242,10 +241,7 @@ fn a_count_above_the_limit_is_told_on_both_ranks() {
             "bytes by the count in device memory; expected at most 400",
         ),
     ] {
-        let ranks = world(ranks);
-        if ranks < 2 {
-            return;
-        }
+        let Some(ranks) = several(ranks) else { return };
         let last = ranks - 1;
         let all = TimedBarrier::new(ranks);
         // The rank that is not concerned waits for the others until then.
@@ -301,17 +297,15 @@ fn another_limit_is_told_on_both_ranks() {
 
 #[test]
 fn memory_that_does_not_fit_is_refused() {
-    threads(world(2), |comm| {
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    calling(world(2), |comm, collectives, stream| {
         let ranks = comm.world();
         let good = Buffers::new(comm, DType::F32, 8, 0);
         let refused = |change: &dyn Fn(&mut Buffers<'_>), says: &str| {
             let mut buffers = Buffers::new(comm, DType::F32, 8, 0);
             change(&mut buffers);
-            let error = buffers.enqueue(&collectives, &stream).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
-            assert_says(&error, &["all_to_all_v_on_device", says]);
+            let error = buffers.enqueue(collectives, stream).unwrap_err();
+            let says = ["all_to_all_v_on_device", says];
+            assert_error(&error, ErrorKind::InvalidArgument, &says);
         };
         refused(&|it| it.max = 9, "expected 9 elements of f32 for each of");
         refused(&|it| it.max = usize::MAX, "the output has");
@@ -339,16 +333,13 @@ fn memory_that_does_not_fit_is_refused() {
         // Nothing was enqueued that the other rank would wait for.
         let counts = vec![vec![8; ranks]; ranks];
         good.fill(&counts, 2);
-        good.enqueue(&collectives, &stream).unwrap();
-        comm.synchronize(&stream).unwrap();
+        good.enqueue(collectives, stream).unwrap();
+        comm.synchronize(stream).unwrap();
         good.check(&counts, 2);
         if let Some(by_library) = library(comm) {
-            let error = good.enqueue(&by_library, &stream).unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-            assert_says(
-                &error,
-                &["cannot read counts from device memory", "all_to_all"],
-            );
+            let error = good.enqueue(&by_library, stream).unwrap_err();
+            let says = ["cannot read counts from device memory", "all_to_all"];
+            assert_error(&error, ErrorKind::Unsupported, &says);
         }
     });
 }

@@ -1,10 +1,10 @@
 //! All-to-all with a size for each pair of ranks, given on the host.
 
 use crate::common::{
-    TimedBarrier, allocate, assert_error, assert_names_peer, assert_says, downloaded, threads,
-    threads_that_end, with_timeout, world, worlds,
+    TimedBarrier, allocate, assert_error, assert_names_peer, assert_says, downloaded, several,
+    threads, threads_that_end, with_timeout, world, worlds,
 };
-use crate::data::library;
+use crate::data::{calling, library};
 use crate::expected::Random;
 use std::time::Duration;
 use warplink::collective::Parts;
@@ -169,10 +169,7 @@ fn parts_by_the_vendors_library_are_the_same() {
 /// One rank expects another size from one other; nobody gets wrong data, and these two name each other.
 #[test]
 fn a_rank_that_states_another_size_is_named() {
-    let ranks = world(3);
-    if ranks < 2 {
-        return;
-    }
+    let Some(ranks) = several(3) else { return };
     // Who expects less than its peer sends.
     let (receiver, sender) = (ranks - 1, ranks - 2);
     let all = TimedBarrier::new(ranks);
@@ -218,9 +215,7 @@ fn a_rank_that_states_another_size_is_named() {
 
 #[test]
 fn parts_that_do_not_fit_the_memory_are_refused() {
-    crate::common::threads(world(2), |comm| {
-        let collectives = comm.collectives().unwrap();
-        let stream = comm.create_stream(Priority::Normal).unwrap();
+    calling(world(2), |comm, collectives, stream| {
         let memory = allocate(comm, 64);
         let (output, input) = (memory.slice(0..32).unwrap(), memory.slice(32..64).unwrap());
         let good = Parts {
@@ -233,7 +228,7 @@ fn parts_that_do_not_fit_the_memory_are_refused() {
                     (&output, output_parts),
                     (&input, input_parts),
                     DType::F32,
-                    &stream,
+                    stream,
                 )
                 .unwrap_err();
             assert_error(&error, ErrorKind::InvalidArgument, &["all_to_all_v", says]);
@@ -255,8 +250,8 @@ fn parts_that_do_not_fit_the_memory_are_refused() {
         refused(good, parts(&[1, usize::MAX], &[0, 1]), "of its 8");
         refused(parts(&[4, 4], &[0, 3]), good, "overlaps");
         collectives
-            .all_to_all_v((&output, good), (&input, good), DType::F32, &stream)
+            .all_to_all_v((&output, good), (&input, good), DType::F32, stream)
             .unwrap();
-        comm.synchronize(&stream).unwrap();
+        comm.synchronize(stream).unwrap();
     });
 }

@@ -1,8 +1,9 @@
 //! Messages that all ranks know of, and the ends that a rank has of them.
 
+use crate::common::{allocate, downloaded};
 use crate::expected::Random;
 use warplink::collective::Message;
-use warplink::device::{AllocationKind, DeviceSlice};
+use warplink::device::{DeviceSlice, Stream};
 use warplink::{Collectives, Communicator, Error};
 
 /// Bytes around what is received, and what they are.
@@ -38,10 +39,7 @@ impl Held {
         // Any start, also where the other end has another.
         let start = GUARD + (planned.seed as usize + usize::from(sends)) % 19;
         let bytes = start + planned.bytes + GUARD;
-        let whole = comm
-            .device()
-            .allocate(bytes, AllocationKind::Plain)
-            .unwrap();
+        let whole = allocate(comm, bytes);
         let held = Self {
             planned,
             sends,
@@ -68,8 +66,7 @@ impl Held {
     }
 
     pub(crate) fn check(&self, comm: &Communicator) {
-        let mut bytes = vec![0; self.whole.bytes()];
-        comm.device().download(&self.whole, &mut bytes).unwrap();
+        let bytes = downloaded(comm, &self.whole);
         let content = self.planned.content();
         let (before, rest) = bytes.split_at(self.start);
         let (got, after) = rest.split_at(content.len());
@@ -115,7 +112,7 @@ pub(crate) fn held(comm: &Communicator, plan: &[Planned], seed: u64) -> Vec<Held
 pub(crate) fn enqueue(
     collectives: &Collectives,
     held: &[Held],
-    stream: &warplink::device::Stream,
+    stream: &Stream,
 ) -> Result<(), Error> {
     let memory: Vec<DeviceSlice> = held.iter().map(Held::memory).collect();
     let messages: Vec<Message<'_>> = held
@@ -130,6 +127,20 @@ pub(crate) fn enqueue(
         })
         .collect();
     collectives.send_receive(&messages, stream)
+}
+
+/// Enqueues groups one after another, waits for them, and checks what came.
+pub(crate) fn exchange(
+    comm: &Communicator,
+    collectives: &Collectives,
+    groups: &[Vec<Held>],
+    stream: &Stream,
+) {
+    for group in groups {
+        enqueue(collectives, group, stream).unwrap();
+    }
+    comm.synchronize(stream).unwrap();
+    groups.iter().flatten().for_each(|held| held.check(comm));
 }
 
 /// Messages between ranks at random, some of them to the same rank or to the sender, some empty.

@@ -1,12 +1,12 @@
 //! Every type and operator of what reduces, by each algorithm.
 
-use crate::common::{share_gpus, threads, world, worlds};
+use crate::common::{allocate, share_gpus, threads, world, worlds};
 use crate::data::by;
 use crate::direct::{SOON, direct};
-use crate::expected::{Case, Made, Random};
+use crate::expected::{Case, Made, REDUCTIONS, Random, assert_alike};
 use std::time::Instant;
 use warplink::collective::{Algorithm, Call, CollectiveKind};
-use warplink::device::{AllocationKind, Priority, ReduceOp};
+use warplink::device::{Priority, ReduceOp};
 use warplink::{Collectives, Communicator, DType};
 
 /// All types with all operators, each with a number of its own that changes with the ranks.
@@ -75,11 +75,7 @@ fn every_type_and_operator_is_reduced_on_every_number_of_ranks() {
                 .iter()
                 .filter(|made| made.call().kind == CollectiveKind::AllReduce);
             let own: Vec<u8> = all_reduces.flat_map(|made| made.reduced(comm)).collect();
-            let all = comm.all_gather_bytes(&own).unwrap();
-            assert!(
-                all.iter().all(|outputs| *outputs == all[0]),
-                "ranks have other results"
-            );
+            assert_alike(comm, &own, "all-reduces");
         });
     }
 }
@@ -95,17 +91,12 @@ fn every_type_and_operator_is_reduced_directly() {
         threads(ranks, |comm| {
             let collectives = direct(comm);
             let mut random = Random::new(57 + ranks as u64);
-            let kinds = [
-                CollectiveKind::AllReduce,
-                CollectiveKind::Reduce,
-                CollectiveKind::ReduceScatter,
-            ];
             let cases: Vec<Case> = types_and_operators(ranks)
                 .into_iter()
                 .map(|(dtype, op, number)| {
                     // Parts of inputs and outputs begin at multiples of 16 bytes.
                     let count = 16 * (1 + random.below(50));
-                    let kind = kinds[number % 3];
+                    let kind = REDUCTIONS[number % 3];
                     Case {
                         call: call(kind, (dtype, op), count, ranks, &mut random),
                         in_place: random.below(2) == 0,
@@ -115,9 +106,8 @@ fn every_type_and_operator_is_reduced_directly() {
                 })
                 .collect();
             let room = |case: &Case| case.memory_bytes(ranks).next_multiple_of(256);
-            let bytes = cases.iter().map(room).sum();
-            let whole = comm.device().allocate(bytes, AllocationKind::Plain);
-            let (whole, mut at) = (whole.unwrap(), 0);
+            let whole = allocate(comm, cases.iter().map(room).sum());
+            let mut at = 0;
             let made: Vec<Made> = cases
                 .into_iter()
                 .map(|case| {

@@ -3,7 +3,7 @@
 use crate::common::{share_gpus, threads_with, world, worlds};
 use crate::data::by;
 use crate::direct::check_soon;
-use crate::expected::{Case, Random};
+use crate::expected::{Case, REDUCTIONS, Random, assert_alike};
 use crate::scaled::unhurried;
 use std::time::Instant;
 use warplink::collective::{Algorithm, Call, CollectiveKind};
@@ -21,12 +21,6 @@ const FLOATS: [DType; 6] = [
 
 /// Those whose result depends on the order of the inputs.
 const OPERATORS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Product, ReduceOp::Average];
-
-const KINDS: [CollectiveKind; 3] = [
-    CollectiveKind::AllReduce,
-    CollectiveKind::ReduceScatter,
-    CollectiveKind::Reduce,
-];
 
 /// A reduction on memory that kernels of the peers reach.
 fn case(random: &mut Random, (number, kind): (usize, CollectiveKind), dtype: DType) -> Case {
@@ -101,7 +95,7 @@ fn floats_are_reduced_to_the_same_bits_however_often_and_by_every_algorithm() {
             let mut random = Random::new(41 + ranks as u64);
             let mut number = 0;
             for dtype in FLOATS {
-                for kind in KINDS {
+                for kind in REDUCTIONS {
                     number += 1;
                     // Compiling takes long where ranks share a processor.
                     if share_gpus() && number % 5 != 0 {
@@ -123,9 +117,7 @@ fn floats_are_reduced_to_the_same_bits_however_often_and_by_every_algorithm() {
                         }
                     }
                     if kind == CollectiveKind::AllReduce {
-                        let all = comm.all_gather_bytes(first).unwrap();
-                        let same = all.iter().all(|one| one == first);
-                        assert!(same, "{case:?}: other bits on other ranks");
+                        assert_alike(comm, first, format_args!("{case:?}"));
                     }
                 }
             }
@@ -159,11 +151,7 @@ fn floats_are_reduced_to_the_same_bits_from_run_to_run() {
                     }
                 }
             }
-            let all = comm.all_gather_bytes(&own.concat()).unwrap();
-            assert!(
-                all.iter().all(|one| *one == all[0]),
-                "ranks have other bits"
-            );
+            assert_alike(comm, &own.concat(), "sums");
             results.lock().unwrap().push(own);
         });
     }

@@ -1,20 +1,14 @@
 //! Sums of values that are multiplied by a factor beforehand.
 
 use crate::common::{
-    TimedBarrier, assert_says, kind, threads_that_end, threads_with, world, worlds,
+    TimedBarrier, assert_error, assert_says, kind, threads_that_end, threads_with, world, worlds,
 };
 use crate::data::{by, library};
-use crate::expected::{Case, Random};
+use crate::expected::{Case, REDUCTIONS, Random};
 use std::time::Duration;
 use warplink::collective::{Algorithm, Call, CollectiveKind, CollectiveOptions, CollectivePath};
 use warplink::device::{AllocationKind, Priority, ReduceOp};
 use warplink::{Config, DType, DeviceKind, ErrorKind};
-
-const KINDS: [CollectiveKind; 3] = [
-    CollectiveKind::AllReduce,
-    CollectiveKind::ReduceScatter,
-    CollectiveKind::Reduce,
-];
 
 /// Ranks with many calls keep a small machine busy.
 pub(crate) fn unhurried(config: &mut Config) {
@@ -46,7 +40,7 @@ fn scaled_sums_of_floats_are_right_by_every_algorithm() {
             let mut made = Vec::new();
             for dtype in floats() {
                 for factor in [1.0 / ranks as f64, -1.7, 0.0, 3.0] {
-                    for kind in KINDS {
+                    for kind in REDUCTIONS {
                         let call = scaled(kind, dtype, factor, 1 + random.below(700));
                         let (algorithm, collectives) = &all[random.below(all.len())];
                         let two_shot = *algorithm == Some(Algorithm::TwoShot);
@@ -71,7 +65,7 @@ fn large_scaled_sums_and_those_of_graphs_are_right() {
     threads_with(ranks, unhurried, |comm| {
         let collectives = by(comm, None, 1 << 20);
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        for kind in KINDS {
+        for kind in REDUCTIONS {
             for factor in [0.25, -3.5] {
                 let case = Case::new(scaled(kind, DType::F32, factor, 150_001), 7);
                 case.run(comm, &collectives, &stream);
@@ -110,7 +104,7 @@ fn the_vendors_library_sums_scaled_values() {
             return;
         };
         let stream = comm.create_stream(Priority::Normal).unwrap();
-        for kind in KINDS {
+        for kind in REDUCTIONS {
             // It may round small floats more often than is allowed for here.
             let dtypes = [DType::F32, DType::F64, DType::BF16, DType::F16];
             let exact = crate::common::kind() == DeviceKind::Host;
@@ -184,8 +178,8 @@ fn scaled_sums_of_integers_are_refused() {
             let error = collectives
                 .all_reduce(&memory, &memory, DType::I32, op, &stream)
                 .unwrap_err();
-            assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
-            assert_says(&error, &["scaled_sum of i32; expected floats", "use sum"]);
+            let says = ["scaled_sum of i32; expected floats", "use sum"];
+            assert_error(&error, ErrorKind::Unsupported, &says);
         }
     });
 }

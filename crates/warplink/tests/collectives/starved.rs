@@ -4,7 +4,7 @@
 use crate::common::{WaitingKernel, share_gpus, threads, world};
 use crate::data::library;
 use crate::launches::{download, integers, memory, sum, upload};
-use crate::layer::{Buffers, Choices, inputs};
+use crate::layer::{Choices, Layer, inputs};
 use crate::planned::{Planned, enqueue, held};
 use std::rc::Rc;
 use std::time::Duration;
@@ -73,29 +73,28 @@ fn steps<'a>(comm: &'a Communicator, collectives: &'a Collectives, round: usize)
         dtype: DType::BF16,
         ..ExpertOptions::default()
     };
-    let layer = Rc::new(collectives.experts(&options).unwrap());
-    let buffers = Rc::new(Buffers::new(comm, &options));
+    let experts = collectives.experts(&options).unwrap();
+    let layer = Rc::new(Layer::new(comm, experts, options));
     let all = Rc::new(inputs(&options, Choices::Random, ranks, round));
-    buffers.clear(comm);
-    buffers.fill(comm, &options, &all[rank]);
+    layer.clear();
+    layer.fill(&all[rank]);
+    let tokens = layer.tokens_of(&all[rank]);
     for combines in [false, true] {
-        let (layer, own, every) = (layer.clone(), buffers.clone(), all.clone());
-        let (result, expected) = (buffers.clone(), all.clone());
+        let (own, result, expected) = (layer.clone(), layer.clone(), all.clone());
         steps.push(Step {
             what: format!("experts, combine: {combines}"),
             enqueue: Box::new(move |stream| {
-                let tokens = every[rank].tokens.len() / options.elements;
                 if combines {
-                    own.combine(&layer, &options, tokens, stream).unwrap();
+                    own.combine(tokens, stream).unwrap();
                 } else {
-                    own.dispatch(&layer, &options, tokens, stream).unwrap();
+                    own.dispatch(tokens, stream).unwrap();
                 }
             }),
             check: Box::new(move || {
                 if combines {
-                    result.check(comm, &options, &expected[rank]);
+                    result.check(&expected[rank]);
                 } else {
-                    result.work(comm, &options, &expected);
+                    result.work(&expected);
                 }
             }),
         });
