@@ -7,11 +7,11 @@
 
 mod common;
 
-use common::{complete, ring_requests, values};
+use common::{Relay, complete, ring_requests, values};
 use rustix::net::{AddressFamily, SendFlags, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::process::{Resource, Rlimit, getrlimit, getuid, setrlimit};
-use std::io::{BufRead, BufReader, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::io::{BufRead, BufReader, Write};
+use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
@@ -52,37 +52,15 @@ fn raise_descriptors() {
 
 /// Passes on what rank 1 says to the store, and keeps the first of it.
 fn recorder(store: SocketAddr, kept: Arc<Mutex<Vec<u8>>>) -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap();
-    thread::spawn(move || {
-        let (mut rank, _) = listener.accept().unwrap();
-        let mut store = loop {
-            match TcpStream::connect(store) {
-                Ok(stream) => break stream,
-                Err(_) => thread::sleep(PAUSE),
-            }
-        };
-        rank.set_nodelay(true).unwrap();
-        store.set_nodelay(true).unwrap();
-        let (mut from, mut to) = (store.try_clone().unwrap(), rank.try_clone().unwrap());
-        thread::spawn(move || {
-            let _ = std::io::copy(&mut from, &mut to);
-            let _ = to.shutdown(std::net::Shutdown::Both);
-        });
-        let mut chunk = [0; 4096];
-        while let Ok(count @ 1..) = rank.read(&mut chunk) {
-            let mut kept = kept.lock().unwrap();
-            if kept.len() < 1 << 16 {
-                kept.extend(&chunk[..count]);
-            }
-            drop(kept);
-            if store.write_all(&chunk[..count]).is_err() {
-                break;
-            }
+    let relay = Relay::start(store, move |bytes, store| {
+        let mut kept = kept.lock().unwrap();
+        if kept.len() < 1 << 16 {
+            kept.extend_from_slice(bytes);
         }
-        let _ = store.shutdown(std::net::Shutdown::Both);
+        drop(kept);
+        store.write_all(bytes)
     });
-    address
+    relay.address
 }
 
 /// The names of the abstract sockets on which this process listens.

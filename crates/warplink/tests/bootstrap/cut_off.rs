@@ -1,9 +1,8 @@
 //! Connections to the store that are cut while the processes at both ends run on.
 
-use crate::support::{Stopwatch, free_address, join_all, soon, within};
-use std::io;
-use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex};
+use crate::support::{Relay, Stopwatch, free_address, join_all, soon, within};
+use std::io::Write;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 use warplink::bootstrap::{Bootstrap, JoinConfig, Rendezvous};
@@ -14,48 +13,12 @@ const WORLD: usize = 8;
 /// How soon everybody concerned must know.
 const SOON: Duration = Duration::from_secs(5);
 
-/// Passes on the bytes of one connection, until it is cut.
-struct Relay {
-    address: SocketAddr,
-    ends: Arc<Mutex<Vec<TcpStream>>>,
-}
-
-impl Relay {
-    fn start(store: SocketAddr) -> Self {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        let address = listener.local_addr().unwrap();
-        let ends = Arc::<Mutex<Vec<TcpStream>>>::default();
-        let kept = ends.clone();
-        thread::spawn(move || {
-            let (rank, _) = listener.accept().unwrap();
-            let store = loop {
-                // Rank 0 may not listen yet.
-                match TcpStream::connect(store) {
-                    Ok(store) => break store,
-                    Err(_) => thread::sleep(Duration::from_millis(5)),
-                }
-            };
-            for (from, to) in [(&rank, &store), (&store, &rank)] {
-                let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
-                thread::spawn(move || io::copy(&mut from, &mut to));
-            }
-            *kept.lock().unwrap() = vec![rank, store];
-        });
-        Self { address, ends }
-    }
-
-    /// Both ends find the connection closed.
-    fn cut(&self) {
-        for end in &*self.ends.lock().unwrap() {
-            end.shutdown(Shutdown::Both).unwrap();
-        }
-    }
-}
-
 /// Ranks in this process, all but rank 0 behind relays.
 fn members() -> (Vec<Arc<Bootstrap>>, Vec<Relay>) {
     let (store, _held) = free_address();
-    let relays: Vec<Relay> = (1..WORLD).map(|_| Relay::start(store)).collect();
+    let relays: Vec<Relay> = (1..WORLD)
+        .map(|_| Relay::start(store, |bytes, store| store.write_all(bytes)))
+        .collect();
     let addresses = [store]
         .into_iter()
         .chain(relays.iter().map(|relay| relay.address));

@@ -1,9 +1,11 @@
 //! Connections of processes that do not belong to the job.
 
-use crate::support::{Stopwatch, close_all, config, free_address, new_id, rank_0, soon, within};
+use crate::support::{
+    Relay, Stopwatch, close_all, config, free_address, new_id, rank_0, soon, within,
+};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use std::io::{BufReader, Read, Write};
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -191,42 +193,16 @@ const REPLAY: u8 = 2;
 
 /// Passes bytes on between a member and the store, and tampers with them once told to.
 fn relay(store: SocketAddr, tamper: Arc<AtomicU8>) -> SocketAddr {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap();
-    thread::spawn(move || {
-        let (member, _) = listener.accept().unwrap();
-        let store = loop {
-            match TcpStream::connect(store) {
-                Ok(stream) => break stream,
-                Err(_) => thread::sleep(Duration::from_millis(5)),
-            }
-        };
-        let (mut from, mut to) = (store.try_clone().unwrap(), member.try_clone().unwrap());
-        thread::spawn(move || {
-            let _ = std::io::copy(&mut from, &mut to);
-            let _ = to.shutdown(std::net::Shutdown::Both);
-        });
-        let (mut from, mut to) = (member, store);
-        let mut chunk = [0; 4096];
-        while let Ok(count @ 1..) = from.read(&mut chunk) {
-            let sent = match tamper.swap(PASS, Ordering::SeqCst) {
-                // A byte of the ciphertext.
-                ALTER => {
-                    chunk[12] ^= 1;
-                    to.write_all(&chunk[..count])
-                }
-                REPLAY => to
-                    .write_all(&chunk[..count])
-                    .and_then(|()| to.write_all(&chunk[..count])),
-                _ => to.write_all(&chunk[..count]),
-            };
-            if sent.is_err() {
-                break;
-            }
+    let relay = Relay::start(store, move |bytes, store| {
+        match tamper.swap(PASS, Ordering::SeqCst) {
+            // A byte of the ciphertext.
+            ALTER => bytes[12] ^= 1,
+            REPLAY => store.write_all(bytes)?,
+            _ => {}
         }
-        let _ = to.shutdown(std::net::Shutdown::Both);
+        store.write_all(bytes)
     });
-    address
+    relay.address
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! Helpers of the bootstrap's tests: jobs of ranks that are threads, and time limits.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+#[path = "../common/relay.rs"]
+mod relay;
 #[path = "../common/stopwatch.rs"]
 mod stopwatch;
 
@@ -14,6 +16,8 @@ use std::time::Duration;
 use warplink::bootstrap::{Bootstrap, HeldPort, JoinConfig, Rendezvous, UniqueId};
 use warplink::{Deadline, Rank, Result};
 
+#[allow(unused_imports, reason = "each test binary uses a part of this")]
+pub(crate) use relay::Relay;
 #[allow(unused_imports, reason = "each test binary uses a part of this")]
 pub(crate) use stopwatch::Stopwatch;
 

@@ -12,6 +12,7 @@ mod elements;
 pub mod hosts;
 mod network;
 mod processes;
+mod relay;
 mod room;
 mod shorthands;
 mod stopwatch;
@@ -22,6 +23,7 @@ pub use children::{Ended, wait_all};
 pub use elements::{decode, encode};
 pub use network::{has_network, leave_out};
 pub use processes::{kill, processes_of, resume, stop_self, wait_until_stopped};
+pub use relay::Relay;
 pub use room::{
     at_least, device_of_thread, runs_case, several, share_gpus, waiting_streams, world, worlds,
 };
