@@ -28,6 +28,7 @@ use crate::device::channel::trigger::MAX_CONNECTIONS;
 use crate::device::{Device, Fault, Fifo, FifoReader};
 use crate::error::{Error, Result};
 use crate::sync::lock;
+use crate::threads;
 use std::any::Any;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -175,14 +176,11 @@ impl Proxy {
         let worker = Worker::new(shared, fault, fifo, reader, self.config);
         let (sender, ended) = mpsc::channel();
         let cpus = self.cpus.clone();
-        let thread = std::thread::Builder::new()
-            .name("warplink-proxy".to_owned())
-            .spawn(move || {
-                pin::pin(&cpus);
-                // Fails if the proxy was dropped; then nobody waits for the result.
-                let _ = sender.send(worker.run());
-            })
-            .map_err(|error| Error::io("start the proxy", &error))?;
+        let thread = threads::spawn("warplink-proxy", "start the proxy", move || {
+            pin::pin(&cpus);
+            // Fails if the proxy was dropped; then nobody waits for the result.
+            let _ = sender.send(worker.run());
+        })?;
         *lock(&self.thread) = Some(thread.thread().clone());
         Ok(ProxyThread::Running(ended))
     }

@@ -1,8 +1,9 @@
 //! Thread that serves the staged ends of a rank.
 
 use super::end::StagedEnd;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::sync::lock;
+use crate::threads;
 use std::fmt;
 use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
@@ -39,11 +40,8 @@ impl Service {
             return Ok(());
         }
         let own = self.clone();
-        let spawned = std::thread::Builder::new()
-            .name("warplink-staging".to_owned())
-            .spawn(move || own.run());
-        let thread =
-            spawned.map_err(|error| Error::thread("start the thread of staging", &error))?;
+        let run = move || own.run();
+        let thread = threads::spawn("warplink-staging", "start the thread of staging", run)?;
         state.thread = Some(thread);
         Ok(())
     }

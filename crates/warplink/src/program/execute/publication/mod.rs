@@ -31,6 +31,7 @@ use crate::error::Result;
 use crate::memory::{Heard, MemoryRegistry};
 use crate::program::section::UNPUBLISHED;
 use crate::sync::lock;
+use crate::threads;
 use publisher::Publisher;
 use std::collections::HashMap;
 use std::sync::mpsc::{Sender, channel};
@@ -284,10 +285,8 @@ impl Events {
         let Some(publisher) = waiting.take_if(|publisher| publisher.has_work()) else {
             return;
         };
-        let thread = std::thread::Builder::new()
-            .name("warplink-publication".to_owned())
-            .spawn(move || publisher.run());
-        match thread {
+        let run = move || publisher.run();
+        match threads::spawn("warplink-publication", "start a thread", run) {
             Ok(thread) => *lock(&self.thread) = Some(thread),
             Err(error) => {
                 tracing::warn!(%error, "memory is not published, and goes through the workspace");
