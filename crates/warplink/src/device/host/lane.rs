@@ -10,12 +10,16 @@ use crate::device::{DeviceSlice, ReduceOp, Word};
 use crate::dtype::{DType, Element, with_element};
 use crate::error::{Error, Result};
 use std::ops::{Add, Mul};
+use zerocopy::IntoBytes;
 
 /// Maximum bytes of each source that are loaded at a time.
 const COMBINED_BYTES: usize = 8 << 10;
 
 /// Maximum bytes of each source that are combined at a time: these stay in the L1 cache.
 const PIECE_BYTES: usize = 2 << 10;
+
+/// Maximum values that are combined at a time: those of the largest element in a piece.
+const MAX_VALUES: usize = PIECE_BYTES / 8;
 
 /// Receives a piece of the result and its offset.
 pub(crate) type Write<'a> = dyn FnMut(usize, &[u8]) -> Result<()> + 'a;
@@ -240,32 +244,32 @@ fn fold_by<T: Element, A: Summand>(
     round: impl Fn(A) -> T,
     combine: impl Fn(A, A) -> A,
 ) -> Result<()> {
-    let value = |bytes: &[u8]| T::read_from_bytes(bytes).map(&widen).ok();
     let Some((first, others)) = sources.split_first() else {
         return Ok(());
     };
+    // Values and not their bytes: whether conversions of pieces of bytes are inlined, without which this takes ten times
+    // as long, depends on which codegen units the compiler puts them in. Few enough for the L1 cache, since each source
+    // passes over all of them.
+    let mut values = [T::new_zeroed(); MAX_VALUES];
+    let mut sums = [A::of(0.0); MAX_VALUES];
     let size = size_of::<T>();
-    // Eight bytes is the largest element, so that one array of sums serves all types.
-    let step = PIECE_BYTES / 8 * size;
-    let mut piece = [0; PIECE_BYTES];
-    // Small enough for the L1 cache, since each source passes over all of them.
-    let mut sums = [A::of(0.0); PIECE_BYTES / 8];
-    for from in (0..first.length()).step_by(step) {
-        let piece = &mut piece[..step.min(first.length() - from)];
-        first.read(from, piece)?;
-        for (sum, bytes) in sums.iter_mut().zip(piece.chunks_exact(size)) {
-            *sum = value(bytes).unwrap_or(*sum);
+    for from in (0..first.length()).step_by(size * MAX_VALUES) {
+        let count = MAX_VALUES.min((first.length() - from) / size);
+        let (values, sums) = (&mut values[..count], &mut sums[..count]);
+        first.read(from, values.as_mut_bytes())?;
+        for (sum, value) in sums.iter_mut().zip(&*values) {
+            *sum = widen(*value);
         }
         for other in others {
-            other.read(from, piece)?;
-            for (sum, bytes) in sums.iter_mut().zip(piece.chunks_exact(size)) {
-                *sum = value(bytes).map_or(*sum, |value| combine(*sum, value));
+            other.read(from, values.as_mut_bytes())?;
+            for (sum, value) in sums.iter_mut().zip(&*values) {
+                *sum = combine(*sum, widen(*value));
             }
         }
-        for (sum, bytes) in sums.iter().zip(piece.chunks_exact_mut(size)) {
-            bytes.copy_from_slice(round(*sum).as_bytes());
+        for (value, sum) in values.iter_mut().zip(&*sums) {
+            *value = round(*sum);
         }
-        write(from, piece)?;
+        write(from, values.as_bytes())?;
     }
     Ok(())
 }
