@@ -83,18 +83,18 @@ fn combined<V: RowValue>(operator: ReduceOp, rows: &[Vec<V>]) -> Vec<V> {
     let factor = factor.map(|factor| V::number(factor.value() as f32));
     // Each source before it is added, as NCCL's scaled sum and the kernels do.
     let begin = |value: V| factor.map_or(value, |factor| value.binary(RowBinary::Multiply, factor));
-    let mut rows = rows.iter();
-    let count = rows.len();
-    let first = rows.next().into_iter().flatten();
-    let mut all: Vec<V> = first.map(|value| begin(*value)).collect();
-    for row in rows {
+    let Some((first, others)) = rows.split_first() else {
+        return Vec::new();
+    };
+    let mut all: Vec<V> = first.iter().map(|value| begin(*value)).collect();
+    for row in others {
         for (value, other) in all.iter_mut().zip(row) {
             *value = value.binary(function, begin(*other));
         }
     }
     if operator == ReduceOp::Average {
         all.iter_mut()
-            .for_each(|value| *value = value.averaged(count));
+            .for_each(|value| *value = value.averaged(rows.len()));
     }
     all
 }
