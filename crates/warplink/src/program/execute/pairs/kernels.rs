@@ -10,6 +10,7 @@ use crate::program::section::KERNEL;
 /// The kernels of a program, by the number of messages that a launch can have.
 pub(super) struct PairKernels(Vec<LoadedKernel>);
 
+/// One of them, prepared for launches.
 pub(super) struct LoadedKernel {
     pub(super) kernel: SerialKernel,
     pub(super) max_messages: usize,
@@ -23,7 +24,7 @@ impl PairKernels {
     pub(super) fn load(
         device: &dyn Device,
         max_messages: &[usize],
-        source: impl Fn(usize) -> ModuleSource + Sync,
+        source: impl Fn(usize) -> ModuleSource,
         (largest, sharing): (&Launch, usize),
     ) -> Result<Self> {
         let load = |max_messages| -> Result<LoadedKernel> {
