@@ -163,6 +163,8 @@ fn what_a_lost_rank_has_mapped_is_not_used_again() {
         comm.barrier().unwrap();
         if comm.rank() == 2 {
             comm.abort("this test wants it to");
+            // A release may reach rank 1 before the loss, and then its memory is used again, as it should be.
+            std::mem::forget(remote);
             return;
         }
         drop((region, remote));
