@@ -14,8 +14,8 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use warplink::device::DeviceSlice;
 use warplink::overlap::{
-    AllGatherMatmul, AllGatherMatmulBuffers, AllGatherMatmulLowering, Leading, MatmulReduceScatter,
-    MatmulReduceScatterBuffers, MatmulReduceScatterLowering, Options,
+    AllGatherMatmul, AllGatherMatmulBuffers, AllGatherMatmulLowering, Leading, Lowering,
+    MatmulReduceScatter, MatmulReduceScatterBuffers, MatmulReduceScatterLowering, Options,
 };
 use warplink::program::PrepareOptions;
 use warplink::{DType, Error};
@@ -160,13 +160,7 @@ impl Executor {
             keep: gathered.is_some(),
         };
         let lowering = lowering.map(|name| name.parse::<AllGatherMatmulLowering>()?.lowering());
-        let options = Options {
-            lowering: lowering.transpose().map_err(raise)?,
-            streams,
-            outer: leading.outer,
-            trials,
-            ..Options::default()
-        };
+        let options = plan_options(lowering, leading.outer, streams, trials)?;
         let buffers = AllGatherMatmulBuffers {
             a: a.slice,
             b: slices(b),
@@ -227,13 +221,7 @@ impl Executor {
             bias: bias.is_some(),
         };
         let lowering = lowering.map(|name| name.parse::<MatmulReduceScatterLowering>()?.lowering());
-        let options = Options {
-            lowering: lowering.transpose().map_err(raise)?,
-            streams,
-            outer: leading.outer,
-            trials,
-            ..Options::default()
-        };
+        let options = plan_options(lowering, leading.outer, streams, trials)?;
         let buffers = MatmulReduceScatterBuffers {
             a: a.slice,
             b: b.slice,
@@ -351,6 +339,21 @@ impl CapturedPlan {
         let (captured, stream) = (self.0.get()?, stream.live()?);
         detached(py, || captured.launch(stream))
     }
+}
+
+fn plan_options(
+    lowering: Option<warplink::Result<Lowering>>,
+    outer: usize,
+    streams: usize,
+    trials: bool,
+) -> PyResult<Options> {
+    Ok(Options {
+        lowering: lowering.transpose().map_err(raise)?,
+        streams,
+        outer,
+        trials,
+        ..Options::default()
+    })
 }
 
 fn slices(arrays: Vec<Array>) -> Vec<DeviceSlice> {

@@ -1,4 +1,4 @@
-//! Calls of collectives on arrays and on memory at addresses.
+//! Enqueues collectives and messages on arrays and on memory at addresses.
 
 use crate::array::Reader;
 use crate::collective_call::call_on;
