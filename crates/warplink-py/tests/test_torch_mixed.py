@@ -47,7 +47,12 @@ def operations(rank, world, device, name, value):
         result = ops.fused_matmul_reduce_scatter(left, filled(1, K, N * world), "sum", 1, name)
         return [(result, filled(K * sum(values), rows, N))]
 
-    return [gather, gather_columns, scatter, scatter_columns]
+    def total(rows):
+        given = filled(values[rank], rows, K), None, None, None, None
+        (result,) = ops.fused_all_reduce(*given, ["sum"], name)
+        return [(result, filled(sum(values), rows, K))]
+
+    return [gather, gather_columns, scatter, scatter_columns, total]
 
 
 def mixed(rank, world, _, place, steps, seed, device="cpu"):
@@ -57,9 +62,12 @@ def mixed(rank, world, _, place, steps, seed, device="cpu"):
     streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else []
     # The same on every rank.
     chance = random.Random(seed)
-    open_ = []
+    open_, works = [], []
 
     def check():
+        for work in works:
+            work.wait()
+        works.clear()
         if streams:
             torch.cuda.synchronize(device)
         for step, got, wanted in open_:
@@ -68,13 +76,19 @@ def mixed(rank, world, _, place, steps, seed, device="cpu"):
 
     for step in range(steps):
         group, rows = chance.choice(groups), chance.choice([1, 8, 257])
-        kind, place_of_stream = chance.randrange(6), chance.randrange(2)
+        kind, place_of_stream = chance.randrange(8), chance.randrange(2)
         with torch.cuda.stream(streams[place_of_stream]) if streams else contextlib.nullcontext():
-            if kind < 4:
+            if kind < 5:
                 found = operations(rank, world, device, group.group_name, lambda peer: 1 + (step + peer) % 5)
                 open_ += [(step, *pair) for pair in found[kind](rows)]
-            elif kind == 4:
+            elif kind == 5:
                 group.intra_node_barrier(device)
+            elif kind == 6:
+                # On GPUs a kernel of most multiprocessors on a stream of the group's, beside those of fused operations.
+                reduced = torch.full((rows << 10,), float(step + rank), device=device)
+                works.append(dist.all_reduce(reduced, group=group, async_op=True))
+                total = float(sum(step + peer for peer in range(world)))
+                open_.append((step, reduced, torch.full_like(reduced, total)))
             else:
                 if streams:
                     # The buffer's data of the other stream's step has been read by now.

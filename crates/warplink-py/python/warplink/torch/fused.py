@@ -167,7 +167,7 @@ def _results(
         # DLPack has had no name for floats of 8 and 4 bits for long.
         arrays[name] = plain.view(torch.uint8) if plain.itemsize == 1 else plain
     how = {name: getattr(of, name) for name in ("norm", "eps", "weight_bias", "quantization", "wire")}
-    with space.turn() as stream:
+    with space.turn(kernels_wait=True) as stream:
         space.collectives().fused(stream, input.contiguous().detach(), **arrays, **how)
     space.settle(stream)
     return targets

@@ -122,13 +122,16 @@ class Workspace:
         self._history = None if members is None else History(members, self.state)
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[warplink.Stream]:
+    def turn(self, kernels_wait: bool = False) -> Iterator[warplink.Stream]:
         """The caller's stream, for work on the workspace's memory: it is behind what other streams were given to do
-        with that, and before what they are given later. One thread at a time has a turn. Raises what went wrong with
+        with that, and before what they are given later. One thread at a time has a turn. With ``kernels_wait``, kernels of
+        this turn wait for other ranks, and are ordered among those of all groups of the GPU. Raises what went wrong with
         the work of earlier turns; MismatchError where that or this took too long, and ranks called other things."""
         with self.lock, self._explained():
             self.check()
             stream = self.stream
+            if kernels_wait:
+                self._order_behind_others(stream)
             self.turns.begin(stream)
             try:
                 yield stream
@@ -148,13 +151,17 @@ class Workspace:
                 plan = self.plan(key, make)
                 stream = self.stream
                 if plan.has_collectives:
-                    self.order.add(self.turns)
-                    self.order.follow(self.turns, stream)
+                    self._order_behind_others(stream)
                 plan.launcher.launch(self.turns, stream, addresses)
                 self.settle(stream)
             except _ENDS as error:
                 self._explain(error)
                 raise
+
+    def _order_behind_others(self, stream: warplink.Stream) -> None:
+        """Orders kernels that wait for other ranks, on ``stream``, among those of all groups of the GPU."""
+        self.order.add(self.turns)
+        self.order.follow(self.turns, stream)
 
     @contextlib.contextmanager
     def compared(self, call: Any) -> Iterator[None]:
