@@ -14,8 +14,8 @@ constexpr u32 max_ranks = 8, carried_words = 3;
 constexpr u32 max_messages = WARPLINK_MAX_MESSAGES;
 
 struct Message {
-    // The peer's rank in bits 0 to 7, this rank's role in bit 8, the number of blocks of its line in bits 16 to 31, and
-    // the first of these from bit 32 on.
+    // The peer's rank in bits 0 to 7, this rank's role in bit 8, whether the blocks of its line are every second one in bit 9,
+    // the number of these in bits 16 to 31, and the first of them from bit 32 on.
     u64 place;
     // Location of the data among this rank's published memory, as it is announced; 0 if it is not published.
     u64 published;
@@ -93,8 +93,9 @@ struct Line {
         for (first = 0;; first++) {
             const u64 place = all.message[first].place;
             blocks = (u32)(place >> 16) & 0xffffu;
-            lane = blockIdx.x - (u32)(place >> 32);
-            if (lane < blocks || first + 1 >= (u32)all.count) break;
+            const u32 offset = blockIdx.x - (u32)(place >> 32), apart = (u32)(place >> 9) & 1u;
+            lane = offset >> apart;
+            if ((lane < blocks && !(offset & apart)) || first + 1 >= (u32)all.count) break;
         }
         const u32 line = all.message[first].line();
         peer = line & 0xffu;

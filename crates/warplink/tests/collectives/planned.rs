@@ -29,7 +29,7 @@ impl Planned {
 /// One end of a message, with its memory.
 pub(crate) struct Held {
     planned: Planned,
-    sends: bool,
+    pub(crate) sends: bool,
     whole: DeviceSlice,
     start: usize,
 }

@@ -43,8 +43,7 @@ impl PairLanes {
     /// Runs the messages of the block's line, one after another.
     async fn messages(&self, block: &Block<'_>) -> Result<()> {
         for message in decode(block.words(0)?) {
-            let lane = (block.index() as usize).checked_sub(message.first);
-            let Some(lane) = lane.filter(|lane| *lane < message.blocks) else {
+            let Some(lane) = message.lane(block.index() as usize) else {
                 continue;
             };
             // All reaches have the same state, so any of them serves.
