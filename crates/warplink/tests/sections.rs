@@ -33,3 +33,5 @@ mod sharing;
 mod trace;
 #[path = "sections/values.rs"]
 mod values;
+#[path = "sections/verdicts.rs"]
+mod verdicts;

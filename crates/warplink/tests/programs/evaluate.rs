@@ -187,6 +187,38 @@ fn collectives_and_integers_give_what_they_mean() {
     }
 }
 
+/// A sum of more sources than a launch takes, that reads its target twice, and averages of bytes whose sums do not fit in one.
+#[test]
+fn long_sums_and_averages_of_bytes_give_what_they_mean() {
+    let texts = [
+        "program twice(n) {
+            input A: f32[15, n]
+            input B: f32[n]
+            output S: f32[n]
+            S = copy(B)
+            S = sum(S, A[i] for i in 0..15, S)
+        }",
+        "program averages(n) {
+            input X: i8[n]
+            input U: u8[n]
+            output Y: i8[n]
+            output V: u8[n]
+            kernel lane in 0..1 threads 64 {
+                barrier
+                Y = reduce(X on r for r in 0..world, average)
+                V = reduce(U on r for r in 0..world, average)
+                barrier
+            }
+        }",
+    ];
+    threads(world(3), |comm| {
+        for text in texts {
+            let program = Program::parse(text).unwrap();
+            compare(comm, &program, &Parameters::new().with("n", 40), false);
+        }
+    });
+}
+
 #[test]
 fn a_program_that_hangs_has_no_meaning() {
     let text = "program p(n) {

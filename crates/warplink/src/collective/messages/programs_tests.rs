@@ -130,7 +130,7 @@ fn scratch_is_apart(text: &str) {
                 let steps = section.steps_where(lane, epoch, &|_| reachable, &|word| {
                     Some(if word.most == 1 { 1 } else { word.most / share })
                 });
-                for step in steps.unwrap() {
+                for step in steps.unwrap().0 {
                     if matches!(step.kind, LaneStepKind::Value { .. }) {
                         continue;
                     }

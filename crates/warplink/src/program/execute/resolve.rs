@@ -9,7 +9,7 @@ use crate::device::{
     Collective, CollectiveEngine, CollectiveRequest, Compute, Device, DeviceSlice, Elementwise,
     Event, MAX_ELEMENTWISE_SOURCES, MatmulSpec, Operand,
 };
-use crate::error::{Error, Rank, Result};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::{Direction, Transfer};
 use crate::program::area::{Area, simplified};
 use crate::program::rank_program::{
@@ -285,10 +285,18 @@ impl<'a> Resolver<'a> {
             let same = source.slice.address() == target.slice.address();
             same && source.strides == target.strides
         };
-        if sources.len() > MAX_ELEMENTWISE_SOURCES
-            && let Some(position) = sources.iter().position(is_target)
-        {
-            sources[..=position].rotate_right(1);
+        if sources.len() > MAX_ELEMENTWISE_SOURCES {
+            // Stable, so that all others keep their order.
+            sources.sort_by_key(|source| !is_target(source));
+            if sources.iter().filter(|source| is_target(source)).count() > MAX_ELEMENTWISE_SOURCES {
+                return Err(Error::new(
+                    ErrorKind::Unsupported,
+                    format!(
+                        "an operation reads its target more than {MAX_ELEMENTWISE_SOURCES} times; expected at most as often"
+                    ),
+                )
+                .with_help("copy the target, or use several statements"));
+            }
         }
         let first = sources.len().min(MAX_ELEMENTWISE_SOURCES);
         let rest = sources.split_off(first);

@@ -26,6 +26,7 @@ mod reached;
 mod remainders;
 mod resolve;
 mod step_cache;
+mod thresholds;
 mod view;
 mod visit;
 

@@ -68,22 +68,23 @@ impl StepCache {
     }
 
     /// Steps of a lane of `section`, which must be the same section in every call, with the tensors `missing`
-    /// unreachable, and words of memory that have `values`; see [`SectionInstance::steps_where`]. Asks for each word once.
+    /// unreachable, and words of memory that have `values`; see [`SectionInstance::steps_where`]. Asks for each word once. Also
+    /// gives the number of statements that were resolved for this, 0 where the steps were cached.
     pub(in crate::program) fn steps(
         &self,
         section: &SectionInstance,
         launch: (usize, u64),
         missing: &[usize],
         values: &ReadValues<'_>,
-    ) -> Result<Arc<[LaneStep]>, Diagnostic> {
+    ) -> Result<(Arc<[LaneStep]>, usize), Diagnostic> {
         let (lane, epoch) = launch;
         let reachable = |tensor: usize| !missing.contains(&tensor);
         let resolve = |values: &ReadValues<'_>| {
-            let steps = section.steps_where(lane, epoch, &reachable, values)?;
-            Ok((steps.into(), ()))
+            let (steps, taken) = section.steps_where(lane, epoch, &reachable, values)?;
+            Ok((steps.into(), taken))
         };
         let found = self.cached_or(section, launch, missing, values, resolve);
-        found.map(|(steps, _)| steps)
+        found.map(|(steps, taken)| (steps, taken.unwrap_or(0)))
     }
 
     /// As [`steps`](Self::steps), with the resolution that goes on from there, unless the steps were cached.

@@ -64,7 +64,7 @@ fn of_lanes(
                 // The largest values may not go together.
                 let steps = with(&|word| Some(word.most)).or_else(|_| with(&|_| Some(0)));
                 let steps = match steps {
-                    Ok(steps) => steps,
+                    Ok((steps, _)) => steps,
                     Err(diagnostic) => {
                         diagnostics.add_made(diagnostic);
                         continue;

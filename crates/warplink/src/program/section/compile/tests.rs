@@ -296,6 +296,44 @@ fn what_a_kernel_computes_needs_as_many_bits_as_it_says() {
 }
 
 #[test]
+fn a_number_is_as_wide_as_what_it_is_shifted_in() {
+    let text = "program test(n) {\n input X: f32[64]\n output Y: f32[64]\n kernel lane in 0..1 threads 32 {\n \
+                Y = copy(X[0..min(1 << n, 64)])\n }\n}\n";
+    let kernel = section(text, 0, 1, 33).kernel(true).unwrap();
+    assert!(kernel.contains("((Index)1 << "), "{kernel}");
+}
+
+#[test]
+fn a_loop_over_all_numbers_that_never_runs_is_no_failure() {
+    let body = "if n == 7 { for i in -9223372036854775807..9223372036854775807 { barrier } }";
+    kernel(body, 0, 1).unwrap();
+}
+
+/// A word that names a row is read by all threads of a lane together, if there is a row.
+#[test]
+fn words_that_name_rows_are_read_where_they_are() {
+    let kernel = |inputs: &str, body: &str| {
+        let text = format!(
+            "program test(n) {{\n input X: f32[4, n]\n input I: i32[4]\n output Y: f32[8, n]\n output K: i32[8]\n \
+             {inputs}\n function same(x) {{ return x }}\n kernel lane in 0..2 threads 64 {{\n{body}\n}}\n}}\n"
+        );
+        section(&text, 0, 2, 64).kernel(true).unwrap()
+    };
+    let text = kernel(
+        "",
+        "for j in 0..4 { let t = 2 * j + lane\n Y[t] = same(X[I[t]] if t < 3 else 0) }",
+    );
+    let row = text.lines().find(|line| line.contains("Index row0 = "));
+    assert!(row.unwrap().contains("v_t < 3 ? value<"), "{text}");
+    let packets = "let J = H[epoch % 2]\n for i in 0..4 { K[J[2 * lane]] = integer(i) }\n barrier";
+    let of_packets = kernel("scratch H: packets16 i32[2, 4]", packets);
+    assert!(of_packets.contains("packet_value<"), "{of_packets}");
+    assert!(!of_packets.contains("in_last_warp"), "{of_packets}");
+    let of_input = kernel("", "for i in 0..4 { K[I[lane]] = integer(i) }\n barrier");
+    assert!(of_input.contains("in_last_warp"), "{of_input}");
+}
+
+#[test]
 fn what_never_runs_takes_no_time_to_compile() {
     let nested = |bounds: &str, depth: usize, step: &str| {
         let open: String = (0..depth)

@@ -29,6 +29,7 @@ use names::Slot;
 use resolution::Answers;
 use rustc_hash::FxHashMap;
 use std::cell::{OnceCell, RefCell};
+use std::fmt::Display;
 use value::{Resolved, Stop, with_large_values};
 
 impl SectionInstance {
@@ -52,26 +53,23 @@ impl SectionInstance {
         epoch: u64,
         values: &ReadValues<'_>,
     ) -> Result<Vec<LaneStep>, Diagnostic> {
-        self.steps_where(
-            lane,
-            epoch,
-            &|tensor| !self.withheld.contains(&tensor),
-            values,
-        )
+        let reachable = |tensor| !self.withheld.contains(&tensor);
+        let found = self.steps_where(lane, epoch, &reachable, values);
+        found.map(|(steps, _)| steps)
     }
 
     /// As [`steps_with`](Self::steps_with), with `reachable` deciding which announced tensors all ranks can reach.
-    /// Steps before a condition on a tensor do not depend on it.
+    /// Steps before a condition on a tensor do not depend on it. Also gives the number of statements and iterations that it took,
+    /// many of which may make no step.
     pub(crate) fn steps_where(
         &self,
         lane: usize,
         epoch: u64,
         reachable: &dyn Fn(usize) -> bool,
         values: &ReadValues<'_>,
-    ) -> Result<Vec<LaneStep>, Diagnostic> {
-        Ok(self
-            .resolved(lane, epoch, reachable, (values, u64::MAX))?
-            .steps)
+    ) -> Result<(Vec<LaneStep>, usize), Diagnostic> {
+        let resolver = self.resolved(lane, epoch, reachable, (values, u64::MAX))?;
+        Ok((resolver.steps, resolver.taken))
     }
 
     /// As [`steps`](Self::steps), with loops sampled to about `most` iterations; each step has the number of steps
@@ -474,16 +472,7 @@ impl<'s> Resolver<'s> {
             );
             return Err(self.malformed(message));
         }
-        if length > 0
-            && let Some(scratch) = self.instance.scratch_of(part.tensor)
-            && scratch.packed(part.offset, length).is_none()
-        {
-            let message = format!(
-                "{place} starts within a packet; expected a multiple of {} bytes",
-                scratch.packing.packet().0
-            );
-            return Err(self.wrong(DiagnosticKind::Mismatch, message));
-        }
+        self.check_whole_packets(place, &part)?;
         Ok(MoveOperand {
             part,
             dtype: self.instance.tensors[part.tensor].dtype,
@@ -491,6 +480,21 @@ impl<'s> Resolver<'s> {
             length,
             single: view.is_single(),
         })
+    }
+
+    /// Rejects a part of packets that starts within one: threads read whole packets.
+    fn check_whole_packets(&self, place: &dyn Display, part: &Part) -> Resolved<()> {
+        let Some(scratch) = self.instance.scratch_of(part.tensor) else {
+            return Ok(());
+        };
+        if part.elements == 0 || scratch.packed(part.offset, part.elements).is_some() {
+            return Ok(());
+        }
+        let message = format!(
+            "{place} starts within a packet; expected a multiple of {} bytes",
+            scratch.packing.packet().0
+        );
+        Err(self.wrong(DiagnosticKind::Mismatch, message))
     }
 
     fn view(&mut self, reference: &'s TensorRef) -> Resolved<View> {

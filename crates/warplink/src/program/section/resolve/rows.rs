@@ -115,6 +115,7 @@ impl<'s> Resolver<'s> {
             (&sources, &shared),
             &targets,
         )?;
+        self.check_singles(&sources, &targets)?;
         self.check_packets(&sources)?;
         // Threads read the word that names a row without waiting for each other.
         self.check_words(&targets)?;
@@ -260,17 +261,29 @@ impl<'s> Resolver<'s> {
                 );
                 return self.mismatch(message);
             }
-            let overlaps = |target: &&MoveOperand| {
-                let (a, b) = (&source.part, &target.part);
-                (a.rank, a.tensor) == (b.rank, b.tensor)
-                    && a.offset < b.offset + b.elements
-                    && b.offset < a.offset + a.elements
-            };
-            if targets.iter().any(|target| overlaps(&target)) {
+            let overlaps = |target: &MoveOperand| self.overlap(&source.part, &target.part);
+            if targets.iter().any(overlaps) {
                 let message = format!(
                     "values of blocks of '{name}' are read and overwritten in one step; expected other memory"
                 );
                 return self.mismatch(message);
+            }
+        }
+        Ok(())
+    }
+
+    /// Rejects targets over a single value: each thread reads it for itself, some of them after others have stored.
+    fn check_singles(&self, sources: &[MoveOperand], targets: &[MoveOperand]) -> Resolved<()> {
+        for source in sources.iter().filter(|source| source.single) {
+            if targets
+                .iter()
+                .any(|target| self.overlap(&source.part, &target.part))
+            {
+                let name = &self.instance.tensors[source.part.tensor].name;
+                let message = format!(
+                    "a single value of '{name}' is read and overwritten in one step, in no order among its threads"
+                );
+                return Err(self.wrong(DiagnosticKind::Race, message));
             }
         }
         Ok(())

@@ -139,6 +139,7 @@ impl<'s> Resolver<'s> {
             offset: word.offset,
             elements: 1,
         };
+        self.check_whole_packets(&place, &part)?;
         // The bound is that of the tensor's rows, which kernels check as well, since memory may hold any number.
         let Some(most) = rows.rows().checked_sub(1) else {
             let message = format!("{place} selects a row of nothing; expected at least one row");
@@ -149,21 +150,26 @@ impl<'s> Resolver<'s> {
         self.read(&place, part, word.is_single(), most as i64)
     }
 
-    /// Rejects a step that writes words by which its rows are named: some threads may not have read them yet.
-    pub(super) fn check_words(&self, targets: &[MoveOperand]) -> Resolved<()> {
+    /// Whether two parts share memory, which tensors of several names may have.
+    pub(super) fn overlap(&self, one: &Part, other: &Part) -> bool {
         let at = |part: &Part| {
             let tensor = &self.instance.tensors[part.tensor];
-            let from = tensor.offset + part.offset;
-            (part.rank, tensor.memory, from..from + part.elements)
+            ((part.rank, tensor.memory), tensor.offset + part.offset)
         };
-        for target in targets.iter().map(|target| at(&target.part)) {
-            let overlaps = |word: &Part| {
-                let word = at(word);
-                (word.0, word.1) == (target.0, target.1)
-                    && word.2.start < target.2.end
-                    && target.2.start < word.2.end
-            };
-            if self.words.iter().any(overlaps) {
+        let ((one_memory, one_start), (other_memory, other_start)) = (at(one), at(other));
+        one_memory == other_memory
+            && one_start < other_start + other.elements
+            && other_start < one_start + one.elements
+    }
+
+    /// Rejects a step that writes words by which its rows are named: some threads may not have read them yet.
+    pub(super) fn check_words(&self, targets: &[MoveOperand]) -> Resolved<()> {
+        for target in targets {
+            if self
+                .words
+                .iter()
+                .any(|word| self.overlap(word, &target.part))
+            {
                 let message = "the step writes a word that names one of its rows, in no order among its threads";
                 return Err(self.wrong(DiagnosticKind::Race, message));
             }

@@ -14,6 +14,7 @@ use crate::program::section::{
 };
 use crate::program::verify::clock::Clocks;
 use crate::program::verify::kernel_accesses::RankAccesses;
+use std::cell::Cell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -71,6 +72,8 @@ pub(super) struct LaneRun<'a> {
     /// Number of steps and operands of lanes so far, and of the launches in flight.
     taken: usize,
     held: usize,
+    /// Number of statements that were resolved since it was last added to these steps.
+    resolved: Cell<usize>,
     pub(super) findings: Vec<Finding<'a>>,
     /// Accesses of each kernel on each rank in its first launch; in all launches, if they read words.
     pub(super) accesses: Vec<Vec<Option<RankAccesses>>>,
@@ -143,6 +146,7 @@ impl<'a> LaneRun<'a> {
             memory: vec![BTreeMap::new(); world],
             taken: 0,
             held: 0,
+            resolved: Cell::new(0),
             findings: Vec::new(),
             accesses: kernels.iter().map(|_| vec![None; world]).collect(),
             waits: vec![vec![false; world]; kernels.len()],
@@ -191,8 +195,12 @@ impl<'a> LaneRun<'a> {
         let missing = announced.filter(|tensor| !kernel.is_reachable(lane, *tensor));
         let missing: Vec<usize> = missing.collect();
         let of = (number as u32, rank as u32, lane as u32);
-        cache.steps(section, (lane, number as u64), &missing, &|word| {
+        let found = cache.steps(section, (lane, number as u64), &missing, &|word| {
             self.value(of, word)
+        });
+        found.map(|(steps, resolved)| {
+            self.resolved.set(self.resolved.get() + resolved);
+            steps
         })
     }
 
@@ -245,7 +253,8 @@ impl<'a> LaneRun<'a> {
         let operands = steps.iter().map(|step| words(&step.kind));
         // A lane without steps has a cost, too.
         let taken = 1 + steps.len() + operands.sum::<usize>();
-        self.taken += taken;
+        // Statements that make no steps, such as integers and empty arms, take time as well.
+        self.taken += taken + self.resolved.take();
         self.held += taken;
         self.streams[rank].held += taken;
         if self.taken > MAX_STEPS || self.held > MAX_HELD_STEPS {

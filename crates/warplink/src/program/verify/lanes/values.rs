@@ -2,8 +2,8 @@
 //!
 //! A word stands for any value from 0 to the bound of its reader. Words are told apart by symbols: that of an input is the
 //! same in a run, and a copy hands on the symbol of its source. Sections that read words are simulated under several
-//! valuations, which give each symbol a value: the edges of its range in all words, and mixtures of them that differ
-//! between ranks, words and launches.
+//! valuations, which give each symbol a value: the edges of its range, or a number that the text compares it with, in all
+//! words, and mixtures of them that differ between ranks, words and launches.
 //!
 //! Words among which lanes look for some stand for any value: those at the edges of the ranges, in the same valuations. Their
 //! numbers and positions follow from these values, so that they are consistent wherever such a word, or a copy of it, is
@@ -37,6 +37,8 @@ pub(in crate::program::verify) enum Valuation {
     Launches,
     /// Any edge for any word.
     Mixed(usize),
+    /// The same threshold for all words.
+    Threshold(usize),
     /// The greatest values, and for words among which lanes look for some, all the same edge of what they look for.
     Matched(usize),
 }
@@ -44,6 +46,9 @@ pub(in crate::program::verify) enum Valuation {
 /// Maximum number of edges that are given to all such words.
 // Each edge is one more simulation of all launches.
 const MAX_EDGES: usize = 16;
+
+/// Maximum number of thresholds that are given to all words. Others are in mixtures alone.
+const MAX_THRESHOLDS: usize = 12;
 
 impl Valuation {
     /// Those under which a section that reads words is simulated.
@@ -77,22 +82,34 @@ impl Valuation {
         if !sections.clone().any(reads) {
             return vec![Self::ALL[0]];
         }
-        let (_, edges) = matched(sections);
+        let (_, edges) = matched(sections.clone());
         let edges = 0..edges.len().min(MAX_EDGES);
+        let thresholds = 0..thresholds(sections).len().min(MAX_THRESHOLDS);
         Self::ALL
             .into_iter()
             .chain(edges.map(Self::Matched))
+            .chain(thresholds.map(Self::Threshold))
             .collect()
     }
 
-    fn value(self, symbol: &Symbol, most: i64) -> i64 {
-        self.one_of(symbol, &|number| match number % 5 {
+    /// A value of 0 to `most`: one of its edges, its middle, or one of `thresholds`.
+    fn value(self, symbol: &Symbol, most: i64, thresholds: &[i64]) -> i64 {
+        let threshold = |number: usize| thresholds.get(number).map_or(most, |it| most.min(*it));
+        if let Self::Threshold(number) = self {
+            return threshold(number);
+        }
+        let choices = match self {
+            Self::Mixed(_) => 5 + thresholds.len() as u64,
+            _ => 5,
+        };
+        self.one_of(symbol, &|number| match number % choices {
             0 => 0,
             1 => 1.min(most),
             // A bound may be 0, and negative values are out of range.
             2 => (most - 1).max(0),
             3 => most,
-            _ => most / 2,
+            4 => most / 2,
+            further => threshold(further as usize - 5),
         })
     }
 
@@ -126,7 +143,7 @@ impl Valuation {
             Self::Launches => numbered(hash(&symbol.launch)),
             // Pseudo-random, but the same on every run of the verifier: `DefaultHasher::new` has fixed keys.
             Self::Mixed(_) => numbered(hash(&(self, symbol))),
-            Self::Matched(_) => last(true),
+            Self::Matched(_) | Self::Threshold(_) => last(true),
         }
     }
 }
@@ -168,6 +185,7 @@ pub(super) struct ReadWords {
     /// Memory of each rank among whose words lanes look for some, and values at the edges of what they look for.
     matched: HashSet<(Rank, RankMemory)>,
     edges: Vec<i64>,
+    thresholds: Vec<i64>,
     /// Value of each symbol that was read.
     chosen: RefCell<HashMap<Symbol, i64>>,
     /// Values that lanes have read from memory that may change, by the number of the read.
@@ -190,6 +208,7 @@ impl ReadWords {
             valuation,
             matched,
             edges,
+            thresholds: thresholds(sections),
             read: read.collect(),
             stored: HashMap::new(),
             chosen: RefCell::default(),
@@ -247,7 +266,7 @@ impl LaneRun<'_> {
         let words = &self.words;
         let value = || match most {
             Some(most) if !words.matched.contains(&(symbol.rank, symbol.place)) => {
-                words.valuation.value(&symbol, most)
+                words.valuation.value(&symbol, most, &words.thresholds)
             }
             _ => {
                 let section = self.section(launch as usize, word.rank);
@@ -358,6 +377,12 @@ fn matched<'a>(
         edges.rotate_right(1);
     }
     (memory, edges)
+}
+
+/// Values at which lanes may do something else.
+fn thresholds<'a>(sections: impl Iterator<Item = &'a SectionInstance>) -> Vec<i64> {
+    let all: BTreeSet<i64> = sections.flat_map(SectionInstance::thresholds).collect();
+    all.into_iter().collect()
 }
 
 fn hash(of: &impl Hash) -> u64 {

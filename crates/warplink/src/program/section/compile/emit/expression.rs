@@ -49,12 +49,13 @@ impl Scope {
                     Operator::Min => "least",
                     Operator::Max => "greatest",
                     Operator::Part => "part",
-                    Operator::ShiftLeft
-                    | Operator::ShiftRight
-                    | Operator::Add
-                    | Operator::Subtract
-                    | Operator::Multiply
-                    | Operator::Xor => return Ok(format!("({a} {} {b})", operator.sign())),
+                    // A literal is an int, whatever the kernel computes with.
+                    Operator::ShiftLeft | Operator::ShiftRight => {
+                        return Ok(format!("((Index){a} {} {b})", operator.sign()));
+                    }
+                    Operator::Add | Operator::Subtract | Operator::Multiply | Operator::Xor => {
+                        return Ok(format!("({a} {} {b})", operator.sign()));
+                    }
                 };
                 format!("{function}({}, {})", bare(&a), bare(&b))
             }

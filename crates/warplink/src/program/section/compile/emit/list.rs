@@ -40,7 +40,7 @@ impl Emitter<'_> {
                 return Err(Refusal::Varies(self.error(text, help)));
             };
             if to.saturating_sub(from) > MAX_PLACES as i64 {
-                let text = format!("a list of {} items", to - from);
+                let text = format!("a list of {} items", to.saturating_sub(from));
                 return Err(self.refuse(text, "use a loop of steps"));
             }
             for value in from..to {

@@ -44,8 +44,8 @@ impl Emitter<'_> {
         let unroll = match bounds {
             Some((from, to)) if from >= to => return Ok(()),
             Some((from, to))
-                if to - from <= UNROLLED
-                    && (to - from) * weight(&it.body) <= MAX_UNROLLED_WEIGHT
+                if to.saturating_sub(from) <= UNROLLED
+                    && (to - from).saturating_mul(weight(&it.body)) <= MAX_UNROLLED_WEIGHT
                     && !in_parts =>
             {
                 "#pragma unroll"
@@ -110,7 +110,9 @@ impl Emitter<'_> {
             (Ok(()), _) => code.append(&text),
             // The text of the body depends on the index, so the attempt above is dropped and each iteration gets its
             // own copy.
-            (Err(Refusal::Varies(_)), Some((from, to))) if to - from <= MAX_COPIES => {
+            (Err(Refusal::Varies(_)), Some((from, to)))
+                if to.saturating_sub(from) <= MAX_COPIES =>
+            {
                 for value in from..to {
                     self.scope.bind(&over.index, index.clone(), Some(value));
                     let copied = code.block("{", |code| {

@@ -90,6 +90,13 @@ struct EmittedOperand {
     replaced: Option<(String, Literal)>,
 }
 
+/// A word that names a row, read into a constant.
+#[derive(Debug)]
+struct RowWord {
+    name: String,
+    value: String,
+}
+
 /// Writes the body of a kernel.
 struct Emitter<'s> {
     instance: &'s SectionInstance,
@@ -122,8 +129,8 @@ struct Emitter<'s> {
     accesses: bool,
     /// Whether the kernel is of messages between pairs of ranks.
     paired: bool,
-    /// Lines that read the rows of the current step's operands, and the number of rows read so far.
-    row_lines: Vec<String>,
+    /// Words that name rows of the current step's operands, and the number of those read so far.
+    row_words: Vec<RowWord>,
     rows: usize,
     /// Number of steps so far that search for a word; each of them resumes where its last search ended.
     searches: usize,
@@ -156,7 +163,7 @@ impl<'s> Emitter<'s> {
             by_thread: false,
             accesses: false,
             paired: false,
-            row_lines: Vec::new(),
+            row_words: Vec::new(),
             rows: 0,
             searches: 0,
         }
@@ -349,7 +356,7 @@ impl<'s> Emitter<'s> {
             }
         };
         code.block(format!("{{  // {}: {it}", self.position), |code| {
-            self.row_lines.drain(..).for_each(|line| code.line(line));
+            self.declare_rows(code);
             let mut views = Vec::new();
             let named = [("to", &targets), ("from", &sources)];
             for (name, operands) in named {
@@ -457,10 +464,15 @@ impl<'s> Emitter<'s> {
         let other = match otherwise {
             Otherwise::Place(other) => other,
             Otherwise::Number(number) => {
+                let words = self.row_words.len();
                 let mut operand = self.operand(&source.place)?;
                 if self.scope.holds(condition) != Some(true) {
                     let text = self.scope.condition(condition);
                     let text = text.map_err(|name| self.unknown(&name))?;
+                    // Where a number replaces the row, there may be no word to name it.
+                    for word in &mut self.row_words[words..] {
+                        word.value = format!("{} ? {} : 0", bare(&text), word.value);
+                    }
                     operand.replaced = Some((text, *number));
                 }
                 return Ok(operand);

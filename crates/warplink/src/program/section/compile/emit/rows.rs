@@ -144,7 +144,7 @@ impl Emitter<'_> {
             .chain(sources.iter().flatten())
             .any(|operand| self.has_whole_units(operand));
         code.block(format!("{{  // {}: {application}", self.position), |code| {
-            self.row_lines.drain(..).for_each(|line| code.line(line));
+            self.declare_rows(code);
             let mut rows = Vec::new();
             let mut place = |code: &mut Code,
                              name: String,

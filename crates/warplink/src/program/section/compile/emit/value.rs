@@ -2,9 +2,9 @@
 
 use super::code::{Code, bare};
 use super::names::element_name;
-use super::{EmittedOperand, Emitter, Part, Refusal, Result};
+use super::{EmittedOperand, Emitter, Part, Refusal, Result, RowWord};
 use crate::dtype::DType;
-use crate::program::construct::Selection;
+use crate::program::construct::{Selection, TensorRef};
 use crate::program::expr::Expr;
 use crate::program::section::compile::hazard;
 use crate::program::section::compile::range::Range;
@@ -56,7 +56,7 @@ impl Emitter<'_> {
             }
         };
         code.line(format!("// {}: {it}", self.position));
-        self.row_lines.drain(..).for_each(|line| code.line(line));
+        self.declare_rows(code);
         code.line(format!("const Index {} = {value};", Scope::spell(&it.name)));
         self.bind_value(it);
         Ok(())
@@ -141,7 +141,7 @@ impl Emitter<'_> {
             self.position, it.target, it.value
         ));
         code.block("{", |code| {
-            self.row_lines.drain(..).for_each(|line| code.line(line));
+            self.declare_rows(code);
             let address = self.address(address, &target);
             // Otherwise the lane's last thread alone stores, although all threads make the call.
             let every = if self.by_thread { ", true" } else { "" };
@@ -175,9 +175,17 @@ impl Emitter<'_> {
         let value = self.read(&word, &format!("{}.length - 1", rows.text))?;
         let row = format!("row{}", self.rows);
         self.rows += 1;
-        // In lines before the step: the word must be read and checked before any thread stores by it.
-        self.row_lines.push(format!("const Index {row} = {value};"));
+        let name = row.clone();
+        self.row_words.push(RowWord { name, value });
         Ok(row)
+    }
+
+    /// Declares the rows of the current step, before it: their words must be read and checked before any thread stores by
+    /// them.
+    pub(super) fn declare_rows(&mut self, code: &mut Code) {
+        for RowWord { name, value } in self.row_words.drain(..) {
+            code.line(format!("const Index {name} = {value};"));
+        }
     }
 
     /// A tensor, or what an alias stands for.
@@ -242,9 +250,9 @@ impl Emitter<'_> {
         let mut stores = false;
         let fits = Step::actions(body).all(|(step, kind)| {
             let done = match kind {
-                StepKind::Store(_) => {
+                StepKind::Store(it) => {
                     stores = true;
-                    true
+                    self.is_named_by_constants(&it.target.tensor)
                 }
                 StepKind::Value(it) => {
                     let few = match &it.gives {
@@ -260,6 +268,18 @@ impl Emitter<'_> {
             done && !self.barriers.contains(&hazard::id(step))
         });
         fits && stores && !self.traced && !self.paired
+    }
+
+    /// Whether no rank stores words that name rows of `target` during the launch. All threads of a lane meet to read those
+    /// of a packet.
+    fn is_named_by_constants(&self, target: &TensorRef) -> bool {
+        target.selections.iter().all(|selection| match selection {
+            Selection::Index(Expr::Element(words, _)) => {
+                let tensor = self.instance.tensor(words);
+                tensor.is_some_and(|tensor| self.instance.tensors[tensor].constant)
+            }
+            _ => true,
+        })
     }
 
     /// Template arguments of a load of a word: its type, and whether no rank stores it during the launch. A message may

@@ -1,0 +1,71 @@
+//! Verdicts on kernels that go wrong with some integers alone, or among the threads of a lane: the host device does not show
+//! these, since its lanes take whole steps.
+
+use std::time::{Duration, Instant};
+use warplink::program::{DiagnosticKind, Parameters, Program, verify};
+
+/// Elements.
+const LENGTH: i64 = 1024;
+
+/// What a kernel does, on how many ranks, with how many lanes, and how it is refused, if it is.
+const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 4] = [
+    // Only between two numbers do two ranks go on at once.
+    (
+        "let slot = epoch % 2
+        put X to R[slot] on 1 - rank
+        let m = C[0] at most 100
+        if m < 60 or m > 90 { barrier }
+        Y = copy(R[slot])
+        barrier",
+        2,
+        1,
+        Some(DiagnosticKind::LostSignal),
+    ),
+    (
+        "let m = C[0] at most 100
+        if 100 / (m - 7) > 3 { Y = copy(X) }",
+        1,
+        1,
+        Some(DiagnosticKind::Malformed),
+    ),
+    // Each thread reads the single value for itself.
+    ("Y; S[0] = step(X, S[0])", 1, 1, Some(DiagnosticKind::Race)),
+    // Nothing, for an hour.
+    (
+        "for i in 0..32000 { let a = i + epoch % 64 }",
+        2,
+        1024,
+        Some(DiagnosticKind::Malformed),
+    ),
+];
+
+#[test]
+fn each_kernel_gets_its_verdict_in_time() {
+    for (body, world, lanes, expected) in KERNELS {
+        let text = format!(
+            "program test(n) {{
+                input X: f32[n]
+                input W: f32[n]
+                input C: i32[1]
+                output Y: f32[n]
+                output Z: f32[2]
+                output S: f32[n]
+                scratch R: f32[2, n]
+                function step(x, s) {{ return x * s, s * 2 }}
+                S = copy(X)
+                Y = copy(X)
+                Z = copy(X[0..2])
+                kernel lane in 0..{lanes} threads 256 {{
+                    {body}
+                }}
+            }}"
+        );
+        let start = Instant::now();
+        let program = Program::parse(&text).unwrap_or_else(|error| panic!("{body}: {error}"));
+        let found = verify(&program, world, 2, &Parameters::new().with("n", LENGTH));
+        let kind = found.as_ref().err().map(|all| all[0].kind);
+        assert_eq!(kind, expected, "{body}: {found:?}");
+        // Not compiled for speed.
+        assert!(start.elapsed() < Duration::from_secs(20), "{body}");
+    }
+}
