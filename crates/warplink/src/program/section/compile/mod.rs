@@ -162,11 +162,12 @@ fn span(tensor: &SectionTensor) -> usize {
         .unwrap_or(1)
 }
 
-/// Kernel constant for the integer `name`, if it is one.
+/// Kernel constant for the integer `name`, if it is one. The number of lanes follows from sizes, so that a kernel that serves
+/// others serves any number: compiling one takes longer than thousands of launches.
 fn constant(instance: &SectionInstance, name: &str) -> Option<&'static str> {
     let is = |expression: &Expr| matches!(expression, Expr::Name(other) if other == name);
     if is(&instance.section.lanes) {
-        Some("lanes")
+        (!instance.sizes_vary).then_some("lanes")
     } else if is(&instance.section.threads) {
         Some("threads")
     } else {

@@ -4,7 +4,7 @@ use super::code::Code;
 use super::{Emitter, MAX_PLACES, divided};
 use crate::error::{Error, Result};
 use crate::named::comma;
-use crate::program::expr;
+use crate::program::expr::{self, Expr};
 use crate::program::section::compile::range::Range;
 use crate::program::section::compile::scope::Scope;
 use crate::program::section::compile::{KERNEL, constant, sizes, span, too_large, variables};
@@ -61,8 +61,13 @@ pub(in crate::program::section::compile) fn kernel(
     let lane = Scope::spell(&section.lane);
 
     let mut code = Code::default();
+    let (any, lanes) = if instance.sizes_vary {
+        (String::new(), String::new())
+    } else {
+        (format!("{lanes} "), format!(", lanes = {lanes}"))
+    };
     code.line(format!(
-        "// A kernel of {lanes} lanes of {threads} threads, for rank {rank} of {world}."
+        "// A kernel of {any}lanes of {threads} threads, for rank {rank} of {world}."
     ));
     if narrow {
         // All sizes and indices fit in 32 bits.
@@ -76,7 +81,7 @@ pub(in crate::program::section::compile) fn kernel(
     code.line("using namespace warplink;");
     code.line("");
     code.line(format!(
-        "constexpr Index rank = {rank}, world = {world}, lanes = {lanes}, threads = {threads};"
+        "constexpr Index rank = {rank}, world = {world}{lanes}, threads = {threads};"
     ));
     code.line("");
     binding(&mut code, instance, traced)?;
@@ -191,7 +196,12 @@ pub(super) fn names(instance: &SectionInstance) -> Scope {
             None => {
                 // Range from the sign and size in this launch; launches with other ranges may need another kernel
                 // text.
-                let range = Range::of((*value).min(0).into(), (*value).max(0).into());
+                let least = match &instance.section.lanes {
+                    // A launch has lanes.
+                    Expr::Name(lanes) if lanes == name => 1,
+                    _ => (*value).min(0),
+                };
+                let range = Range::of(least.into(), (*value).max(0).into());
                 scope.bind_within(name, Scope::spell(name), None, range);
             }
         }
