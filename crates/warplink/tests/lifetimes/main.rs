@@ -6,6 +6,7 @@
 mod borrowed;
 #[path = "../common/mod.rs"]
 mod common;
+mod forked;
 mod held;
 mod in_use;
 mod pool;
