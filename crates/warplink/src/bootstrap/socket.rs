@@ -15,6 +15,9 @@ use std::time::Duration;
 static RESERVED: LazyLock<Mutex<HashMap<SocketAddr, Reserved>>> = LazyLock::new(Mutex::default);
 
 struct Reserved {
+    /// Process that reserved it. Of its forks, which have copies, only rank 0 serves there: another would answer in its
+    /// place.
+    process: u32,
     listener: TcpListener,
     /// Bound to the same port without listening, so the system assigns the port to nobody else.
     holder: OwnedFd,
@@ -42,7 +45,12 @@ fn reserve_any_port(ip: IpAddr) -> io::Result<SocketAddr> {
     let address = SocketAddr::try_from(rustix::net::getsockname(&holder)?)?;
     let listener = TcpListener::bind(address)?;
     rustix::net::listen(&listener, BACKLOG)?;
-    lock(&RESERVED).insert(address, Reserved { listener, holder });
+    let reserved = Reserved {
+        process: std::process::id(),
+        listener,
+        holder,
+    };
+    lock(&RESERVED).insert(address, reserved);
     Ok(address)
 }
 
@@ -60,7 +68,7 @@ fn bind_any_port(ip: IpAddr) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// The listener of [`reserve`] for `address`, if this process has reserved it.
+/// The listener of [`reserve`] for `address`, if this process has reserved it, or one that it is a fork of.
 pub(crate) fn take_reserved(address: SocketAddr) -> Option<TcpListener> {
     lock(&RESERVED)
         .remove(&address)
@@ -70,15 +78,20 @@ pub(crate) fn take_reserved(address: SocketAddr) -> Option<TcpListener> {
 /// Stops listening at `address`, if this process has reserved it, so that others can listen there. The system assigns the
 /// port to nobody while the result exists.
 pub(crate) fn release_reserved(address: SocketAddr) -> Option<OwnedFd> {
-    let Reserved { listener, holder } = lock(&RESERVED).remove(&address)?;
+    let Reserved {
+        listener, holder, ..
+    } = lock(&RESERVED).remove(&address)?;
     // Closing is not enough: a child process that another thread is starting has a copy until it executes its program.
     let _ = rustix::net::shutdown(&listener, rustix::net::Shutdown::Both);
     Some(holder)
 }
 
-/// Whether this process has reserved `address` for the rank that serves the store.
+/// Whether this process has reserved `address` for the rank that serves the store. Closes the copy of a fork.
 pub(crate) fn is_reserved(address: SocketAddr) -> bool {
-    lock(&RESERVED).contains_key(&address)
+    let mut reserved = lock(&RESERVED);
+    let own = std::process::id();
+    reserved.retain(|at, reserved| *at != address || reserved.process == own);
+    reserved.contains_key(&address)
 }
 
 /// Listens on any port of `ip`.
