@@ -4,12 +4,11 @@ use super::message::{Request, TOKEN_BYTES};
 use super::service::{ANSWER_BYTES, DONE, SHORT};
 use super::socket::{MAX_WAIT, address, io, is_same_user, limit, socket};
 use crate::deadline::Deadline;
-use crate::device::Piece;
+use crate::device::{PeerProcess, Piece};
 use crate::error::{Error, ErrorKind, Result};
 use crate::shortage::Shortage;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::sockopt::socket_peercred;
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendFlags};
 use std::io::IoSliceMut;
 use std::mem::MaybeUninit;
@@ -157,11 +156,11 @@ impl Asked {
         }
     }
 
-    /// Whether the peer's process is stopped.
+    /// Whether the peer's process is known to be stopped.
     fn is_stopped(&self) -> bool {
         let stat = || {
-            let peer = socket_peercred(&self.connection).ok()?.pid.as_raw_nonzero();
-            let stat = std::fs::read_to_string(format!("/proc/{peer}/stat")).ok()?;
+            let peer = PeerProcess::of(&self.connection).ok()?.id?;
+            let stat = std::fs::read_to_string(format!("/proc/{}/stat", peer.as_raw_pid())).ok()?;
             // Fields after the command name, which may contain anything.
             stat.rsplit_once(") ")?.1.chars().next()
         };
@@ -177,11 +176,13 @@ impl Asked {
         }
     }
 
-    /// The limit of the peer's descriptors, if an answer takes more than it has left.
+    /// The limit of the peer's descriptors, if an answer is known to take more than it has left.
     fn exhausted(&self) -> std::io::Result<Option<u64>> {
-        let peer = socket_peercred(&self.connection)?.pid.as_raw_nonzero();
-        let open = std::fs::read_dir(format!("/proc/{peer}/fd"))?.count() as u64;
-        let limits = std::fs::read_to_string(format!("/proc/{peer}/limits"))?;
+        let Some(peer) = PeerProcess::of(&self.connection)?.id else {
+            return Ok(None);
+        };
+        let open = std::fs::read_dir(format!("/proc/{}/fd", peer.as_raw_pid()))?.count() as u64;
+        let limits = std::fs::read_to_string(format!("/proc/{}/limits", peer.as_raw_pid()))?;
         let mut lines = limits.lines();
         let limit = lines.find_map(|line| line.strip_prefix("Max open files"));
         let limit = limit.and_then(|limit| limit.split_whitespace().next()?.parse().ok());

@@ -1,7 +1,7 @@
 //! Unix sockets between processes of one machine and one user, by name.
 
+use crate::device::PeerProcess;
 use crate::error::{Error, Result};
-use rustix::net::sockopt::socket_peercred;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Duration;
@@ -37,14 +37,14 @@ pub(super) fn limit(socket: impl AsFd) -> Result<()> {
 
 /// Whether the process at the other end runs as the same user, according to the kernel.
 pub(super) fn is_same_user(connection: &OwnedFd) -> bool {
-    match socket_peercred(connection) {
-        Ok(peer) if peer.uid == rustix::process::geteuid() => true,
+    match PeerProcess::of(connection) {
+        Ok(peer) if peer.is_same_user() => true,
         Ok(peer) => {
-            tracing::debug!(?peer.uid, "a process of another user was refused");
+            tracing::debug!(?peer, "a process of another user was refused");
             false
         }
-        Err(errno) => {
-            tracing::debug!(%errno, "a process of an unknown user was refused");
+        Err(error) => {
+            tracing::debug!(%error, "a process of an unknown user was refused");
             false
         }
     }
