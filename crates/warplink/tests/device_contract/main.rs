@@ -15,7 +15,7 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 use warplink::device::{
-    AllocationKind, Compute, Device, DeviceSlice, MemoryOp, Opening, Priority, Stream,
+    AllocationKind, Compute, Device, DeviceSlice, MemoryOp, Opening, Priority, Stream, Turns,
 };
 use warplink::{DType, Deadline, DeviceKind, ErrorKind};
 
@@ -102,6 +102,25 @@ fn words_order_two_streams() {
     first.synchronize(soon()).unwrap();
     second.synchronize(soon()).unwrap();
     assert!(bytes_of(&*device, &b).iter().all(|byte| *byte == 50));
+}
+
+#[test]
+fn turns_order_streams_of_two_objects_of_a_device() {
+    let devices = [(); 2].map(|()| open_device());
+    let [[first], [second]] = [&devices[0], &devices[1]].map(streams::<1>);
+    let words = devices[0].allocate_signals(64).unwrap();
+    let word = words.word(0).unwrap();
+    let turns = Turns::new(&devices[0]);
+    let wait = || first.memory_ops(&[MemoryOp::wait(&word, 1)]);
+    turns.take(&first, wait).unwrap();
+    turns.precede(&second).unwrap();
+    let brief = Deadline::after(Duration::from_millis(50));
+    let error = second.synchronize(brief).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout);
+    let [third] = streams(&devices[0]);
+    write_word(&third, &word, 1);
+    second.synchronize(soon()).unwrap();
+    first.synchronize(soon()).unwrap();
 }
 
 #[test]

@@ -54,7 +54,6 @@ pub(crate) struct HostDevice {
     pretend: Pretend,
     /// Hardware threads, cached since the system reads several files to report them.
     threads: usize,
-    streams: AtomicU64,
     /// Started with the first mapping if delays are requested.
     late_unmapping: OnceLock<LateUnmapping>,
 }
@@ -71,7 +70,6 @@ impl HostDevice {
             delays,
             pretend,
             threads: std::thread::available_parallelism().map_or(1, usize::from),
-            streams: AtomicU64::new(1),
             late_unmapping: OnceLock::new(),
         }
     }
@@ -227,8 +225,10 @@ impl Device for HostDevice {
     }
 
     fn create_stream(&self, _priority: Priority) -> Result<Stream> {
+        // Of the process, as the handles of a GPU's streams: those of several device objects are compared, too.
+        static NEXT: AtomicU64 = AtomicU64::new(1);
         // Relaxed: only uniqueness matters.
-        let number = self.streams.fetch_add(1, Ordering::Relaxed);
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let stream = stream::HostStream::start(number, self.fault.clone(), self.delays)?;
         Ok(Stream::new(stream))
     }
