@@ -116,6 +116,8 @@ impl Worker {
         let queue = lock(&self.shared.queue);
         let is_idle = queue.completed == queue.enqueued;
         drop(queue);
+        // Again: a fault may have aborted the last of it since.
+        self.check()?;
         if is_idle {
             self.shared.faults.done(place);
         }
@@ -187,5 +189,55 @@ fn work(shared: &WorkerShared, context: &Context) {
             queue.awaited = None;
             shared.done.notify_all();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicI32, Ordering};
+    use std::thread;
+
+    /// Waits until the thread of this process sleeps.
+    fn wait_until_asleep(thread: i32) {
+        let stat = format!("/proc/self/task/{thread}/stat");
+        let sleeps = || {
+            let stat = std::fs::read_to_string(&stat).unwrap();
+            stat.rsplit_once(") ").unwrap().1.starts_with('S')
+        };
+        while !sleeps() {
+            thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn a_stream_that_fails_while_it_is_looked_at_is_not_idle() {
+        let fault = Arc::<Fault>::default();
+        let worker = Worker::start(0, Arc::default(), None).unwrap();
+        let noted = worker.faults().add([&fault]);
+        let mut queue = lock(&worker.shared.queue);
+        queue.enqueued += 1;
+        drop(noted);
+        let asking = AtomicI32::new(0);
+        let seen = thread::scope(|scope| {
+            let ask = scope.spawn(|| {
+                asking.store(rustix::thread::gettid().as_raw_pid(), Ordering::Release);
+                worker.is_idle()
+            });
+            let asking = loop {
+                match asking.load(Ordering::Acquire) {
+                    0 => thread::yield_now(),
+                    asking => break asking,
+                }
+            };
+            // It has found no fault then, and waits for the queue.
+            wait_until_asleep(asking);
+            fault.raise(Error::new(ErrorKind::PeerLost, "lost"));
+            queue.completed += 1;
+            drop(queue);
+            ask.join().unwrap()
+        });
+        assert_eq!(seen.unwrap_err().kind(), ErrorKind::PeerLost);
+        assert!(worker.check().is_err(), "the aborted wait counts as done");
     }
 }
