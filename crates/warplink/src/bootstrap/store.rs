@@ -79,7 +79,7 @@ impl Store {
     /// Sets several keys in one round trip, in their order.
     ///
     /// # Errors
-    /// As [`Store::set`]; the keys before the one that failed are set.
+    /// As [`Store::set`]; none of the keys is set then.
     pub fn multi_set(&self, pairs: &[(String, Vec<u8>)]) -> Result<()> {
         self.multi_set_until(pairs, Deadline::after(self.limit))
     }

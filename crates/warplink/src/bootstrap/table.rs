@@ -357,6 +357,8 @@ impl StoreTable {
         }
         Ok(Some(match request {
             Request::Set { pairs } => {
+                // Before the first: a rank whose request failed has set none, and the others have seen none.
+                self.values.check_room(&pairs)?;
                 for (key, value) in pairs {
                     self.set(rank, key, value.0)?;
                 }

@@ -211,7 +211,22 @@ fn the_limit_on_memory_holds_and_is_given_back() {
         );
     }
     ask(&mut table, 0, 100, Request::Delete { key: "k".into() });
-    assert!(table.values.is_empty());
+    // All pairs of a request are set, or none; of those with one key the last counts.
+    ask(&mut table, 0, 101, wait(&["a"], Take, &[]));
+    for (sizes, fits) in [([500, 500, 500], false), ([500, 0, 300], true)] {
+        let pairs = ["a", "b", "a"].into_iter().zip(sizes);
+        let pairs = pairs.map(|(key, size)| (key.into(), vec![0; size][..].into()));
+        let request = Request::Set {
+            pairs: pairs.collect(),
+        };
+        let replies = ask(&mut table, 0, 102, request);
+        assert_eq!(replies.iter().any(|reply| reply.1 == 101), fits);
+        if fits {
+            assert!(replies.contains(&(0, 102, Reply::Done)));
+        } else {
+            assert!(table.values.is_empty());
+        }
+    }
 }
 
 #[test]

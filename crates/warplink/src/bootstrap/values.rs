@@ -1,6 +1,6 @@
 //! Values by key.
 
-use super::message::{Refusal, RefusalKind};
+use super::message::{Bytes, Refusal, RefusalKind};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
@@ -68,6 +68,37 @@ impl StoreValues {
         Some(value.bytes)
     }
 
+    /// Fails unless all of `pairs` can be inserted, in their order.
+    pub(crate) fn check_room(&self, pairs: &[(String, Bytes)]) -> Result<(), Refusal> {
+        let pairs = pairs.iter().map(|(key, value)| (&**key, &*value.0));
+        self.used_after(pairs).map(drop)
+    }
+
+    /// Memory used after these pairs were inserted.
+    fn used_after<'a>(
+        &self,
+        pairs: impl IntoIterator<Item = (&'a str, &'a [u8])>,
+    ) -> Result<usize, Refusal> {
+        let mut used = self.used;
+        let mut inserted = HashMap::new();
+        for (key, value) in pairs {
+            let cost = Self::cost(key, value);
+            let old = inserted.insert(key, cost).unwrap_or_else(|| {
+                let old = self.map.get(key);
+                old.map_or(0, |old| Self::cost(key, &old.bytes))
+            });
+            used = used - old + cost;
+            if used > self.limit {
+                let message = format!(
+                    "the store would hold {used} bytes; expected at most {}",
+                    self.limit
+                );
+                return Err(Refusal::new(RefusalKind::OutOfMemory, message).with_key(key));
+            }
+        }
+        Ok(used)
+    }
+
     /// Sets a key on behalf of `owner`.
     pub(crate) fn insert(
         &mut self,
@@ -75,17 +106,8 @@ impl StoreValues {
         value: Arc<[u8]>,
         owner: u32,
     ) -> Result<(), Refusal> {
+        self.used = self.used_after([(&*key, &*value)])?;
         let old = self.map.get(&key);
-        let cost = old.map_or(0, |old| Self::cost(&key, &old.bytes));
-        let used = self.used - cost + Self::cost(&key, &value);
-        if used > self.limit {
-            let message = format!(
-                "the store would hold {used} bytes; expected at most {}",
-                self.limit
-            );
-            return Err(Refusal::new(RefusalKind::OutOfMemory, message).with_key(&key));
-        }
-        self.used = used;
         // The owner's own journal replaces its entry when it reads the answer.
         if let Some(old) = old.filter(|old| old.owner != owner) {
             self.superseded.push((old.owner, key.clone(), self.version));

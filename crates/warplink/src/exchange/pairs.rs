@@ -137,11 +137,9 @@ pub(crate) trait Matching {
         match prepared.and_then(|()| pairs.set(&offers, deadline)) {
             Ok(()) => Ok(PublishedEnds(offers)),
             Err(error) => {
-                // At a timeout the request may still reach the store, and a full store has set the keys before the one
-                // that did not fit: a peer may then see offers, whose handles must stay valid.
-                let is_partial =
-                    matches!(error.kind(), ErrorKind::Timeout | ErrorKind::OutOfMemory);
-                let may_be_published = is_prepared && is_partial;
+                // At a timeout the request may still reach the store: a peer may then see the offers, whose handles must
+                // stay valid.
+                let may_be_published = is_prepared && error.kind() == ErrorKind::Timeout;
                 for offer in offers {
                     if may_be_published {
                         drop(offer.seen());

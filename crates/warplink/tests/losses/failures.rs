@@ -3,8 +3,8 @@
 use crate::common::{
     Ranks, Stopwatch, allocate, assert_error, assert_names_peer, assert_says,
     barrier_that_all_have_passed, exit_with_survivors, from_first, kill_self, kind, processes,
-    recorded, ring_requests, threads, transfer_from_first, transfer_once, without_descriptors,
-    world,
+    recorded, ring_requests, threads, threads_with, transfer_from_first, transfer_once,
+    without_descriptors, world,
 };
 use std::net::{IpAddr, Ipv4Addr};
 use std::time::{Duration, Instant};
@@ -383,4 +383,45 @@ fn ranks_on_different_devices_and_worlds_are_refused() {
         assert_error(&error, ErrorKind::Mismatch, &["2", "3"]);
     });
     assert!(join(2, 2).is_err());
+}
+
+/// None of an exchange's ends is there for the peer if the store has room for some of them only.
+#[test]
+fn a_full_store_takes_no_part_of_an_exchange() {
+    const ROOM: usize = 16 << 10;
+    let limited = |config: &mut Config| config.join.store_limit = 1 << 20;
+    threads_with(world(2), limited, |comm| {
+        let region = comm.alloc(64).unwrap();
+        let ends = (0..300).map(|tag| from_first(comm, &region, tag));
+        let ends: Vec<_> = ends.collect();
+        if comm.rank() == 0 {
+            let store = comm.bootstrap().store();
+            // Afterwards the room is left, and less than as much again.
+            store.set("room", [0; ROOM]).unwrap();
+            let mut fillers = Vec::new();
+            let mut size = 1 << 19;
+            while size >= ROOM {
+                let filler = format!("filler {}", fillers.len());
+                match store.set(&filler, vec![0; size]) {
+                    Ok(()) => fillers.push(filler),
+                    Err(_) => size /= 2,
+                }
+            }
+            store.delete("room").unwrap();
+            let error = comm.exchange(&ends).map(drop).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::OutOfMemory, "{error}");
+            for filler in fillers {
+                store.delete(&filler).unwrap();
+            }
+        }
+        comm.barrier().unwrap();
+        if comm.rank() == 1 {
+            let brief = Deadline::after(Duration::from_millis(50));
+            let early = comm.exchange_until(&ends[..1], brief);
+            let error = early.map(drop).unwrap_err();
+            assert_names_peer(&error, ErrorKind::Timeout, 0);
+        }
+        comm.barrier().unwrap();
+        comm.exchange(&ends).unwrap();
+    });
 }
