@@ -165,6 +165,15 @@ fn usable_after_a_timeout(
     call: impl Fn(&Communicator) -> Result<()> + Send + Sync,
     late: Option<fn(Result<()>)>,
 ) {
+    repeatable_after_a_timeout(call, &[USABLE], late);
+}
+
+/// The same; the error says `parts`.
+fn repeatable_after_a_timeout(
+    call: impl Fn(&Communicator) -> Result<()> + Send + Sync,
+    parts: &[&str],
+    late: Option<fn(Result<()>)>,
+) {
     // A call that both make at the same time has to end within it, on a busy machine too.
     common::threads_with(world(2), with_timeout(Duration::from_secs(4)), |comm| {
         // Not a call that is counted.
@@ -177,7 +186,7 @@ fn usable_after_a_timeout(
         };
         if comm.rank() == 0 {
             let error = call(comm).unwrap_err();
-            assert_error(&error, ErrorKind::Timeout, &[USABLE]);
+            assert_error(&error, ErrorKind::Timeout, parts);
         }
         meet("timed out");
         if let (1, Some(check)) = (comm.rank(), late) {
@@ -213,6 +222,15 @@ fn connecting_works_after_a_timeout() {
         comm.connect(&[request]).map(drop)
     };
     usable_after_a_timeout(call, None);
+}
+
+/// A rank that no longer waits is told by none that it is one of those that are left.
+#[test]
+fn finding_the_survivors_works_after_a_timeout() {
+    let call = |comm: &Communicator| comm.survivors()?.barrier();
+    let late = |late: Result<()>| assert_eq!(late.unwrap_err().kind(), ErrorKind::PeerFailed);
+    let parts = ["find the ranks that are left", "rank 1 to call"];
+    repeatable_after_a_timeout(call, &parts, Some(late));
 }
 
 /// A binding that the peer gave up is over for this rank too.

@@ -166,12 +166,12 @@ impl Gathers {
     /// there is no such request.
     ///
     /// The contribution remains, so that the others need not wait and the next gather of the group is the same one on
-    /// every rank. That of a bind becomes empty, from which later members learn that this rank does not go on.
+    /// every rank. Where all have to wait, it becomes empty, from which later members learn that this rank does not go on.
     pub(crate) fn cancel(&mut self, rank: u32, request: u64) -> Option<Refusal> {
         let id = self.by_request.remove(&(rank, request))?;
         self.stop_answering(&id, rank);
         let gather = self.open.get_mut(&id)?;
-        if gather.purpose == Purpose::Bind
+        if gather.purpose.needs_all_waiting()
             && let Ok(position) = id.members.binary_search(&rank)
             && let Some(Some(share)) = gather.shares.get_mut(position)
         {
@@ -233,7 +233,7 @@ impl Gathers {
         };
         let reply = match gather.purpose {
             Purpose::Barrier => Reply::Done,
-            Purpose::AllGather | Purpose::Bind => Reply::Values(
+            Purpose::AllGather | Purpose::Bind | Purpose::Survivors => Reply::Values(
                 gather
                     .shares
                     .iter()

@@ -6,9 +6,7 @@ use super::message::{Bytes, GatherId, Purpose, Reply, Request};
 use super::store::wire_ranks;
 use crate::deadline::Deadline;
 use crate::debug::debug_fields;
-#[cfg(doc)]
-use crate::error::ErrorKind;
-use crate::error::{Error, Rank, Result};
+use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -213,6 +211,25 @@ impl Group {
     /// get empty bytes from it.
     pub(crate) fn gather_votes(&self, bytes: &[u8], deadline: Deadline) -> Result<Vec<Vec<u8>>> {
         self.gather_values(Purpose::Bind, bytes, deadline)
+    }
+
+    /// Blocks until every member of this group, which is that of the ranks left after a loss, has called it.
+    ///
+    /// # Errors
+    /// As [`Group::all_gather`]; [`ErrorKind::PeerFailed`], naming the member, if one stopped waiting at its deadline.
+    pub(crate) fn meet_survivors(&self, deadline: Deadline) -> Result<()> {
+        // Of any content: that of a member that no longer waits is empty.
+        let votes = self.gather_values(Purpose::Survivors, &[1], deadline)?;
+        let absent = votes.iter().position(Vec::is_empty);
+        match absent.and_then(|absent| self.members.get(absent)) {
+            Some(&member) => Err(Error::new(
+                ErrorKind::PeerFailed,
+                format!("the timeout of rank {member} passed while it waited for the others"),
+            )
+            .with_peer(member)
+            .with_help("retry on every rank")),
+            None => Ok(()),
+        }
     }
 
     fn gather_values(

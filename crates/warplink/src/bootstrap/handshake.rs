@@ -23,7 +23,7 @@ use zerocopy::byteorder::little_endian::{U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 /// The version of the protocol between members and the store.
-pub(crate) const VERSION: u32 = 7;
+pub(crate) const VERSION: u32 = 8;
 const MAGIC: [u8; 4] = *b"WPLK";
 
 /// The beginning of the first frame. Its layout stays the same in every version, so that an error can name both versions.

@@ -71,6 +71,15 @@ pub(crate) enum Purpose {
     Barrier,
     /// A step of binding a program: no rank proceeds unless all do.
     Bind,
+    /// The first step of the ranks that are left after a loss: likewise.
+    Survivors,
+}
+
+impl Purpose {
+    /// Whether a member that no longer waits is reported to those that contribute later, rather than counted on.
+    pub(crate) fn needs_all_waiting(self) -> bool {
+        matches!(self, Self::Bind | Self::Survivors)
+    }
 }
 
 impl fmt::Display for Purpose {
@@ -79,6 +88,7 @@ impl fmt::Display for Purpose {
             Self::AllGather => "all-gather",
             Self::Barrier => "barrier",
             Self::Bind => "bind",
+            Self::Survivors => "survivors",
         })
     }
 }

@@ -92,7 +92,8 @@ impl Communicator {
     ///
     /// # Errors
     /// [`ErrorKind::GivenUp`] if the others have declared this rank lost; [`ErrorKind::Timeout`] at the
-    /// configured timeout.
+    /// configured timeout, and [`ErrorKind::PeerFailed`] if that of another survivor passed before this rank called it: all
+    /// may call it again.
     pub fn survivors(&self) -> Result<Self> {
         let deadline = self.deadline();
         let bootstrap = &self.job.bootstrap;
@@ -100,11 +101,13 @@ impl Communicator {
             let left = losses::remaining(bootstrap);
             let members = self.group.members().iter().copied();
             let members: Vec<_> = members.filter(|member| left.contains(member)).collect();
-            // The list names the barrier: only ranks that agree on the survivors meet in it.
+            // The list names the group: only ranks that agree on the survivors meet in it.
             let number = self.number("survivors", &members);
             let name = self.group.name().child("survivors", &members, number);
             let group = bootstrap.named_group(&members, name)?;
-            match group.barrier(deadline) {
+            // Not a barrier: a rank that no longer waits would still be counted on by those that come later, and be one
+            // call ahead of them from then on.
+            match group.meet_survivors(deadline) {
                 Ok(()) => return Ok(Self::of(&self.job, Arc::new(group), self.is_world)),
                 // Another rank was lost: retry with the remaining ones.
                 Err(error)
