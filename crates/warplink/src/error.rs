@@ -80,6 +80,7 @@ struct Inner {
     device: Option<String>,
     code: Option<i64>,
     help: Option<Cow<'static, str>>,
+    is_cancelled: bool,
 }
 
 /// Constructors for the kinds that many places raise.
@@ -122,6 +123,7 @@ impl Error {
             device: None,
             code: None,
             help: None,
+            is_cancelled: false,
         }))
     }
 
@@ -223,6 +225,18 @@ impl Error {
     pub fn with_key(mut self, key: impl Into<String>) -> Self {
         self.0.key = Some(key.into());
         self
+    }
+
+    /// Marks a timeout at which the store has confirmed that it no longer answers the request: no value was taken for it,
+    /// and no other rank gets this rank's vote.
+    pub(crate) fn cancelled(mut self) -> Self {
+        self.0.is_cancelled = true;
+        self
+    }
+
+    /// Whether it is [`cancelled`](Self::cancelled).
+    pub(crate) fn is_cancelled(&self) -> bool {
+        self.0.is_cancelled
     }
 
     /// Sets the device.

@@ -233,6 +233,19 @@ fn finding_the_survivors_works_after_a_timeout() {
     repeatable_after_a_timeout(call, &parts, Some(late));
 }
 
+/// Nor does memory stay that nobody can map.
+#[test]
+fn sharing_works_after_a_timeout() {
+    let call = |comm: &Communicator| {
+        let region = comm.alloc(64)?;
+        let shared = comm.share(&region).map(drop);
+        region.close(Deadline::after(Duration::from_secs(2)))?;
+        shared
+    };
+    let late = |late: Result<()>| assert_eq!(late.unwrap_err().kind(), ErrorKind::PeerFailed);
+    usable_after_a_timeout(call, Some(late));
+}
+
 /// A binding that the peer gave up is over for this rank too.
 #[test]
 fn binding_works_after_a_timeout() {

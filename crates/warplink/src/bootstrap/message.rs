@@ -358,6 +358,9 @@ impl Refusal {
             RefusalKind::GivenUp => ErrorKind::GivenUp,
         };
         let mut error = Error::new(kind, self.message);
+        if self.kind == RefusalKind::Cancelled {
+            error = error.cancelled();
+        }
         if let Some(peer) = self.peer {
             error = error.with_peer(peer as Rank);
         }

@@ -128,8 +128,12 @@ impl GroupExchange<'_> {
             exported.iter().map(wires).collect::<Vec<_>>()
         });
         let gathered = self.gather("share memory", wires.as_ref().map_err(|error| *error));
-        // If a rank failed, no rank opens any handle; after other errors, another rank may.
-        let is_unused = matches!(&gathered, Err(error) if error.kind() == ErrorKind::PeerFailed);
+        // If a rank failed, or the store has dropped this rank's vote, no rank opens any handle; after other errors, another
+        // rank may.
+        let is_unused = matches!(
+            &gathered,
+            Err(error) if error.kind() == ErrorKind::PeerFailed || error.is_cancelled()
+        );
         if let (Ok(exported), false) = (exported, is_unused) {
             exported.into_iter().flatten().for_each(|handle| {
                 handle.sent();
