@@ -9,6 +9,30 @@ pub(crate) fn spawn<T: Send + 'static>(
     operation: &'static str,
     body: impl FnOnce() -> T + Send + 'static,
 ) -> Result<JoinHandle<T>> {
+    #[cfg(test)]
+    if tests::NONE_LEFT.get() {
+        return Err(Error::thread(operation, &rustix::io::Errno::AGAIN.into()));
+    }
     let spawned = Builder::new().name(name.into()).spawn(body);
     spawned.map_err(|error| Error::thread(operation, &error))
+}
+
+#[cfg(test)]
+pub(crate) use tests::without_threads;
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    thread_local! {
+        pub(super) static NONE_LEFT: Cell<bool> = const { Cell::new(false) };
+    }
+
+    /// Calls `body` as if the system had no thread left.
+    pub(crate) fn without_threads<T>(body: impl FnOnce() -> T) -> T {
+        NONE_LEFT.set(true);
+        let done = body();
+        NONE_LEFT.set(false);
+        done
+    }
 }

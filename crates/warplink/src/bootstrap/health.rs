@@ -53,8 +53,17 @@ struct Notifier {
 }
 
 impl Health {
-    pub(crate) fn new() -> Self {
-        Self(Arc::default())
+    /// Starts the thread that calls callbacks: at the time of a loss the system may have none left.
+    pub(crate) fn start() -> Result<Self> {
+        let (jobs, queue) = mpsc::channel::<HealthTask>();
+        let run = move || queue.iter().for_each(|job| job());
+        let operation = "start the thread that reports lost ranks";
+        let thread = threads::spawn("warplink-health", operation, run)?;
+        let state = HealthState {
+            notifier: Some(Notifier { jobs, thread }),
+            ..HealthState::default()
+        };
+        Ok(Self(Arc::new(Mutex::new(state))))
     }
 
     /// The lost ranks, in ascending order.
@@ -225,6 +234,17 @@ impl Health {
         lock(&self.0).left.insert(rank);
     }
 
+    /// Runs `task` on the thread that calls callbacks, after the one in progress; on this thread if that has ended.
+    pub(crate) fn run(&self, task: HealthTask) {
+        let refused = match &lock(&self.0).notifier {
+            Some(notifier) => notifier.jobs.send(task).err().map(|refused| refused.0),
+            None => Some(task),
+        };
+        if let Some(task) = refused {
+            task();
+        }
+    }
+
     /// Whether this rank has ended its membership, so that callbacks need not continue.
     pub(crate) fn is_closed(&self) -> bool {
         lock(&self.0).closed
@@ -243,21 +263,8 @@ impl Health {
 }
 
 impl HealthState {
-    /// Queues a call for the notifying thread, which the first one starts.
-    fn submit(&mut self, job: HealthTask) {
-        if self.notifier.is_none() {
-            // Started on demand: most jobs lose no rank, and never need the thread.
-            let (jobs, queue) = mpsc::channel::<HealthTask>();
-            let run = move || queue.iter().for_each(|job| job());
-            match threads::spawn("warplink-health", "start a thread", run) {
-                Ok(thread) => self.notifier = Some(Notifier { jobs, thread }),
-                Err(error) => {
-                    // The loss itself is recorded all the same, so calls that depend on the rank still fail.
-                    tracing::error!(%error, "could not start the thread that reports lost ranks");
-                    return;
-                }
-            }
-        }
+    /// Queues a call for the notifying thread.
+    fn submit(&self, job: HealthTask) {
         if let Some(notifier) = &self.notifier
             && notifier.jobs.send(job).is_err()
         {
@@ -275,5 +282,23 @@ impl fmt::Debug for Health {
             .field("lost", &inner.lost.keys())
             .field("left", &inner.left)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::Duration;
+
+    #[test]
+    fn losses_are_reported_where_the_system_has_no_thread_left() {
+        let health = Health::start().unwrap();
+        let (lost, losses) = mpsc::channel();
+        health.when_lost(move |rank, _| {
+            let _ = lost.send(rank);
+        });
+        threads::without_threads(|| health.lose(1, "for the test"));
+        assert_eq!(losses.recv_timeout(Duration::from_secs(20)), Ok(1));
+        health.close().unwrap().join().unwrap();
     }
 }

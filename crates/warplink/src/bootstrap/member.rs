@@ -110,7 +110,7 @@ impl Bootstrap {
             heartbeat: config.heartbeat,
             heartbeat_limit: config.heartbeat_limit,
         };
-        let health = Health::new();
+        let health = Health::start()?;
         let start = |listener, serves| {
             let settings = Settings {
                 identity: identity.clone(),

@@ -199,7 +199,8 @@ pub(super) fn end_group(
         fault.announce(group.in_own_ranks(error.clone()));
         further = losses.spread(&bootstrap, vec![fault.clone()], error, deadline);
     }
-    release_behind(move || {
+    let health = bootstrap.health().clone();
+    release_behind(&health, move || {
         further
             .iter()
             .for_each(|one| one.release(&bootstrap, deadline));
@@ -223,7 +224,8 @@ pub(super) fn fail(
     (fault, group): (Arc<Fault>, Arc<Group>),
     error: Error,
 ) {
-    release_behind(move || {
+    let health = bootstrap.health().clone();
+    release_behind(&health, move || {
         // Ranks that detect the failure themselves should report it with their own details.
         std::thread::sleep(HEAD_START);
         let deadline = Deadline::after(NOTIFY_TIMEOUT);
@@ -244,10 +246,24 @@ pub(super) fn fail(
     });
 }
 
-/// Runs `finish` on its own thread, since it waits for other ranks.
-fn release_behind(finish: impl FnOnce() + Send + 'static) {
-    if let Err(error) = threads::spawn("warplink-release", "start a thread", finish) {
-        tracing::error!(%error, "waits of a failed communicator could not be aborted");
+/// Runs `finish` on its own thread, since it waits for other ranks. If the system has none left, runs it on the thread of
+/// `health`, which holds up what that has to do, at most until the deadline of `finish`.
+fn release_behind(health: &Health, finish: impl FnOnce() + Send + 'static) {
+    // Shared, since a thread that cannot be started drops what it was to run.
+    let finish = Arc::new(Mutex::new(Some(finish)));
+    let shared = finish.clone();
+    let finish_here = move || call_once(&shared);
+    if let Err(error) = threads::spawn("warplink-release", "start a thread", finish_here) {
+        tracing::warn!(%error, "the ranks of a failed communicator are told later");
+        health.run(Box::new(move || call_once(&finish)));
+    }
+}
+
+/// Calls `body` unless it was called before.
+fn call_once(body: &Mutex<Option<impl FnOnce()>>) {
+    let body = lock(body).take();
+    if let Some(body) = body {
+        body();
     }
 }
 
@@ -296,4 +312,42 @@ pub(super) fn is_gone(bootstrap: &Bootstrap, error: &Error, deadline: Deadline) 
         std::thread::sleep(POLL_INTERVAL);
     }
     !health.is_closed()
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::bootstrap::{JoinConfig, Rendezvous, UniqueId};
+    use crate::device::DeviceKind;
+    use crate::error::{ErrorKind, Result};
+    use crate::{Communicator, Config, threads};
+    use std::net::Ipv4Addr;
+    use std::time::Duration;
+
+    #[test]
+    fn a_failure_is_reported_where_the_system_has_no_thread_left() -> Result<()> {
+        let id = UniqueId::create(Ipv4Addr::LOCALHOST.into(), 0)?;
+        let run = |rank| -> Result<()> {
+            let join = JoinConfig::new(Rendezvous::Id(id.clone()), rank, 2);
+            let mut config = Config::new(join, DeviceKind::Host);
+            config.timeout = Duration::from_secs(20);
+            let comm = Communicator::join(&config)?;
+            if rank == 0 {
+                threads::without_threads(|| comm.fail("for the test"));
+            } else {
+                let region = comm.alloc(64)?;
+                let error = comm.share(&region).map(drop).unwrap_err();
+                assert_eq!(error.kind(), ErrorKind::PeerFailed, "{error}");
+            }
+            let deadline = comm.deadline();
+            while !comm.fault.is_released() {
+                assert!(!deadline.passed(), "waits were not aborted");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            comm.survivors()?.close()
+        };
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| run(1));
+            run(0).and(other.join().unwrap())
+        })
+    }
 }
