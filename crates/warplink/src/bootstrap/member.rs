@@ -55,8 +55,17 @@ pub struct Bootstrap {
     groups: Mutex<HashMap<Vec<u32>, u64>>,
     server: Arc<Server>,
     heartbeat: Heartbeat,
-    /// The lock also lets only one thread close at a time.
-    is_closed: Mutex<bool>,
+    /// Set by the first close or abort.
+    ending: OnceLock<Ending>,
+    /// Held while the membership ends, for which a second close waits.
+    end: Mutex<()>,
+}
+
+/// How a membership ends.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Ending {
+    Close,
+    Abort,
 }
 
 impl Bootstrap {
@@ -192,7 +201,8 @@ impl Bootstrap {
             groups: Mutex::new(HashMap::from([(sorted, 1)])),
             server,
             heartbeat,
-            is_closed: Mutex::new(false),
+            ending: OnceLock::new(),
+            end: Mutex::default(),
         }))
     }
 
@@ -335,10 +345,11 @@ impl Bootstrap {
     ///
     /// # Errors
     /// [`ErrorKind::Timeout`] naming the ranks that still remain, on the rank that serves the store;
-    /// [`ErrorKind::GivenUp`] where the others went on without this rank. It has left all the same.
+    /// [`ErrorKind::GivenUp`] where the others went on without this rank; [`ErrorKind::Closed`] where it was
+    /// [aborted](Self::abort) meanwhile. It has left all the same.
     pub fn close(&self, deadline: Deadline) -> Result<()> {
-        let mut is_closed = lock(&self.is_closed);
-        if std::mem::replace(&mut *is_closed, true) {
+        let _end = lock(&self.end);
+        if self.ending.set(Ending::Close).is_err() {
             return Ok(());
         }
         let mut result = self
@@ -354,7 +365,12 @@ impl Bootstrap {
         if self.server.serves() {
             let remaining = self.server.wait_until_empty(deadline);
             if let [first, ..] = remaining[..] {
-                let error = deadline.expired(&format!("rank {} to leave", comma(&remaining)));
+                let awaited = format!("rank {} to leave", comma(&remaining));
+                let error = if deadline.passed() {
+                    deadline.expired(&awaited)
+                } else {
+                    Error::closed(format!("it was aborted while it waited for {awaited}"))
+                };
                 result = result.and(Err(error.with_peer(first)));
             }
         }
@@ -368,13 +384,18 @@ impl Bootstrap {
     /// errors, as in "rank 1 was lost: REASON". At most 4,096 bytes of it are sent.
     ///
     /// Calls in flight on this rank end with [`ErrorKind::Closed`], as do later ones. Blocks for about
-    /// two seconds at most. Does nothing after [`Bootstrap::close`] or an earlier abort. Dropping a member
-    /// that was not closed aborts it.
+    /// two seconds at most. During [`Bootstrap::close`] it ends that, without a reason for the others where this rank has
+    /// left already; after that or an earlier abort, it does nothing. Dropping a member that was not closed aborts it.
     pub fn abort(&self, reason: &str) {
-        let mut is_closed = lock(&self.is_closed);
-        if std::mem::replace(&mut *is_closed, true) {
+        if self.ending.set(Ending::Abort).is_err() {
+            // A close in progress may wait for the store or for other ranks, and ends now. Another abort sends its reason.
+            if self.ending.get() == Some(&Ending::Close) {
+                self.client.close();
+                self.server.shut_down();
+            }
             return;
         }
+        let _end = lock(&self.end);
         let deadline = Deadline::after(DROP_TIMEOUT);
         tracing::debug!(rank = self.rank, reason, "aborting");
         if let Err(error) = self.client.abort(reason, deadline) {
@@ -387,9 +408,9 @@ impl Bootstrap {
         finish(notifier, deadline);
     }
 
-    /// Whether this rank has closed its membership or aborted it.
+    /// Whether this rank has closed its membership or aborted it, or is about to. Does not block.
     pub fn is_closed(&self) -> bool {
-        *lock(&self.is_closed)
+        self.ending.get().is_some()
     }
 
     fn disconnect(&self) -> Option<JoinHandle<()>> {

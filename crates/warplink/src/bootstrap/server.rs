@@ -208,15 +208,15 @@ impl Server {
         self.shared.deliver(state);
     }
 
-    /// Waits until every member has left or was lost and its connection is closed. Returns those that remain at the
-    /// deadline.
+    /// Waits until every member has left or was lost and its connection is closed, or the server is shut down. Returns those
+    /// that remain then or at the deadline.
     pub(crate) fn wait_until_empty(&self, deadline: Deadline) -> Vec<Rank> {
         let mut state = lock(&self.shared.state);
         loop {
             let present = state.table.present();
             let left = deadline.remaining();
             // A member that left closes its connection once it has read the answer to its leave.
-            if state.members.is_empty() || left.is_zero() {
+            if state.members.is_empty() || state.closing || left.is_zero() {
                 return present.into_iter().map(|rank| rank as Rank).collect();
             }
             state = wait_for(&self.shared.changed, state, left);

@@ -591,7 +591,7 @@ impl Communicator {
 
     /// Leaves the job as failed: every wait of peers that depends on this rank ends with an error that names
     /// it and `reason`, and so do waits in this rank's own streams. Later calls fail. Blocks for about two
-    /// seconds at most; no effect after [`close`](Self::close) or an earlier abort.
+    /// seconds at most. Ends a [`close`](Self::close) in progress; no effect after one or an earlier abort.
     pub fn abort(&self, reason: &str) {
         self.job.abort(&self.fault, reason);
     }

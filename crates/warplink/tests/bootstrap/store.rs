@@ -237,6 +237,28 @@ fn rank_0_serves_until_the_others_have_left() {
 }
 
 #[test]
+fn an_abort_ends_a_close_that_waits_for_the_others() {
+    within(30, || {
+        let all = members(2);
+        let zero = all[0].clone();
+        let closing = thread::spawn(move || zero.close(soon()));
+        while all[1].health().left().is_empty() {
+            thread::sleep(Duration::from_millis(1));
+        }
+        let watch = Stopwatch::start();
+        assert!(all[0].is_closed());
+        all[0].abort("for the test");
+        let error = closing.join().unwrap().unwrap_err();
+        assert!(watch.elapsed() < Duration::from_secs(3), "{error}");
+        assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
+        // It had left before.
+        let error = all[1].barrier(soon()).unwrap_err();
+        assert_eq!((error.kind(), error.peer()), (ErrorKind::PeerLeft, Some(0)));
+        all[1].close(soon()).unwrap();
+    });
+}
+
+#[test]
 fn gathers_over_subsets_at_the_same_time() {
     within(60, || {
         job(6, |member| {
