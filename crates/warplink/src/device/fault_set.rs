@@ -98,7 +98,12 @@ impl FaultSet {
             waits: waits.then_some(place),
             work: Some(place),
         });
-        drop(concerns);
+        self.register(fault);
+    }
+
+    /// Registers the stream with a fault. Call it with the lock under which the fault was added: another thread that finds
+    /// the fault here, and relies on that, could enqueue its wait before.
+    fn register(self: &Arc<Self>, fault: &Fault) {
         let stream: Weak<Self> = Arc::downgrade(self);
         fault.concerns(stream);
     }
@@ -128,6 +133,7 @@ impl FaultSet {
         if added.is_empty() {
             return noted;
         }
+        // Dropped after the lock is released: the last holder of a fault runs arbitrary code.
         let mut new = Vec::new();
         let mut concerns = guard(&self.0);
         concerns.begin(&mut noted);
@@ -161,11 +167,8 @@ impl FaultSet {
                 concern.work = Some(place);
             }
         }
+        new.iter().for_each(|fault| self.register(fault));
         drop(concerns);
-        for fault in new {
-            let stream: Weak<Self> = Arc::downgrade(self);
-            fault.concerns(stream);
-        }
         noted
     }
 

@@ -30,6 +30,32 @@ fn loom_work_in_a_stream_that_fails_is_refused_or_known() {
     });
 }
 
+/// The same where two threads enqueue the stream's first waits.
+#[test]
+fn loom_work_behind_the_first_of_two_waits_is_refused_or_known() {
+    loom::model(|| {
+        let [lost, other] = [(); 2].map(|()| Arc::new(Fault::default()));
+        let stream = Arc::<FaultSet>::default();
+        stream.add_work(&other);
+        let raising = {
+            let lost = lost.clone();
+            thread::spawn(move || {
+                lost.announce(Error::new(ErrorKind::PeerLost, "lost"));
+                lost.affected().len()
+            })
+        };
+        let waiting = {
+            let (lost, stream) = (lost.clone(), stream.clone());
+            thread::spawn(move || drop(stream.add([&lost])))
+        };
+        drop(stream.add([&lost]));
+        let taken = stream.check().is_ok();
+        let affected = raising.join().unwrap();
+        assert!(!taken || affected == 1, "work passes unnoticed");
+        waiting.join().unwrap();
+    });
+}
+
 /// The same for a stream that begins to follow the failing one.
 #[test]
 fn loom_work_in_a_stream_that_follows_is_refused_or_known() {
