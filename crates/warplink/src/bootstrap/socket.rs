@@ -254,4 +254,17 @@ mod tests {
         drop((listener, copy, holder));
         assert!(take_reserved(address).is_none() && !is_reserved(address));
     }
+
+    #[test]
+    fn a_reservation_of_the_parent_is_for_rank_0() {
+        for is_rank_0 in [true, false] {
+            let address = reserve(Ipv4Addr::LOCALHOST.into()).unwrap();
+            // As a fork finds it.
+            lock(&RESERVED).get_mut(&address).unwrap().process += 1;
+            let own = is_rank_0 || is_reserved(address);
+            let listener = own.then(|| listen(address).unwrap());
+            assert_eq!(listener.is_some(), is_rank_0);
+            assert!(take_reserved(address).is_none(), "a copy stays open");
+        }
+    }
 }
