@@ -32,7 +32,7 @@ fn loom_work_in_a_stream_that_fails_is_refused_or_known() {
 
 /// The same where two threads enqueue the stream's first waits.
 #[test]
-fn loom_work_behind_the_first_of_two_waits_is_refused_or_known() {
+fn loom_work_in_a_stream_with_two_first_waits_is_refused_or_known() {
     loom::model(|| {
         let [lost, other] = [(); 2].map(|()| Arc::new(Fault::default()));
         let stream = Arc::<FaultSet>::default();
