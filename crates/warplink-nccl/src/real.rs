@@ -28,6 +28,12 @@ const DEEP: c_int = 8;
 /// A function that only this library exports, to detect that a candidate is this library.
 const OWN: &[u8] = b"warplink_nccl_host_stream_synchronize\0";
 
+/// The loader's own list of directories.
+const LOADER_CONFIGURATION: &str = "/etc/ld.so.conf";
+
+/// How deep its files may include one another.
+const MAX_INCLUDED: usize = 3;
+
 /// System directories of libraries and those of CUDA's packages.
 const SYSTEM: [&str; 6] = [
     "/usr/lib/x86_64-linux-gnu",
@@ -174,8 +180,8 @@ fn open(path: &Path) -> std::result::Result<Loaded, String> {
     Ok(Loaded { library, path })
 }
 
-/// Candidate paths: the loader's search path, directories next to packages that this process has loaded, Python's
-/// package directories, and system library directories.
+/// Candidate paths: the loader's search path, directories next to packages that this process has loaded, those of conda
+/// environments, and the system's.
 fn candidates() -> Vec<PathBuf> {
     let mut directories = Vec::new();
     for name in ["WARPLINK_LIBRARY_PATH", "LD_LIBRARY_PATH"] {
@@ -183,13 +189,54 @@ fn candidates() -> Vec<PathBuf> {
         // Relative and empty entries would find a library in whichever directory the program runs.
         directories.extend(std::env::split_paths(&listed).filter(|path| path.is_absolute()));
     }
-    // Before the system's: PyTorch's wheels depend on the NCCL in these packages, and were built with its version.
-    directories.extend(sites().into_iter().map(|site| site.join("nvidia/nccl/lib")));
+    // Before the others: PyTorch's wheels depend on the NCCL in these packages, and were built with its version.
+    let sites = sites();
+    directories.extend(sites.iter().map(|site| site.join("nvidia/nccl/lib")));
+    // The packages of an environment are in lib/python3.x/site-packages.
+    directories.extend(
+        sites
+            .iter()
+            .filter_map(|site| Some(site.ancestors().nth(2)?.to_owned())),
+    );
+    let environment =
+        std::env::var_os("CONDA_PREFIX").map(|prefix| PathBuf::from(prefix).join("lib"));
+    directories.extend(environment.filter(|path| path.is_absolute()));
+    directories.extend(configured(Path::new(LOADER_CONFIGURATION), 0));
     directories.extend(SYSTEM.map(PathBuf::from));
     directories
         .into_iter()
         .map(|directory| directory.join(SONAME))
         .collect()
+}
+
+/// The directories in a file of the loader's configuration, and in those that it includes: all of a directory that end in
+/// `.conf`, in order. `depth` is how many files have included this one.
+fn configured(path: &Path, depth: usize) -> Vec<PathBuf> {
+    // Files may include one another.
+    if depth > MAX_INCLUDED {
+        return Vec::new();
+    }
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    let mut directories = Vec::new();
+    for line in text.lines() {
+        let line = line.split('#').next().unwrap_or_default().trim();
+        if let Some(pattern) = line.strip_prefix("include ") {
+            let folder = path.parent().map(|own| own.join(pattern.trim()));
+            let folder = folder.as_deref().and_then(Path::parent);
+            let Some(files) = folder.and_then(|folder| folder.read_dir().ok()) else {
+                continue;
+            };
+            let files = files.flatten().map(|file| file.path());
+            let mut files: Vec<PathBuf> = files
+                .filter(|file| file.extension().is_some_and(|end| end == "conf"))
+                .collect();
+            files.sort_unstable();
+            directories.extend(files.iter().flat_map(|file| configured(file, depth + 1)));
+        } else if line.starts_with('/') {
+            directories.push(PathBuf::from(line));
+        }
+    }
+    directories
 }
 
 /// Python package directories from which this process has loaded a library.
@@ -347,6 +394,32 @@ mod tests {
         let own = file(&std::env::current_exe().unwrap());
         assert_eq!(own_file(), own);
         assert!(own.is_some());
+    }
+
+    #[test]
+    fn directories_are_those_of_all_files_of_the_loader() {
+        let folder = tempfile::tempdir().unwrap();
+        let (own, more) = (folder.path().join("ld.so.conf"), folder.path().join("more"));
+        std::fs::create_dir(&more).unwrap();
+        for (path, text) in [
+            (
+                own.clone(),
+                "/a # first\ninclude more/*.conf\n\nhwcap 1 nosegneg\n/d\n".to_owned(),
+            ),
+            (more.join("2.conf"), "/c".to_owned()),
+            (more.join("1.conf"), "/b".to_owned()),
+            (more.join("itself.conf"), "include *.conf".to_owned()),
+            (more.join("other"), "/e".to_owned()),
+        ] {
+            std::fs::write(path, text).unwrap();
+        }
+        let mut found = configured(&own, 0);
+        assert_eq!(found.last(), Some(&PathBuf::from("/d")));
+        found.dedup();
+        let expected = ["/a", "/b", "/c", "/b"].map(PathBuf::from);
+        assert_eq!(found[..4], expected);
+        assert!(found.len() < 100);
+        assert!(configured(&more.join("none"), 0).is_empty());
     }
 
     #[test]
