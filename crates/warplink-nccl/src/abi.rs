@@ -1,7 +1,7 @@
 //! Types of the C ABI. Enumerations are integers here, since a caller may pass any value.
 
 use crate::status::{Failure, Outcome};
-use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
 use warplink::DType;
 use warplink::device::cuda::NCCL_TYPES;
@@ -113,13 +113,75 @@ pub(crate) struct Simulation {
     pub(crate) estimated_seconds: f32,
 }
 
-/// The part of a communicator configuration that Warplink supports.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+/// A communicator's configuration: the part that Warplink supports, and all of it for the real library.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Wishes {
     /// Whether calls may block; `None` if not set.
     pub(crate) blocking: Option<bool>,
     /// The most multiprocessors used by a call.
     pub(crate) multiprocessors: Option<u32>,
+    pub(crate) real: RealConfig,
+}
+
+/// A copy of a communicator's configuration, of any version, for the real library: its communicator may be created long
+/// after the call that passed it.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct RealConfig {
+    /// `None` if the caller passed none.
+    words: Option<Arc<[u64]>>,
+    /// The texts, by the numbers of the words that point to them.
+    texts: Vec<(usize, CString)>,
+}
+
+impl RealConfig {
+    /// Larger configurations are rejected as implausible.
+    const MAX_BYTES: usize = 4096;
+
+    /// The words of `netName` and `commName`. Later members are numbers.
+    const TEXTS: [usize; 2] = [4, 6];
+
+    /// # Safety
+    /// `config` must point to as many bytes as it states, at least those of [`Config`].
+    unsafe fn read(config: *const Config, bytes: usize) -> Outcome<Self> {
+        if bytes > Self::MAX_BYTES {
+            return Err(Failure::argument(
+                format!("a configuration of {bytes} bytes"),
+                "initialize it with the macro of nccl.h",
+            ));
+        }
+        let mut words = vec![0_u64; bytes.div_ceil(8)];
+        // SAFETY: it has as many bytes as it states, and the copy is at least as long.
+        unsafe {
+            let to = words.as_mut_ptr().cast::<u8>();
+            config.cast::<u8>().copy_to_nonoverlapping(to, bytes);
+        }
+        let named = Self::TEXTS.into_iter().filter_map(|at| {
+            let text = *words.get(at)? as *const c_char;
+            // SAFETY: the member is null or zero-terminated text.
+            (!text.is_null()).then(|| (at, unsafe { CStr::from_ptr(text) }.to_owned()))
+        });
+        let texts = named.collect();
+        Ok(Self {
+            words: Some(words.into()),
+            texts,
+        })
+    }
+
+    /// Calls `use_it` with a configuration for a communicator that blocks, if the caller passed one.
+    pub(crate) fn with_copy<T>(&self, use_it: impl FnOnce(Option<*mut Config>) -> T) -> T {
+        let Some(words) = &self.words else {
+            return use_it(None);
+        };
+        let mut words = words.to_vec();
+        for (at, text) in &self.texts {
+            words[*at] = text.as_ptr() as u64;
+        }
+        let config = words.as_mut_ptr().cast::<Config>();
+        // Warplink itself waits for it where the caller does not.
+        // SAFETY: the copy is at least as long as the structure.
+        unsafe { (&raw mut (*config).blocking).write(1) };
+        use_it(Some(config))
+    }
 }
 
 /// Configuration of one collective: a copy of the caller's `ncclCollConfig_t`, since a grouped call is deferred until
@@ -255,6 +317,8 @@ impl Wishes {
             ));
         }
         Ok(Self {
+            // SAFETY: it states as many bytes, which are enough.
+            real: unsafe { RealConfig::read(config, header.size) }?,
             blocking,
             // At least two blocks: one moves data, and one synchronizes with the other ranks.
             // A maximum that is not set is negative, and does not convert.

@@ -1,6 +1,7 @@
 //! The object that an `ncclComm_t` refers to.
 
-use crate::abi::Handle;
+use crate::abi::{Handle, Wishes};
+use crate::counterpart::Counterpart;
 use crate::operators::{Multiplying, Operators};
 use crate::status::{Code, Failure, Outcome};
 use crate::streams::Streams;
@@ -31,6 +32,7 @@ pub(crate) struct Comm {
     pub(crate) ordinal: usize,
     /// Whether calls may block.
     pub(crate) blocking: bool,
+    pub(crate) wishes: Wishes,
     state: Mutex<CommunicatorState>,
     /// Ends joining.
     pub(crate) joining: AbortHandle,
@@ -56,8 +58,7 @@ enum CommunicatorState {
 pub(crate) struct Joined {
     pub(crate) communicator: Communicator,
     pub(crate) route: Route,
-    /// The real library's communicator, if one is needed.
-    pub(crate) real: Mutex<Option<RealHandle>>,
+    pub(crate) real: Counterpart,
 }
 
 /// Executor of a communicator's calls.
@@ -182,7 +183,7 @@ pub(crate) fn all() -> Vec<Arc<Comm>> {
 
 impl Comm {
     /// A communicator whose ranks are still joining.
-    pub(crate) fn new(rank: usize, ranks: usize, ordinal: usize, blocking: bool) -> Arc<Self> {
+    pub(crate) fn new(rank: usize, ranks: usize, ordinal: usize, wishes: Wishes) -> Arc<Self> {
         static NEXT: AtomicUsize = AtomicUsize::new(FIRST);
         notice_forks();
         let comm = Arc::new(Self {
@@ -192,7 +193,8 @@ impl Comm {
             rank: rank.into(),
             ranks: ranks.into(),
             ordinal,
-            blocking,
+            blocking: wishes.blocking.unwrap_or(true),
+            wishes,
             state: Mutex::new(CommunicatorState::Joining),
             joining: AbortHandle::default(),
             failure: OnceLock::new(),

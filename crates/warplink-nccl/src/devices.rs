@@ -4,7 +4,7 @@ use crate::communicator::lock;
 use crate::status::Outcome;
 use libloading::os::unix::Library;
 use std::collections::HashMap;
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::sync::{Arc, Mutex, OnceLock};
 use warplink::device::{self, Device, DeviceConfig};
 use warplink::{DeviceKind, Error, ErrorKind, Result, variables};
@@ -34,26 +34,77 @@ pub(crate) fn current() -> Outcome<usize> {
     Ok(usize::try_from(ordinal).unwrap_or(0))
 }
 
+/// Makes a GPU that this process has opened current on the calling thread; nothing on the host device.
+pub(crate) fn select(ordinal: usize) -> Outcome {
+    type Device = unsafe extern "C" fn(*mut c_int, c_int) -> c_int;
+    type Retain = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
+    type Release = unsafe extern "C" fn(c_int) -> c_int;
+    type Select = unsafe extern "C" fn(*mut c_void) -> c_int;
+    if kind()? == DeviceKind::Host {
+        return Ok(());
+    }
+    // SAFETY: the signatures are those in the driver's documentation.
+    let functions = unsafe {
+        (
+            by_name::<Device>(b"cuDeviceGet\0"),
+            by_name::<Retain>(b"cuDevicePrimaryCtxRetain\0"),
+            by_name::<Release>(b"cuDevicePrimaryCtxRelease_v2\0"),
+            by_name::<Select>(b"cuCtxSetCurrent\0"),
+        )
+    };
+    let (Some(device), Some(retain), Some(release), Some(select)) = functions else {
+        return Err(no_driver("cuCtxSetCurrent, which selects the thread's GPU").into());
+    };
+    let (mut gpu, mut context) = (0, std::ptr::null_mut());
+    // SAFETY: the places are valid for a write each. The context is released at once, since the opened device holds it.
+    let code = unsafe {
+        match device(&mut gpu, ordinal as c_int) {
+            0 => match retain(&mut context, gpu) {
+                0 => select(context).max(release(gpu)),
+                code => code,
+            },
+            code => code,
+        }
+    };
+    if code != 0 {
+        let message = format!("GPU {ordinal} cannot be made the thread's");
+        let error = Error::new(ErrorKind::Driver, message).with_code(code.into());
+        return Err(error.into());
+    }
+    Ok(())
+}
+
+/// A function of the driver.
+///
+/// # Safety
+/// `F` must be a function pointer with the function's signature.
+unsafe fn by_name<F: Copy>(name: &[u8]) -> Option<F> {
+    // SAFETY: loading the driver runs its initializers, which Warplink's own device does too.
+    let library = unsafe { Library::new("libcuda.so.1") }.ok()?;
+    // SAFETY: the signature is guaranteed by the caller.
+    let found = unsafe { library.get::<F>(name) };
+    let function = found.ok().map(|found| *found);
+    // Leaked, since the caller keeps the function.
+    std::mem::forget(library);
+    function
+}
+
+fn no_driver(function: &str) -> Error {
+    Error::new(
+        ErrorKind::LibraryMissing,
+        format!("the CUDA driver has no {function}"),
+    )
+    .with_help("install the NVIDIA driver, version 570 or newer")
+}
+
 /// The GPU of the thread's current context, if it has one.
 fn by_driver() -> Result<Option<c_int>> {
     type Ask = unsafe extern "C" fn(*mut c_int) -> c_int;
     static ASK: OnceLock<Option<Ask>> = OnceLock::new();
-    let ask = ASK.get_or_init(|| {
-        // SAFETY: loading the driver runs its initializers, which Warplink's own device does too.
-        let library = unsafe { Library::new("libcuda.so.1") }.ok()?;
-        // SAFETY: the signature is that in the driver's documentation.
-        let found = unsafe { library.get::<Ask>(b"cuCtxGetDevice\0") };
-        let ask = found.ok().map(|found| *found);
-        // Leaked, since the function pointer is cached.
-        std::mem::forget(library);
-        ask
-    });
+    // SAFETY: the signature is that in the driver's documentation.
+    let ask = ASK.get_or_init(|| unsafe { by_name(b"cuCtxGetDevice\0") });
     let Some(ask) = ask else {
-        return Err(Error::new(
-            ErrorKind::LibraryMissing,
-            "the CUDA driver has no cuCtxGetDevice, which returns the thread's GPU",
-        )
-        .with_help("install the NVIDIA driver, version 570 or newer"));
+        return Err(no_driver("cuCtxGetDevice, which returns the thread's GPU"));
     };
     let mut ordinal = 0;
     // SAFETY: `ordinal` is valid for a write of one integer.

@@ -2,12 +2,13 @@
 
 use crate::abi::{Config, Handle, UniqueId, Wishes, check, store};
 use crate::communicator::{Comm, Joined, Route, check_process, find, gather};
+use crate::counterpart::Counterpart;
 use crate::route::route;
 use crate::status::{Failure, Outcome};
 use crate::{devices, group, leave, log, report};
 use std::ffi::c_int;
 use std::net::{IpAddr, Ipv4Addr, UdpSocket};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 use warplink::bootstrap::{self, JoinConfig, Rendezvous};
 use warplink::{Communicator, DeviceKind, Error, Result, variables};
@@ -32,7 +33,6 @@ struct MeetingPlace {
     rank: usize,
     ranks: usize,
     ordinal: usize,
-    multiprocessors: Option<u32>,
 }
 
 /// The address at which other ranks reach this machine: that of the interface of the default route, or else the
@@ -118,10 +118,9 @@ pub(crate) unsafe fn init_rank_config(
         rank,
         ranks,
         ordinal: devices::current()?,
-        multiprocessors: wishes.multiprocessors,
     };
     // SAFETY: the caller keeps the pointer valid for a write until the group ends.
-    unsafe { begin(comm, place, wishes.blocking.unwrap_or(true)) }
+    unsafe { begin(comm, place, wishes) }
 }
 
 /// # Safety
@@ -196,11 +195,10 @@ pub(crate) unsafe fn init_all(comms: *mut Handle, count: c_int, devices: *const 
                 rank,
                 ranks,
                 ordinal,
-                multiprocessors: None,
             };
             // It blocks: there is no configuration that could ask for anything else.
             // SAFETY: the caller passes an array for as many handles.
-            unsafe { begin(comms.add(rank), place, true) }?;
+            unsafe { begin(comms.add(rank), place, Wishes::default()) }?;
         }
         Ok(())
     })
@@ -209,9 +207,9 @@ pub(crate) unsafe fn init_all(comms: *mut Handle, count: c_int, devices: *const 
 /// Starts joining, now or at the end of the group.
 ///
 /// # Safety `made` must be valid for a write of a handle until the group ends.
-unsafe fn begin(made: *mut Handle, place: MeetingPlace, blocking: bool) -> Outcome {
+unsafe fn begin(made: *mut Handle, place: MeetingPlace, wishes: Wishes) -> Outcome {
     check_process()?;
-    let comm = Comm::new(place.rank, place.ranks, place.ordinal, blocking);
+    let comm = Comm::new(place.rank, place.ranks, place.ordinal, wishes);
     // SAFETY: as required of the caller.
     unsafe { begin_with(made, &comm, move || Ok(place)) }
 }
@@ -266,13 +264,13 @@ fn join(comm: &Arc<Comm>, place: &MeetingPlace) -> Result<Joined> {
         config.join.timeout = TIMEOUT;
     }
     let communicator = Communicator::join_with(&config, &comm.joining)?;
-    let route = route(comm, &communicator, place.multiprocessors);
+    let route = route(comm, &communicator, comm.wishes.multiprocessors);
     // The others wait for this rank's part of the choice, or for its calls; the abort ends these waits.
     let route = route.inspect_err(|error| communicator.abort(&error.to_string()))?;
     let joined = Joined {
         communicator,
         route,
-        real: Mutex::new(None),
+        real: Counterpart::new(place.ordinal, comm.wishes.real.clone()),
     };
     if matches!(joined.route, Route::Real) {
         let made = joined.real();
@@ -307,6 +305,22 @@ impl Member {
     }
 }
 
+/// The configuration of a communicator that is derived from `parent`, whose it is if the caller passes none.
+///
+/// # Safety
+/// `config` must be null or point to a configuration of as many bytes as it states.
+unsafe fn wishes_of_child(parent: &Comm, config: *const Config) -> Outcome<Wishes> {
+    if config.is_null() {
+        return Ok(parent.wishes.clone());
+    }
+    // SAFETY: guaranteed by the caller.
+    let wishes = unsafe { Wishes::read(config) }?;
+    Ok(Wishes {
+        blocking: wishes.blocking.or(Some(parent.blocking)),
+        ..wishes
+    })
+}
+
 /// # Safety
 /// As [`unique_id`].
 pub(crate) unsafe fn split(
@@ -320,7 +334,7 @@ pub(crate) unsafe fn split(
     let parent = find(comm)?;
     let joined = parent.joined()?;
     // SAFETY: the caller passes null or a configuration.
-    let wishes = unsafe { Wishes::read(config) }?;
+    let wishes = unsafe { wishes_of_child(&parent, config) }?;
     if color < 0 && color != NO_COLOR {
         return Err(Failure::argument(
             format!("color is {color}; expected one of at least 0, or NCCL_SPLIT_NOCOLOR"),
@@ -346,9 +360,8 @@ pub(crate) unsafe fn split(
         let work = move || gather(Vec::new()).map(drop);
         return group::run(group::Task::new(&parent, work, || ()));
     }
-    let blocking = wishes.blocking.unwrap_or(parent.blocking);
     // Rank and number of ranks are known only after all ranks have exchanged their colors.
-    let child = Comm::new(parent.rank(), parent.ranks(), parent.ordinal, blocking);
+    let child = Comm::new(parent.rank(), parent.ranks(), parent.ordinal, wishes);
     let (rank, ordinal) = (parent.rank(), parent.ordinal);
     let told = child.clone();
     let place = move || {
@@ -373,7 +386,6 @@ pub(crate) unsafe fn split(
             rank: position.unwrap_or(0),
             ranks: members.len(),
             ordinal,
-            multiprocessors: wishes.multiprocessors,
         };
         told.set_place(place.rank, place.ranks);
         Ok(place)
@@ -396,7 +408,7 @@ pub(crate) unsafe fn shrink(
     let parent = find(comm)?;
     let joined = parent.joined()?;
     // SAFETY: the caller passes null or a configuration.
-    let wishes = unsafe { Wishes::read(config) }?;
+    let wishes = unsafe { wishes_of_child(&parent, config) }?;
     let mut left: Vec<usize> = (0..parent.ranks()).collect();
     for at in 0..usize::try_from(count).unwrap_or(0) {
         check(excluded, "excludeRanksList")?;
@@ -417,13 +429,13 @@ pub(crate) unsafe fn shrink(
             .revoked
             .store(true, std::sync::atomic::Ordering::Relaxed);
         joined.communicator.fail("ncclCommShrink aborted its calls");
+        joined.end_real(true);
     }
     let position = left
         .iter()
         .position(|rank| *rank == parent.rank())
         .unwrap_or(0);
-    let blocking = wishes.blocking.unwrap_or(parent.blocking);
-    let child = Comm::new(position, left.len(), parent.ordinal, blocking);
+    let child = Comm::new(position, left.len(), parent.ordinal, wishes);
     let ordinal = parent.ordinal;
     let communicator = joined.communicator.clone();
     let place = move || {
@@ -440,7 +452,6 @@ pub(crate) unsafe fn shrink(
             rank: position,
             ranks: left.len(),
             ordinal,
-            multiprocessors: wishes.multiprocessors,
         })
     };
     // SAFETY: the caller keeps the pointer valid for a write until the group ends.
@@ -477,7 +488,7 @@ pub(crate) unsafe fn grow(
     let parent = find(comm)?;
     let joined = parent.joined()?;
     // SAFETY: the caller passes null or a configuration.
-    let wishes = unsafe { Wishes::read(config) }?;
+    let wishes = unsafe { wishes_of_child(&parent, config) }?;
     let (own, ranks) = ranks(parent.rank() as c_int, count)?;
     if rank != -1 || ranks <= parent.ranks() {
         return Err(Failure::argument(
@@ -493,8 +504,7 @@ pub(crate) unsafe fn grow(
         // SAFETY: the caller passes an id.
         unsafe { id.read_unaligned() }.bytes.to_vec()
     };
-    let blocking = wishes.blocking.unwrap_or(parent.blocking);
-    let child = Comm::new(own, ranks, parent.ordinal, blocking);
+    let child = Comm::new(own, ranks, parent.ordinal, wishes);
     let ordinal = parent.ordinal;
     let communicator = joined.communicator.clone();
     let place = move || {
@@ -511,7 +521,6 @@ pub(crate) unsafe fn grow(
             rank: own,
             ranks,
             ordinal,
-            multiprocessors: wishes.multiprocessors,
         })
     };
     // SAFETY: the caller keeps the pointer valid for a write until the group ends.

@@ -98,8 +98,9 @@ pub(crate) unsafe fn revoke(comm: Handle, flags: c_int) -> Outcome {
     // Relaxed: it publishes nothing. Before the calls are aborted, so that the watch takes their errors for the
     // revocation.
     comm.revoked.store(true, Ordering::Relaxed);
-    joined.end_real(true);
+    // First, since the end of the real library's communicator may block.
     joined.communicator.fail("ncclCommRevoke aborted its calls");
+    joined.end_real(true);
     Ok(())
 }
 
@@ -126,9 +127,10 @@ pub(crate) unsafe fn resume(comm: Handle) -> Outcome {
 
 /// Ends a joined communicator with a failure: waits on the device end, and the other ranks are notified.
 pub(crate) fn abandon(joined: Arc<Joined>) {
-    joined.end_real(true);
-    // Before the release, which waits for the thread of the watch; that may be waiting without a limit for a call.
+    // Before the end of the real library's communicator, which may block, and the release, which waits for the thread of
+    // the watch; that may be waiting without a limit for a call.
     joined.communicator.abort("ncclCommAbort was called");
+    joined.end_real(true);
     release(&joined);
     in_background(move || drop(joined));
 }

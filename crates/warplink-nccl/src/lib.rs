@@ -21,6 +21,7 @@
 //! | `properties` | properties of the library and of communicators |
 //! | `watch` | asynchronous errors of calls that no host thread waits for |
 //! | `real`, `bind` | the real NCCL, for calls that Warplink does not support |
+//! | `counterpart` | its communicators |
 //! | `log`, `report` | logging, and the report of calls by route |
 //!
 //! Three rules hold throughout. No panic crosses the language boundary: every function runs in `status::entry`. Handles
@@ -31,6 +32,7 @@ mod abi;
 mod bind;
 mod calls;
 mod communicator;
+mod counterpart;
 mod devices;
 mod group;
 mod join;

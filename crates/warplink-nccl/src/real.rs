@@ -4,11 +4,9 @@
 //! `RTLD_DEEPBIND`, so that its internal calls bind to itself. Where another library has loaded it before without these,
 //! [`bind`] has them do so.
 
-use crate::abi::{Handle, UniqueId};
-use crate::communicator::{Joined, RealHandle, gather, lock};
+use crate::bind;
 use crate::status::{Failure, Outcome};
 use crate::table::real;
-use crate::{bind, leave};
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
 use std::ffi::{c_int, c_void};
 use std::os::unix::fs::MetadataExt;
@@ -17,7 +15,7 @@ use std::sync::OnceLock;
 use warplink::{Error, ErrorKind, Result, variables};
 
 /// Environment variable with the path of the library.
-const PATH_VARIABLE: &str = "WARPLINK_NCCL_LIBRARY";
+pub(crate) const PATH_VARIABLE: &str = "WARPLINK_NCCL_LIBRARY";
 
 /// The SONAME of NCCL, and of this library.
 const SONAME: &str = "libnccl.so.2";
@@ -46,7 +44,7 @@ const SYSTEM: [&str; 6] = [
 
 /// A loaded library. It stays loaded until the process exits.
 #[derive(Debug)]
-struct Loaded {
+pub(crate) struct Loaded {
     library: Library,
     path: PathBuf,
 }
@@ -84,7 +82,7 @@ impl<F: Copy> Found<F> {
 }
 
 /// The library, or the reason why it is not available.
-fn loaded() -> Result<&'static Loaded> {
+pub(crate) fn loaded() -> Result<&'static Loaded> {
     static LOADED: OnceLock<Result<Loaded>> = OnceLock::new();
     LOADED
         .get_or_init(|| {
@@ -282,107 +280,6 @@ fn own_file() -> Option<(u64, u64)> {
         parsed.is_some_and(|range| range.contains(&own))
     })?;
     file(Path::new(&line[line.find('/')?..]))
-}
-
-impl Joined {
-    /// The real library's communicator of the same ranks. The first call is collective and blocks until all ranks have
-    /// made it.
-    pub(crate) fn real(&self) -> Outcome<RealHandle> {
-        // Held during the creation, which is collective: a second thread waits for the first one's communicator.
-        let mut real = lock(&self.real);
-        if let Some(real) = *real {
-            return Ok(real);
-        }
-        Ok(*real.insert(self.make_real()?))
-    }
-
-    /// Has the real library make `call` with its communicator; `name` is the function's, for errors.
-    pub(crate) fn by_real(
-        &self,
-        name: &str,
-        call: impl FnOnce(Handle) -> Outcome<c_int>,
-    ) -> Outcome {
-        let RealHandle(real) = self.real()?;
-        Failure::check_real(call(real)?, name)
-    }
-
-    /// The real library's communicator, if it was created before.
-    pub(crate) fn made_real(&self) -> Option<RealHandle> {
-        *lock(&self.real)
-    }
-
-    fn make_real(&self) -> Outcome<RealHandle> {
-        let (rank, world) = (self.communicator.rank(), self.communicator.world());
-        let mut id = UniqueId { bytes: [0; 128] };
-        let made = match rank {
-            // SAFETY: `id` is valid for a write of one id.
-            0 => unsafe { real::GetUniqueId(&mut id) }
-                .and_then(|code| Failure::check_real(code, "ncclGetUniqueId")),
-            _ => loaded().map(drop).map_err(Failure::from),
-        };
-        // All ranks learn of a failure on any of them, so that none waits in vain.
-        let own = match &made {
-            Ok(()) => id.bytes.to_vec(),
-            Err(_) => Vec::new(),
-        };
-        let call = "a function of the real NCCL";
-        let all = gather(&self.communicator, call, &own)?;
-        // Only after the gather, in which all ranks take part, failed or not.
-        made?;
-        for (peer, bytes) in all.iter().enumerate() {
-            if bytes.len() != id.bytes.len() {
-                return Err(Error::new(
-                    ErrorKind::PeerFailed,
-                    "another rank did not find the real NCCL, which executes calls that Warplink does not support",
-                )
-                .with_peer(peer)
-                .with_help(format!("set {PATH_VARIABLE} on every rank"))
-                .into());
-            }
-        }
-        id.bytes.copy_from_slice(&all[0]);
-        let mut handle = std::ptr::null_mut();
-        // SAFETY: `handle` is valid for a write of one handle, and the id is that of rank 0.
-        let code = unsafe { real::CommInitRank(&mut handle, world as c_int, id, rank as c_int) }?;
-        Failure::check_real(code, "ncclCommInitRank")?;
-        Ok(RealHandle(handle))
-    }
-
-    /// The asynchronous error of the real library's communicator, if there is one.
-    pub(crate) fn real_error(&self) -> Outcome {
-        let Some(RealHandle(handle)) = self.made_real() else {
-            return Ok(());
-        };
-        let mut code = 0;
-        // SAFETY: the handle is live, and `code` is valid for a write of one integer.
-        let asked = unsafe { real::CommGetAsyncError(handle, &mut code) }?;
-        Failure::check_real(asked, "ncclCommGetAsyncError")?;
-        Failure::check_real(code, "communicator")
-    }
-
-    /// Aborts or destroys the real library's communicator, if there is one.
-    pub(crate) fn end_real(&self, by_force: bool) {
-        // Taken out of the lock, so that a concurrent end finds nothing and the blocking call below holds no lock.
-        let Some(RealHandle(handle)) = lock(&self.real).take() else {
-            return;
-        };
-        // Registered again: handlers run in reverse order, and one that was registered before the library was
-        // loaded would run after its destructors.
-        leave::at_exit_of_real();
-        // SAFETY: the handle is live, and was removed from the place where other threads find it.
-        let ended = unsafe {
-            if by_force {
-                real::CommAbort(handle)
-            } else {
-                real::CommDestroy(handle)
-            }
-        };
-        if let Err(error) =
-            ended.and_then(|code| Failure::check_real(code, "end of a communicator"))
-        {
-            tracing::warn!("{error:?}");
-        }
-    }
 }
 
 #[cfg(test)]

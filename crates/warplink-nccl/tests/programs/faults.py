@@ -120,6 +120,29 @@ def killed(rank, path):
     return f"ncclRemoteError {after:.1f} s after the death"
 
 
+def shrunk(rank, path):
+    """The last rank dies before a collective: the others end it and go on without that rank."""
+    comm, left = joined(rank, path), c_void_p()
+    sum_of_ranks(comm, rank, RANKS, FIRST)
+    place, _ = memory([1] * COUNT)
+    if rank == RANKS - 1:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    all_reduce(comm, rank, FIRST, place)
+    # At once, or when the loss is known.
+    if rank > 0:
+        assert reported(comm, 20)[0] == REMOTE_ERROR
+    begun = time.monotonic()
+    excluded = c_int(RANKS - 1)
+    # NCCL_SHRINK_ABORT.
+    ok("CommShrink", comm, byref(excluded), 1, byref(left), None, 1)
+    has_ended(stream_of(FIRST, rank))
+    sum_of_ranks(left, rank, RANKS - 1, SECOND)
+    ok("CommDestroy", left)
+    ok("CommAbort", comm)
+    return f"{time.monotonic() - begun:.1f} s to go on"
+
+
 def aborted(rank, path):
     """Rank 0 makes a call that no other makes; another thread aborts it, and the process goes on."""
     import threading
@@ -310,7 +333,7 @@ def orders(rank, path):
     return f"{calls} calls of {len(mine)} communicators{', one of NCCL' if len(mine) > 2 else ''}"
 
 
-CASES = {case.__name__: case for case in (killed, aborted, different, forked, left, closed, uneven, exits, orders)}
+CASES = {case.__name__: case for case in (killed, shrunk, aborted, different, forked, left, closed, uneven, exits, orders)}
 
 
 def rank_of_case(case, rank, path):
@@ -343,7 +366,7 @@ def run(case):
     taken = time.monotonic() - begun
     wrong = []
     for number, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
-        expected = -signal.SIGKILL if case == "killed" and number == RANKS - 1 else 0
+        expected = -signal.SIGKILL if case in ("killed", "shrunk") and number == RANKS - 1 else 0
         if rank.returncode != expected or expected == 0 and "done" not in output:
             wrong.append(f"rank {number} ({rank.returncode}):\n{output[-1500:]}")
     if wrong:
