@@ -43,6 +43,27 @@ pub(crate) struct Comm {
     pub(crate) revoked: AtomicBool,
     pub(crate) suspended: AtomicBool,
     pub(crate) operators: Mutex<Operators>,
+    /// Operations on it in the background.
+    in_background: AtomicUsize,
+}
+
+/// An operation on a communicator that runs in the background: until it is dropped, the communicator is in progress.
+#[derive(Debug)]
+pub(crate) struct InProgress(Arc<Comm>);
+
+impl InProgress {
+    pub(crate) fn begin(comm: &Arc<Comm>) -> Self {
+        // Relaxed: the thread that polls for the end made the call.
+        comm.in_background.fetch_add(1, Ordering::Relaxed);
+        Self(comm.clone())
+    }
+}
+
+impl Drop for InProgress {
+    fn drop(&mut self) {
+        // Release: a failure that the operation has recorded is seen by those that see its end.
+        self.0.in_background.fetch_sub(1, Ordering::Release);
+    }
 }
 
 #[derive(Debug)]
@@ -202,6 +223,7 @@ impl Comm {
             revoked: AtomicBool::new(false),
             suspended: AtomicBool::new(false),
             operators: Mutex::default(),
+            in_background: AtomicUsize::new(0),
         });
         let mut alive = ALIVE.write().unwrap_or_else(PoisonError::into_inner);
         alive.insert(comm.handle, comm.clone());
@@ -306,6 +328,23 @@ impl Comm {
         self.joined()
     }
 
+    /// The joined state, for calls that exchange values with other ranks: not while an operation in the background
+    /// does, whose exchanges those of the call could be taken for.
+    pub(crate) fn joined_and_idle(&self) -> Outcome<Arc<Joined>> {
+        let joined = self.joined()?;
+        if self.is_in_progress() {
+            return Err(Failure::argument(
+                "an earlier operation on the communicator is in progress",
+                "wait until ncclCommGetAsyncError no longer reports ncclInProgress",
+            ));
+        }
+        Ok(joined)
+    }
+
+    fn is_in_progress(&self) -> bool {
+        self.in_background.load(Ordering::Acquire) > 0
+    }
+
     /// Fails if it was finalized or revoked, after which it cannot be `ended` in either way again.
     pub(crate) fn check_open(&self, ended: &str) -> Outcome {
         let was = [(&self.finalized, "finalized"), (&self.revoked, "revoked")];
@@ -340,19 +379,25 @@ impl Comm {
             CommunicatorState::Joined(joined) => joined.clone(),
             CommunicatorState::Ended => return Ok(Code::Success),
         };
+        // Before the failure, which an operation records before it ends.
+        let ended = if self.is_in_progress() {
+            Code::InProgress
+        } else {
+            Code::Success
+        };
         if let Some(error) = self.failure.get() {
             return Err(error.clone().into());
         }
         // A revoked communicator has no calls in flight, and has not failed.
         if self.revoked.load(Ordering::Relaxed) {
-            return Ok(Code::Success);
+            return Ok(ended);
         }
         if let Err(error) = joined.communicator.check() {
             self.fail(error.clone());
             return Err(error.into());
         }
         joined.real_error()?;
-        Ok(Code::Success)
+        Ok(ended)
     }
 
     /// Checks a rank passed by the caller.

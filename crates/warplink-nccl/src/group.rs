@@ -1,24 +1,31 @@
 //! Groups: the operations that a thread submits between `ncclGroupStart` and `ncclGroupEnd`, executed together.
 //!
-//! First, communicators are created concurrently, since one thread may create several ranks that wait for one another.
-//! Then calls are enqueued: for each communicator the collectives in order, and all sends and receives as one exchange.
+//! First, communicators are created and windows registered, concurrently for different communicators, since one thread may
+//! have several ranks that wait for one another. Then calls are enqueued: for each communicator the collectives in order, all
+//! sends and receives as one exchange.
 
 use crate::abi::Simulation;
 use crate::calls::{self, Call};
-use crate::communicator::Comm;
+use crate::communicator::{Comm, InProgress};
 use crate::status::{Failure, Outcome};
 use std::cell::RefCell;
 use std::sync::Arc;
+use std::sync::mpsc::{self, Sender};
 use warplink::Error;
 
 /// A blocking operation on the host, such as waiting for all ranks to join.
 pub(crate) struct Task {
+    /// The communicator over which it exchanges values with other ranks. Its tasks run in the order of the calls, by
+    /// which the exchanges of the ranks are matched.
+    on: Arc<Comm>,
     /// Whether the caller waits for it.
     blocking: bool,
-    work: Box<dyn FnOnce() -> Outcome + Send>,
+    work: Work,
     /// Reverts writes to the caller's memory if the work failed; runs on the caller's thread.
     undo: Box<dyn FnOnce()>,
 }
+
+type Work = Box<dyn FnOnce() -> Outcome + Send>;
 
 #[derive(Default)]
 struct CallGroup {
@@ -36,25 +43,24 @@ thread_local! {
 }
 
 impl Task {
-    /// `work` for `comm`; `undo` is called if it fails.
+    /// `work`, which exchanges values over `on`; `undo` is called if it fails. The caller waits for it if the
+    /// communicator's calls block.
     pub(crate) fn new(
-        comm: &Arc<Comm>,
+        on: &Arc<Comm>,
         work: impl FnOnce() -> Outcome + Send + 'static,
         undo: impl FnOnce() + 'static,
     ) -> Self {
         Self {
-            blocking: comm.blocking,
+            blocking: on.blocking,
+            on: on.clone(),
             work: Box::new(work),
             undo: Box::new(undo),
         }
     }
 
-    /// Has the caller wait, also if the communicator's calls do not block.
-    pub(crate) fn waited_for(self) -> Self {
-        Self {
-            blocking: true,
-            ..self
-        }
+    /// Sets whether the caller waits for it.
+    pub(crate) fn blocking(self, blocking: bool) -> Self {
+        Self { blocking, ..self }
     }
 }
 
@@ -95,7 +101,7 @@ pub(crate) fn note(failure: &Failure) {
 /// Runs the operations that `body` submits as a group.
 pub(crate) fn within(body: impl FnOnce() -> Outcome) -> Outcome {
     // SAFETY: these two have no pointers.
-    unsafe { start() }?;
+    unsafe { begin() }?;
     if let Err(failure) = body() {
         note(&failure);
     }
@@ -104,13 +110,13 @@ pub(crate) fn within(body: impl FnOnce() -> Outcome) -> Outcome {
 }
 
 /// # Safety No requirements; all functions of the table have the same signature.
-pub(crate) unsafe fn start() -> Outcome {
+pub(crate) unsafe fn begin() -> Outcome {
     GROUP.with_borrow_mut(|group| group.depth += 1);
     Ok(())
 }
 
 /// # Safety
-/// As [`start`].
+/// As [`begin`].
 pub(crate) unsafe fn end() -> Outcome {
     let Some(group) = leave()? else {
         return Ok(());
@@ -169,46 +175,60 @@ fn leave() -> Outcome<Option<CallGroup>> {
     })
 }
 
-/// Runs tasks concurrently. Blocks until the tasks of blocking communicators are complete.
+/// The tasks of one communicator, with their numbers.
+struct Chain {
+    on: Arc<Comm>,
+    links: Vec<(usize, Link)>,
+}
+
+enum Link {
+    Waited(Work),
+    /// With the mark that its communicator is in progress.
+    InBackground(Work, InProgress),
+}
+
+/// Runs the tasks of each communicator in order, those of different ones concurrently. Blocks until those that the
+/// caller waits for are complete.
 fn run_all(tasks: Vec<Task>) -> Outcome {
-    if tasks.is_empty() {
-        return Ok(());
-    }
-    let panicked = || -> Failure { Error::internal("the thread of a rank panicked").into() };
-    let (blocking, others): (Vec<_>, Vec<_>) = tasks.into_iter().partition(|task| task.blocking);
-    let in_progress = !others.is_empty();
-    let mut others = others.into_iter();
-    // Their failures are found in the state of the communicator, whose handle the caller keeps to ask for it: so the
-    // result is dropped, and nothing is undone.
-    while let Some(task) = others.next() {
-        let thread = std::thread::Builder::new().name("warplink-join".to_owned());
-        if let Err(error) = thread.spawn(task.work) {
-            (task.undo)();
-            others.chain(blocking).for_each(|task| (task.undo)());
-            return Err(Error::io("start the thread that joins", &error).into());
+    let mut undoing = Vec::with_capacity(tasks.len());
+    let mut chains: Vec<Chain> = Vec::new();
+    // Until they have run: of those that the caller does not wait for, failures are found in the state of the
+    // communicator, whose handle the caller keeps to ask for it. So their results are dropped, and nothing is undone.
+    let mut results = Vec::with_capacity(tasks.len());
+    for (number, task) in tasks.into_iter().enumerate() {
+        let panicked = || Error::internal("the thread of a rank panicked");
+        results.push(task.blocking.then(|| Err(panicked().into())));
+        undoing.push(task.undo);
+        let link = if task.blocking {
+            Link::Waited(task.work)
+        } else {
+            Link::InBackground(task.work, InProgress::begin(&task.on))
+        };
+        match chains.iter_mut().find(|one| Arc::ptr_eq(&one.on, &task.on)) {
+            Some(chain) => chain.links.push((number, link)),
+            None => chains.push(Chain {
+                on: task.on,
+                links: vec![(number, link)],
+            }),
         }
     }
-    let mut results = Vec::with_capacity(blocking.len());
-    let mut undoing = Vec::with_capacity(blocking.len());
-    let mut work = Vec::with_capacity(blocking.len());
-    for task in blocking {
-        undoing.push(task.undo);
-        work.push(task.work);
-    }
-    if work.len() == 1 {
+    let waited = results.iter().flatten().count();
+    let in_progress = waited < results.len();
+    let (sender, done) = mpsc::channel();
+    if let ([_], false) = (&*chains, in_progress) {
         // On the caller's thread, without the cost of another.
-        results.extend(work.into_iter().map(|work| work()));
-    } else {
-        std::thread::scope(|scope| {
-            let threads: Vec<_> = work.into_iter().map(|work| scope.spawn(work)).collect();
-            for thread in threads {
-                results.push(thread.join().unwrap_or_else(|_| Err(panicked())));
-            }
-        });
+        chains.into_iter().for_each(|chain| chain.run(&sender));
+    } else if let Err(error) = start(chains, &sender) {
+        undoing.into_iter().for_each(|undo| undo());
+        return Err(Error::io("start the thread of a rank", &error).into());
+    }
+    drop(sender);
+    for (number, result) in done.iter().take(waited) {
+        results[number] = Some(result);
     }
     let mut first = None;
     for (result, undo) in results.into_iter().zip(undoing) {
-        if let Err(failure) = result {
+        if let Some(Err(failure)) = result {
             // Here rather than on the task's thread: the caller's pointers are only valid while the caller is in
             // the group.
             undo();
@@ -219,5 +239,42 @@ fn run_all(tasks: Vec<Task>) -> Outcome {
         Some(failure) => Err(failure),
         None if in_progress => Err(Failure::IN_PROGRESS),
         None => Ok(()),
+    }
+}
+
+type Results = Sender<(usize, Outcome)>;
+
+/// Runs each chain on a thread of its own; if one of them cannot be started, none.
+fn start(chains: Vec<Chain>, results: &Results) -> std::io::Result<()> {
+    let mut gates = Vec::with_capacity(chains.len());
+    for chain in chains {
+        let (open, gate) = mpsc::channel::<()>();
+        let results = results.clone();
+        let body = move || {
+            // Fails if another thread was not started.
+            if gate.recv().is_ok() {
+                chain.run(&results);
+            }
+        };
+        let thread = std::thread::Builder::new().name("warplink-join".to_owned());
+        thread.spawn(body)?;
+        gates.push(open);
+    }
+    for gate in gates {
+        // The thread waits for it.
+        let _ = gate.send(());
+    }
+    Ok(())
+}
+
+impl Chain {
+    fn run(self, results: &Results) {
+        for (number, link) in self.links {
+            match link {
+                // Received by a caller that waits for it.
+                Link::Waited(work) => drop(results.send((number, work()))),
+                Link::InBackground(work, _in_progress) => drop(work()),
+            }
+        }
     }
 }

@@ -211,15 +211,17 @@ unsafe fn begin(made: *mut Handle, place: MeetingPlace, wishes: Wishes) -> Outco
     check_process()?;
     let comm = Comm::new(place.rank, place.ranks, place.ordinal, wishes);
     // SAFETY: as required of the caller.
-    unsafe { begin_with(made, &comm, move || Ok(place)) }
+    unsafe { begin_with(made, &comm, &comm, move || Ok(place)) }
 }
 
-/// As [`begin`], for a rendezvous that is determined by communication with other ranks.
+/// As [`begin`], for a rendezvous that is determined by communication with other ranks over `parent`, which is `comm`
+/// itself if there is none.
 ///
 /// # Safety As [`begin`].
 unsafe fn begin_with(
     made: *mut Handle,
     comm: &Arc<Comm>,
+    parent: &Arc<Comm>,
     place: impl FnOnce() -> Outcome<MeetingPlace> + Send + 'static,
 ) -> Outcome {
     log::start();
@@ -246,7 +248,7 @@ unsafe fn begin_with(
         // SAFETY: the caller keeps the pointer valid until the group ends, which is before this thread leaves it.
         unsafe { made.write_unaligned(std::ptr::null_mut()) };
     };
-    group::run(group::Task::new(comm, work, undo))
+    group::run(group::Task::new(parent, work, undo).blocking(comm.blocking))
 }
 
 /// Joins all other ranks, and selects the library that executes the calls. Blocks until all ranks have joined.
@@ -332,7 +334,7 @@ pub(crate) unsafe fn split(
 ) -> Outcome {
     check(made, "newcomm")?;
     let parent = find(comm)?;
-    let joined = parent.joined()?;
+    let joined = parent.joined_and_idle()?;
     // SAFETY: the caller passes null or a configuration.
     let wishes = unsafe { wishes_of_child(&parent, config) }?;
     if color < 0 && color != NO_COLOR {
@@ -341,6 +343,7 @@ pub(crate) unsafe fn split(
             "pass a color of at least 0, or NCCL_SPLIT_NOCOLOR",
         ));
     }
+    let blocking = wishes.blocking.unwrap_or(true);
     let communicator = joined.communicator.clone();
     let gather = move |id: Vec<u8>| -> Outcome<Vec<Member>> {
         let own = Member { color, key, id };
@@ -357,8 +360,22 @@ pub(crate) unsafe fn split(
         // SAFETY: the caller passes null or a pointer valid for a write of a handle.
         unsafe { store(made, "newcomm", std::ptr::null_mut()) }?;
         // It still takes part in the exchange, for which the other ranks wait.
-        let work = move || gather(Vec::new()).map(drop);
-        return group::run(group::Task::new(&parent, work, || ()));
+        let asked = parent.clone();
+        let work = move || {
+            let gathered = gather(Vec::new()).map(drop);
+            // The caller that does not wait has no other communicator to ask for the failure.
+            if let (
+                false,
+                Err(Failure {
+                    error: Some(error), ..
+                }),
+            ) = (blocking, &gathered)
+            {
+                asked.fail(error.clone());
+            }
+            gathered
+        };
+        return group::run(group::Task::new(&parent, work, || ()).blocking(blocking));
     }
     // Rank and number of ranks are known only after all ranks have exchanged their colors.
     let child = Comm::new(parent.rank(), parent.ranks(), parent.ordinal, wishes);
@@ -391,7 +408,7 @@ pub(crate) unsafe fn split(
         Ok(place)
     };
     // SAFETY: the caller keeps the pointer valid for a write until the group ends.
-    unsafe { begin_with(made, &child, place) }
+    unsafe { begin_with(made, &child, &parent, place) }
 }
 
 /// # Safety
@@ -406,7 +423,7 @@ pub(crate) unsafe fn shrink(
 ) -> Outcome {
     check(made, "newcomm")?;
     let parent = find(comm)?;
-    let joined = parent.joined()?;
+    let joined = parent.joined_and_idle()?;
     // SAFETY: the caller passes null or a configuration.
     let wishes = unsafe { wishes_of_child(&parent, config) }?;
     let mut left: Vec<usize> = (0..parent.ranks()).collect();
@@ -455,7 +472,7 @@ pub(crate) unsafe fn shrink(
         })
     };
     // SAFETY: the caller keeps the pointer valid for a write until the group ends.
-    unsafe { begin_with(made, &child, place) }
+    unsafe { begin_with(made, &child, &parent, place) }
 }
 
 /// # Safety
@@ -486,7 +503,7 @@ pub(crate) unsafe fn grow(
         return unsafe { init_rank_config(made, count, id, rank, config) };
     }
     let parent = find(comm)?;
-    let joined = parent.joined()?;
+    let joined = parent.joined_and_idle()?;
     // SAFETY: the caller passes null or a configuration.
     let wishes = unsafe { wishes_of_child(&parent, config) }?;
     let (own, ranks) = ranks(parent.rank() as c_int, count)?;
@@ -524,5 +541,5 @@ pub(crate) unsafe fn grow(
         })
     };
     // SAFETY: the caller keeps the pointer valid for a write until the group ends.
-    unsafe { begin_with(made, &child, place) }
+    unsafe { begin_with(made, &child, &parent, place) }
 }

@@ -6,8 +6,9 @@
 //! communicator has no effect.
 
 use crate::abi::Handle;
-use crate::communicator::{Joined, all, find, lock};
+use crate::communicator::{InProgress, Joined, all, find, lock};
 use crate::status::{Failure, Outcome};
+use crate::table::real as functions;
 use crate::{log, report, streams};
 use std::ffi::c_int;
 use std::sync::atomic::Ordering;
@@ -30,11 +31,39 @@ pub(crate) unsafe fn finalize(comm: Handle) -> Outcome {
         return Ok(());
     }
     let comm = find(comm)?;
-    comm.joined()?;
+    let joined = comm.joined()?;
     comm.check_open("finalized")?;
     // Relaxed, as for the other flags of a communicator: they publish no other memory.
     comm.finalized.store(true, Ordering::Relaxed);
-    Ok(())
+    if comm.blocking {
+        return flush(&joined);
+    }
+    let in_progress = InProgress::begin(&comm);
+    in_background(move || {
+        let flushed = flush(&joined);
+        // Before the end of the operation, after which the caller asks for its failure, and may end the communicator.
+        drop(joined);
+        if let Err(Failure {
+            error: Some(error), ..
+        }) = flushed
+        {
+            comm.fail(error);
+        }
+        drop(in_progress);
+    });
+    Err(Failure::IN_PROGRESS)
+}
+
+/// Waits for the calls of a communicator that is finalized.
+fn flush(joined: &Joined) -> Outcome {
+    finish(joined)?;
+    match joined.served() {
+        Some(_) => Ok(()),
+        None => joined.by_real("ncclCommFinalize", |real| {
+            // SAFETY: the communicator is the real library's.
+            unsafe { functions::CommFinalize(real) }
+        }),
+    }
 }
 
 /// # Safety

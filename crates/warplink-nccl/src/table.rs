@@ -223,7 +223,7 @@ table! {
     op WaitSignal(count: c_int, awaited: *mut WaitSignal, comm: Handle, stream: RawStream) = windows::wait_signal;
 
     // Groups.
-    fn GroupStart() = group::start;
+    fn GroupStart() = group::begin;
     fn GroupEnd() = group::end;
     fn GroupSimulateEnd(simulation: *mut Simulation) = group::simulate;
 

@@ -75,7 +75,8 @@ pub(crate) unsafe fn register(
     flags: c_int,
 ) -> Outcome {
     let comm = find(comm)?;
-    let joined = comm.usable()?;
+    comm.usable()?;
+    let joined = comm.joined_and_idle()?;
     check(memory, "buff")?;
     check(window, "win")?;
     if has_real()? {
@@ -106,7 +107,7 @@ pub(crate) unsafe fn register(
         // SAFETY: the caller keeps the pointer valid until the group ends, which is before this thread leaves it.
         unsafe { window.write_unaligned(std::ptr::null_mut()) };
     };
-    group::run(group::Task::new(&comm, work, undo).waited_for())
+    group::run(group::Task::new(&comm, work, undo).blocking(true))
 }
 
 /// # Safety

@@ -303,12 +303,62 @@ static int join_in_background(comm_t *comm, int rank, int ranks, const char *fil
     return CALL(ncclCommInitRankConfig, comm_t *, int, id_t128, int, struct config *)(comm, ranks, meet(rank, file), rank, &config);
 }
 
+static int progress(comm_t comm) {
+    int code = -1;
+    OK(CALL(ncclCommGetAsyncError, comm_t, int *)(comm, &code));
+    return code;
+}
+
+static int split(comm_t comm, int color, comm_t *made) {
+    return CALL(ncclCommSplit, comm_t, int, int, comm_t *, void *)(comm, color, 0, made, NULL);
+}
+
 static void in_progress(int rank, int ranks, const char *file) {
-    comm_t comm = NULL;
+    comm_t comm = NULL, half = NULL, more = NULL;
     await(comm, join_in_background(&comm, rank, ranks, file));
     collectives(comm, rank, ranks, (stream_t)(uintptr_t)16);
-    await(comm, CALL(ncclCommFinalize, comm_t)(comm));
+    /* Until the last rank has split it too, the communicator is in progress, and no other can be made of it. */
+    int last = rank == ranks - 1;
+    if (last) usleep(300000);
+    int code = split(comm, last ? -1 : 0, &half);
+    CHECK(code == IN_PROGRESS);
+    if (!last) {
+        CHECK(progress(comm) == IN_PROGRESS && progress(half) == IN_PROGRESS);
+        CHECK(split(comm, 0, &more) == INVALID_ARGUMENT && strstr(last_error(NULL), "in progress") != NULL);
+    }
+    await(comm, code);
+    CHECK((half == NULL) == last);
+    if (!last) {
+        await(half, code);
+        collectives(half, rank, ranks - 1, (stream_t)(uintptr_t)17);
+        OK(CALL(ncclCommDestroy, comm_t)(half));
+    }
+    /* Finalized, it is in progress until its calls are done. */
+    int32_t *value = memory(4);
+    *value = rank + 1;
+    if (last) usleep(300000);
+    OK(((all_reduce_t)found("ncclAllReduce"))(value, value, 1, INT32, SUM, comm, (stream_t)(uintptr_t)16));
+    code = CALL(ncclCommFinalize, comm_t)(comm);
+    CHECK(code == IN_PROGRESS && (last || progress(comm) == IN_PROGRESS));
+    await(comm, code);
+    CHECK(*value == ranks * (ranks + 1) / 2);
+    OK(CALL(ncclMemFree, void *)(value));
     OK(CALL(ncclCommDestroy, comm_t)(comm));
+    /* A rank without a color has no other communicator to find a failure at. */
+    char other[4096];
+    snprintf(other, sizeof other, "%s.other", file);
+    await(comm, join_in_background(&comm, rank, ranks, other));
+    if (last) {
+        CHECK(split(comm, -1, &half) == IN_PROGRESS);
+        while ((code = progress(comm)) == IN_PROGRESS) usleep(1000);
+        CHECK(code == INVALID_USAGE);
+    } else {
+        CHECK(CALL(ncclCommGrow, comm_t, int, void *, int, comm_t *, void *)(comm, ranks + 1, NULL, -1, &half, NULL) == IN_PROGRESS);
+        while ((code = progress(half)) == IN_PROGRESS) usleep(1000);
+        CHECK(code == INVALID_USAGE);
+        OK(CALL(ncclCommDestroy, comm_t)(half));
+    }
+    OK(CALL(ncclCommAbort, comm_t)(comm));
 }
 
 /* Whether a thread of this process joins a communicator. */

@@ -201,6 +201,17 @@ def many_messages(comm, rank, ranks):
     ok("MemFree", place)
 
 
+def finalized(comm, rank, ranks):
+    """The end of the calls is waited for."""
+    place, values = memory([rank + 1])
+    if rank == 1:
+        time.sleep(0.3)
+    ok("AllReduce", place, place, c_size_t(1), INT32, SUM, comm, stream_of(74, rank))
+    ok("CommFinalize", comm)
+    assert values[0] == 3
+    ok("MemFree", place)
+
+
 def multiplied(comm, rank, ranks):
     op, factor = c_int(), c_double(0.5)
     ok("RedOpCreatePreMulSum", byref(op), byref(factor), FLOAT64, 1, comm)
@@ -386,6 +397,38 @@ def windows_of_one_thread():
     assert not has_ended(streams[1])
     ok("CommAbort", second)
     for place, _ in places:
+        ok("MemFree", place)
+
+
+def windows_in_order():
+    """Ranks of one thread register several windows each in one group: the n-th of a rank is that of the others."""
+    comms, number = (c_void_p * 2)(), 4
+    ok("CommInitAll", comms, 2, None)
+    streams = [stream_of(83, rank) for rank in range(2)]
+    places = [[memory([10 * rank + n] * 4) for n in range(number)] for rank in range(2)]
+    given, sent = memory([0])
+    for round in range(10):
+        window = [[c_void_p() for _ in range(number)] for _ in range(2)]
+        ok("GroupStart")
+        for rank in range(2):
+            for n, (place, _) in enumerate(places[rank]):
+                ok("CommWindowRegister", c_void_p(comms[rank]), place, c_size_t(16), byref(window[rank][n]), 0)
+        ok("GroupEnd")
+        for rank in range(2):
+            comm, peer = c_void_p(comms[rank]), c_void_p(comms[1 - rank])
+            for n in range(number):
+                sent[0] = 1000 * round + 10 * rank + n
+                arguments = (c_size_t(1), INT32, 1 - rank, window[rank][n], c_size_t(4), 0, 0, 0, comm)
+                ok("PutSignal", given, *arguments, streams[rank])
+                ok("WaitSignal", 1, waiting_for((1, rank, 0, 0)), peer, streams[1 - rank])
+                synchronize(streams[1 - rank])
+                assert places[1 - rank][n][1][1] == sent[0], (round, rank, n)
+        for rank in range(2):
+            for one in window[rank]:
+                ok("CommWindowDeregister", c_void_p(comms[rank]), one)
+    for comm in comms:
+        ok("CommDestroy", c_void_p(comm))
+    for place, _ in (*places[0], *places[1], (given, sent)):
         ok("MemFree", place)
 
 
@@ -722,11 +765,12 @@ def main():
     on_ranks(2, types_and_operators)
     for config in ([], [None], [byref(Header(256, 0xCAFEBEEF, 23200))]):
         on_ranks(3, lambda comm, rank, ranks, config=config: collectives(comm, rank, ranks, config))
-    for body in (many_messages, multiplied, properties, registrations, wrong_arguments, failed_groups):
+    for body in (many_messages, finalized, multiplied, properties, registrations, wrong_arguments, failed_groups):
         on_ranks(2, body)
     on_ranks(3, in_place)
     on_ranks(3, windows)
     windows_of_one_thread()
+    windows_in_order()
     several_threads()
     derived()
     hung()
