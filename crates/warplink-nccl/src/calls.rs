@@ -75,7 +75,10 @@ fn collective(
 ) -> Outcome {
     let given = given?;
     let comm = find(given.comm)?;
-    comm.usable()?;
+    if comm.usable()?.served().is_some() {
+        // Now, so that nothing of the group is made.
+        given.wishes.check_served()?;
+    }
     let dtype = element_type(given.datatype)?;
     let root = given.root.map(|root| comm.rank_of(root, "root"));
     let root = root.transpose()?;
@@ -296,6 +299,13 @@ impl Call {
         match self {
             Self::Collective(call) => call.bytes(),
             Self::Message(message) => message.bytes(),
+        }
+    }
+
+    fn stream(&self) -> u64 {
+        match self {
+            Self::Collective(call) => call.stream,
+            Self::Message(message) => message.stream,
         }
     }
 

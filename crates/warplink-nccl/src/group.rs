@@ -32,6 +32,8 @@ struct CallGroup {
     depth: usize,
     tasks: Vec<Task>,
     calls: Vec<(Arc<Comm>, Call)>,
+    /// What follows the calls, made or not.
+    after: Vec<Box<dyn FnOnce() -> Outcome>>,
     failure: Option<Failure>,
 }
 
@@ -89,6 +91,18 @@ pub(crate) fn submit(comm: Arc<Comm>, call: Call) -> Outcome {
     now.map_or(Ok(()), |now| calls::make(&[now]))
 }
 
+/// Runs `work`, now or after the calls of the group.
+pub(crate) fn after_calls(work: impl FnOnce() -> Outcome + 'static) -> Outcome {
+    let now = GROUP.with_borrow_mut(|group| {
+        if group.depth == 0 {
+            return Some(work);
+        }
+        group.after.push(Box::new(work));
+        None
+    });
+    now.map_or(Ok(()), |work| work())
+}
+
 /// Records that a function failed within a group, so that the group fails.
 pub(crate) fn note(failure: &Failure) {
     GROUP.with_borrow_mut(|group| {
@@ -118,9 +132,21 @@ pub(crate) unsafe fn begin() -> Outcome {
 /// # Safety
 /// As [`begin`].
 pub(crate) unsafe fn end() -> Outcome {
-    let Some(group) = leave()? else {
+    let Some(mut group) = leave()? else {
         return Ok(());
     };
+    let after = std::mem::take(&mut group.after);
+    let ended = run_group(group);
+    let after = after.into_iter().map(|work| work());
+    let after = after.fold(Ok(()), Outcome::and);
+    // A communicator in progress is no failure, which would be one of what followed.
+    match ended {
+        Err(failure) if failure.error.is_none() => after.and(Err(failure)),
+        ended => ended.and(after),
+    }
+}
+
+fn run_group(group: CallGroup) -> Outcome {
     if let Some(failure) = group.failure {
         group.tasks.into_iter().for_each(|task| (task.undo)());
         return Err(failure);
@@ -147,6 +173,8 @@ pub(crate) unsafe fn simulate(simulation: *mut Simulation) -> Outcome {
     };
     // A simulation creates nothing: handles that were already stored for its communicators are taken back.
     group.tasks.into_iter().for_each(|task| (task.undo)());
+    let after = group.after.into_iter().map(|work| work());
+    after.fold(Ok(()), Outcome::and)?;
     if let Some(failure) = group.failure {
         return Err(failure);
     }

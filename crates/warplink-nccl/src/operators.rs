@@ -5,6 +5,7 @@
 
 use crate::abi::{Handle, check, store};
 use crate::communicator::{Comm, Joined, RealHandle, Served, find, lock};
+use crate::group;
 use crate::status::{Failure, Outcome};
 use crate::table::real;
 use std::ffi::{c_int, c_void};
@@ -193,9 +194,12 @@ pub(crate) unsafe fn destroy(op: c_int, comm: Handle) -> Outcome {
     let (Some(number), Ok(joined)) = (made.real, comm.joined()) else {
         return Ok(());
     };
-    // SAFETY: the operator is the real library's, of this communicator.
-    joined.by_real("ncclRedOpDestroy", |comm| unsafe {
-        real::RedOpDestroy(number, comm)
+    // The calls of the group, which are made at its end, name the operator by its number.
+    group::after_calls(move || {
+        // SAFETY: the operator is the real library's, of this communicator.
+        joined.by_real("ncclRedOpDestroy", |comm| unsafe {
+            real::RedOpDestroy(number, comm)
+        })
     })
 }
 
@@ -243,6 +247,11 @@ impl Scalar {
 }
 
 impl Served {
+    /// Loads the kernels, which may wait for running ones.
+    pub(crate) fn load_multiplying(&self, joined: &Joined) -> Outcome {
+        Ok(self.module(joined).map(drop)?)
+    }
+
     /// The kernels, loaded on first use.
     fn module(&self, joined: &Joined) -> Result<&Module> {
         if let Some(module) = self.multiplying.get() {

@@ -50,12 +50,24 @@ pub(crate) fn note(
     bytes: usize,
     started: Option<Instant>,
 ) {
+    note_all(route, [(name, bytes)].into_iter(), started);
+}
+
+/// As [`note`], of several calls with their bytes that were enqueued as one: each gets its share of the time.
+pub(crate) fn note_all(
+    route: &'static str,
+    of: impl ExactSizeIterator<Item = (&'static str, usize)>,
+    started: Option<Instant>,
+) {
     let Some(started) = started else { return };
+    let time = started.elapsed() / u32::try_from(of.len()).unwrap_or(u32::MAX).max(1);
     let mut calls = lock(&CALLS);
-    let entry = calls.entry((route, name)).or_default();
-    entry.calls += 1;
-    entry.bytes += bytes as u64;
-    entry.time += started.elapsed();
+    for (name, bytes) in of {
+        let entry = calls.entry((route, name)).or_default();
+        entry.calls += 1;
+        entry.bytes += bytes as u64;
+        entry.time += time;
+    }
 }
 
 /// Prints the report, if requested, once.
@@ -88,6 +100,18 @@ fn table(calls: &BTreeMap<(&str, &str), ReportEntry>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn calls_that_were_enqueued_together_share_the_time() {
+        let started = Instant::now().checked_sub(Duration::from_secs(8));
+        let calls = [("Send", 3), ("Recv", 4), ("Send", 5), ("Recv", 6)];
+        note_all("shared", calls.into_iter(), started);
+        let noted = |name| lock(&CALLS)[&("shared", name)];
+        let (sent, received) = (noted("Send"), noted("Recv"));
+        assert_eq!((sent.calls, sent.bytes, received.bytes), (2, 8, 10));
+        let time = sent.time + received.time;
+        assert!((8..12).contains(&time.as_secs()), "{time:?}");
+    }
 
     #[test]
     fn a_line_has_route_function_calls_bytes_and_time() {

@@ -105,7 +105,7 @@ pub(crate) unsafe extern "C" fn warplink_nccl_host_stream_synchronize(stream: Ra
 }
 
 /// A stream for work that involves several streams: the work runs after everything already enqueued on them, and they
-/// continue after it. `enqueue` enqueues the work on it.
+/// continue after it, also if some of it failed. `enqueue` enqueues the work on it; without streams, it is not called.
 pub(crate) fn together(
     joined: &Joined,
     streams: &[Stream],
@@ -124,16 +124,16 @@ pub(crate) fn together(
         other.record(&event)?;
         main.wait_event(&event)?;
     }
-    enqueue(main)?;
+    let enqueued = enqueue(main);
     if others.is_empty() {
-        return Ok(());
+        return enqueued;
     }
     let event = joined.device().create_event(false)?;
     main.record(&event)?;
     for other in &others {
         other.wait_event(&event)?;
     }
-    Ok(())
+    enqueued
 }
 
 /// Releases the streams of all communicators, at the exit of the process.

@@ -28,21 +28,21 @@ pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
             part.prepare()?;
         }
     }
-    let any_real = parts.iter().any(|part| part.joined.served().is_none());
+    let any_real = parts.iter().any(|part| !part.by_real.is_empty());
     if any_real {
         // SAFETY: the function has no arguments.
         let code = unsafe { real::GroupStart() }?;
         Failure::check_real(code, "ncclGroupStart")?;
     }
+    // The rest is enqueued even after a failure, here and below: other ranks have made these calls, and would wait for
+    // them.
     let mut first = Ok(());
     for part in &parts {
-        let made = match part.joined.served() {
-            Some(served) => part.by_warplink(served),
-            None => part.by_real_library(),
-        };
-        // The rest is enqueued even after a failure: other ranks have made these calls, and would wait for them.
-        if first.is_ok() {
-            first = made;
+        if let Some(served) = part.joined.served() {
+            first = first.and(part.by_warplink(served));
+        }
+        if !part.by_real.is_empty() {
+            first = first.and(part.by_real_library());
         }
     }
     if any_real {
@@ -57,10 +57,13 @@ pub(crate) fn make(all: &[(Arc<Comm>, Call)]) -> Outcome {
 struct CallPart<'c> {
     comm: &'c Arc<Comm>,
     joined: Arc<Joined>,
-    /// The calls of the whole group.
-    all: &'c [(Arc<Comm>, Call)],
-    /// The collectives that Warplink executes, each with its output and input.
-    placed: Vec<(&'c Collective, CallMemory)>,
+    /// Those that the real library executes.
+    by_real: Vec<&'c Call>,
+    /// The others: collectives, each with its output and input; messages, each with its memory.
+    collectives: Vec<(&'c Collective, CallMemory)>,
+    messages: Vec<(&'c Sent, DeviceSlice)>,
+    /// The streams of the others, each once.
+    streams: Vec<Stream>,
 }
 
 /// An output and an input; if the rank uses only one of them, both are that one.
@@ -68,32 +71,64 @@ type CallMemory = (DeviceSlice, DeviceSlice);
 
 impl<'c> CallPart<'c> {
     fn new(comm: &'c Arc<Comm>, all: &'c [(Arc<Comm>, Call)]) -> Outcome<Self> {
+        let joined = comm.usable()?;
         let mut part = Self {
             comm,
-            joined: comm.usable()?,
-            all,
-            placed: Vec::new(),
+            joined: joined.clone(),
+            by_real: Vec::new(),
+            collectives: Vec::new(),
+            messages: Vec::new(),
+            streams: Vec::new(),
         };
-        if let Some(served) = part.joined.served() {
-            let (joined, rank) = (&*part.joined, comm.rank());
-            let placed = part.calls().filter_map(|call| match call {
-                Call::Collective(call) => Some((call, call.memory(joined, served, rank))),
-                Call::Message(_) => None,
-            });
-            let placed = placed.map(|(call, memory)| Ok((call, memory?)));
-            part.placed = placed.collect::<Outcome<_>>()?;
+        let mut before = None;
+        for (other, call) in all {
+            if !Arc::ptr_eq(other, comm) {
+                continue;
+            }
+            let Some(served) = joined.served() else {
+                part.by_real.push(call);
+                continue;
+            };
+            match call {
+                Call::Collective(one) => {
+                    let memory = one.memory(&joined, served, comm.rank())?;
+                    part.collectives.push((one, memory));
+                }
+                Call::Message(one) => {
+                    let memory = joined.memory(served, one.memory, one.bytes())?;
+                    part.messages.push((one, memory));
+                }
+            }
+            // Mostly, all are of one stream.
+            if before.replace(call.stream()) != Some(call.stream()) {
+                let raw = call.stream() as RawStream;
+                let stream = served.streams.find(joined.device(), raw)?;
+                if !part.streams.iter().any(|known| known.raw() == stream.raw()) {
+                    part.streams.push(stream);
+                }
+            }
         }
+        part.check_own_messages()?;
         Ok(part)
     }
 
-    /// The calls on this communicator.
-    fn calls(&self) -> impl Iterator<Item = &'c Call> + use<'c> {
-        let comm = self.comm;
-        let own = self
-            .all
-            .iter()
-            .filter(|(other, _)| Arc::ptr_eq(other, comm));
-        own.map(|(_, call)| call)
+    /// Fails unless the rank's messages to itself are sent and received, as NCCL does.
+    fn check_own_messages(&self) -> Outcome {
+        let of = |direction| {
+            let own = self.messages.iter().map(|(message, _)| message);
+            let own = own.filter(|message| message.peer == self.comm.rank());
+            own.filter(|message| message.direction == direction).count()
+        };
+        let (sends, receives) = (of(Direction::Send), of(Direction::Receive));
+        if sends == receives {
+            return Ok(());
+        }
+        Err(Failure::usage(
+            format!(
+                "{sends} sends of this rank to itself in a group; expected {receives}, as it receives"
+            ),
+            "give each message of a rank to itself a send and a receive in one group",
+        ))
     }
 
     /// Compiles and loads the kernels.
@@ -101,11 +136,14 @@ impl<'c> CallPart<'c> {
         let Some(served) = self.joined.served() else {
             return Ok(());
         };
-        for (call, (output, input)) in &self.placed {
+        for (call, (output, input)) in &self.collectives {
             let of = call.call();
             match call.op.and_then(Operator::scalar) {
-                // The memory for the multiplied input is not allocated yet.
-                Some(_) => served.collectives.prepare(&of)?,
+                Some(_) => {
+                    served.load_multiplying(&self.joined)?;
+                    // The memory for the multiplied input is not allocated yet.
+                    served.collectives.prepare(&of)?;
+                }
                 None => served.collectives.prepare_for(&of, output, input)?,
             }
         }
@@ -113,75 +151,67 @@ impl<'c> CallPart<'c> {
     }
 
     fn by_warplink(&self, served: &Served) -> Outcome {
-        let joined = &*self.joined;
-        let stream = |raw: u64| served.streams.find(joined.device(), raw as RawStream);
-        for (call, memory) in &self.placed {
-            let started = report::now();
-            let rank = self.comm.rank();
-            call.enqueue((joined, served, rank), memory, &stream(call.stream)?)?;
-            report::note("warplink", call.name, call.bytes(), started);
-        }
-        // After all collectives, wherever they are in the group: every rank then has the same order between the two.
-        let messages = self.calls().filter_map(|call| match call {
-            Call::Message(sent) => Some(sent),
-            Call::Collective(_) => None,
+        // As in NCCL, a group of several streams begins when all of them have come to it, and they go on when it is done.
+        let made = streams::together(&self.joined, &self.streams, |stream| {
+            let mut first = Ok(());
+            for (call, memory) in &self.collectives {
+                let started = report::now();
+                let on = (&*self.joined, served, self.comm.rank());
+                first = first.and(call.enqueue(on, memory, stream));
+                report::note("warplink", call.name, call.bytes(), started);
+            }
+            // After all collectives, wherever they are in the group: every rank then has the same order between the two.
+            if !self.messages.is_empty() {
+                let started = report::now();
+                first = first.and(exchange(&self.joined, served, &self.messages, stream));
+                let messages = self
+                    .messages
+                    .iter()
+                    .map(|(one, _)| (one.name(), one.bytes()));
+                report::note_all("warplink", messages, started);
+            }
+            first
         });
-        let messages: Vec<&Sent> = messages.collect();
-        if !messages.is_empty() {
-            let mut used: Vec<Stream> = Vec::new();
-            let mut before = None;
-            for message in &messages {
-                // Mostly, all are of one stream.
-                if before.replace(message.stream) == Some(message.stream) {
-                    continue;
-                }
-                let stream = stream(message.stream)?;
-                if !used.iter().any(|known| known.raw() == stream.raw()) {
-                    used.push(stream);
-                }
-            }
-            let started = report::now();
-            streams::together(joined, &used, |stream| {
-                exchange(joined, served, &messages, stream)
-            })?;
-            for message in &messages {
-                report::note("warplink", message.name(), message.bytes(), started);
-            }
-        }
         // Once for the group, when everything is enqueued: one wait of the watch covers all of it.
         served.watch.made();
-        Ok(())
+        made
     }
 
     fn by_real_library(&self) -> Outcome {
         let RealHandle(comm) = self.joined.real()?;
-        for call in self.calls() {
+        let made = self.by_real.iter().map(|call| {
             let started = report::now();
             // SAFETY: the arguments are the caller's, with the real library's communicator in place of ours.
             let code = unsafe { call.by_real_library(comm) }?;
             Failure::check_real(code, call.name())?;
             report::note("nccl", call.name(), call.bytes(), started);
-        }
-        Ok(())
+            Ok(())
+        });
+        made.fold(Ok(()), Outcome::and)
     }
 }
 
 /// Enqueues sends and receives. If they exceed the limit of one launch, the n-th messages to and from all ranks are
 /// grouped, so that both ends of each message are in the launch of the same number.
-fn exchange(joined: &Joined, served: &Served, messages: &[&Sent], stream: &Stream) -> Outcome {
+fn exchange(
+    joined: &Joined,
+    served: &Served,
+    messages: &[(&Sent, DeviceSlice)],
+    stream: &Stream,
+) -> Outcome {
     let ranks = joined.communicator.world();
     let mut counts = vec![0; 2 * ranks];
-    let mut numbered = Vec::with_capacity(messages.len());
-    for message in messages {
-        let memory = joined.memory(served, message.memory, message.bytes())?;
+    let numbered = messages.iter().map(|(message, memory)| {
         let receives = usize::from(message.direction == Direction::Receive);
         let count: &mut usize = &mut counts[2 * message.peer + receives];
-        numbered.push((*count, *message, memory));
         *count += 1;
-    }
+        (*count - 1, message, memory)
+    });
+    let numbered: Vec<_> = numbered.collect();
     // A launch has `rounds` messages to each rank and as many from it, thus `2 * ranks * rounds` at most.
     let rounds = (MAX_MESSAGES / (2 * ranks)).max(1);
     let all = counts.iter().max().copied().unwrap_or(0);
+    let mut made = Ok(());
     for first in (0..all).step_by(rounds) {
         let some: Vec<Message<'_>> = numbered
             .iter()
@@ -192,9 +222,9 @@ fn exchange(joined: &Joined, served: &Served, messages: &[&Sent], stream: &Strea
                 memory,
             })
             .collect();
-        served.collectives.send_receive_overlapping(&some, stream)?;
+        made = made.and(served.collectives.send_receive_overlapping(&some, stream));
     }
-    Ok(())
+    Ok(made?)
 }
 
 impl Collective {
@@ -220,7 +250,6 @@ impl Collective {
         (output, input): &CallMemory,
         stream: &Stream,
     ) -> Outcome {
-        self.wishes.check_served()?;
         let (_, writes) = self.uses(rank);
         let call = self.call();
         let multiplied = match self.op.and_then(Operator::scalar) {

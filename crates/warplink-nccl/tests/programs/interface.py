@@ -55,6 +55,21 @@ def header(bytes_=256):
     return Header(bytes_, 0xCAFEBEEF, 22907)
 
 
+class CallConfig(ctypes.Structure):
+    _fields_ = [
+        ("size", c_size_t),
+        ("magic", c_uint),
+        ("version", c_uint),
+        ("extensions", c_void_p),
+        ("blocks", c_int * 4),
+        ("algorithms", c_char_p),
+        ("must_follow", c_int),
+        ("policy", c_int),
+        ("tag", c_uint64),
+        ("launched", c_void_p),
+    ]
+
+
 def simulation(magic=0x74685283):
     return Header(24, magic, 22907)
 
@@ -201,6 +216,33 @@ def many_messages(comm, rank, ranks):
     ok("MemFree", place)
 
 
+def several_streams(comm, rank, ranks):
+    """A group waits for all of its streams, and each goes on when the whole group is done."""
+    count, first, second = 1_000_000, stream_of(12, rank), stream_of(13, rank)
+    alone, number, length = join(0, 1, new_id()), [rank + 1] * count, c_size_t(count)
+    total = [ranks * (ranks + 1) // 2] * count
+    (source, _), (one, ones) = memory(number), memory([0] * count)
+    (two, _), (place, found) = memory(number), memory([0] * count)
+
+    def copy(from_, to, stream):
+        ok("AllReduce", from_, to, length, INT32, SUM, alone, stream)
+
+    for _ in range(10):
+        copy(source, place, second)
+    copy(place, one, second)
+    ok("GroupStart")
+    ok("AllReduce", one, one, length, INT32, SUM, comm, first)
+    ok("AllReduce", two, two, length, INT32, SUM, comm, second)
+    ok("GroupEnd")
+    copy(two, place, first)
+    synchronize(first)
+    assert ones[:] == total and found[:] == total, (ones[0], ones[count - 1], found[0], found[count - 1])
+    synchronize(second)
+    ok("CommDestroy", alone)
+    for used in (source, one, two, place):
+        ok("MemFree", used)
+
+
 def finalized(comm, rank, ranks):
     """The end of the calls is waited for."""
     place, values = memory([rank + 1])
@@ -222,7 +264,33 @@ def multiplied(comm, rank, ranks):
     refused(INVALID_ARGUMENT, "AllReduce", given, given, c_size_t(1), INT32, op, comm, c_void_p(9))
     ok("RedOpDestroy", op, comm)
     refused(INVALID_ARGUMENT, "AllReduce", given, given, c_size_t(1), FLOAT64, op, comm, c_void_p(9))
-    ok("MemFree", given)
+    # By a factor of each rank's own in device memory, as it is when the stream comes to the call.
+    stream, total = stream_of(9, rank), sum((r + 1) * (r + 2) for r in range(ranks))
+    factors, factor = memory([0.0], c_double)
+    ok("RedOpCreatePreMulSum", byref(op), factors, FLOAT64, 0, comm)
+    factor[0] = rank + 2.0
+    part = c_size_t(COUNT // ranks)
+    place, found = memory([0.0] * COUNT, c_double)
+    for grouped in (False, True):
+        for name, arguments, expected in [
+            ("AllReduce", (c_size_t(COUNT), FLOAT64, op), [total] * COUNT),
+            ("Reduce", (c_size_t(COUNT), FLOAT64, op, 1), [total] * COUNT if rank == 1 else []),
+            ("ReduceScatter", (part, FLOAT64, op), [total] * part.value),
+        ]:
+            values[:], found[:] = [rank + 1.0] * COUNT, [0.0] * COUNT
+            if grouped:
+                ok("GroupStart")
+            ok(name, given, place, *arguments, comm, stream)
+            if grouped:
+                # A group's calls keep the operator that is destroyed before they are made.
+                ok("RedOpDestroy", op, comm)
+                ok("GroupEnd")
+                ok("RedOpCreatePreMulSum", byref(op), factors, FLOAT64, 0, comm)
+            synchronize(stream)
+            assert found[: len(expected)] == expected, (name, grouped, found[:3])
+    ok("RedOpDestroy", op, comm)
+    for used in (given, factors, place):
+        ok("MemFree", used)
 
 
 def properties(comm, rank, ranks):
@@ -614,8 +682,6 @@ def wrong_arguments(comm, rank, ranks):
         *(("AllReduce", place, place, one, INT32, op, comm, stream) for op in (-1, 5, 2**31 - 1)),
         *(("Bcast", place, one, INT32, root, comm, stream) for root in (-1, ranks, 2**31 - 1)),
         *(("Recv", place, one, INT32, peer, comm, stream) for peer in (-1, ranks)),
-        # Its own rank, without a receive.
-        ("Send", place, one, INT32, rank, comm, stream),
         # In place in part.
         ("AllReduce", place, c_void_p(at + 4), c_size_t(2), INT32, SUM, comm, stream),
         ("AllGather", c_void_p(at + 4), place, c_size_t(2), INT32, comm, stream),
@@ -634,6 +700,9 @@ def wrong_arguments(comm, rank, ranks):
         ("CommMemStats", comm, 99, byref(c_uint64())),
     ]:
         refused(INVALID_ARGUMENT, name, *arguments)
+    # To and from its own rank, without the other end.
+    for name in ("Send", "Recv"):
+        refused(INVALID_USAGE, name, place, one, INT32, rank, comm, stream)
     # Of nothing, no memory is needed.
     ok("AllReduce", None, None, c_size_t(0), INT32, SUM, comm, stream)
     ok("Send" if rank == 0 else "Recv", None, c_size_t(0), INT32, other, comm, stream)
@@ -661,6 +730,31 @@ def failed_groups(comm, rank, ranks):
         refused(INVALID_ARGUMENT, "GroupEnd")
         assert not other.value
         refused(INVALID_USAGE, "GroupEnd")
+    # With a requirement that only NCCL meets.
+    event = CallConfig(ctypes.sizeof(CallConfig), 0xCAFEBEEF, 23200, launched=place.value)
+    ok("GroupStart")
+    ok(*call_)
+    refused(INVALID_USAGE, "AllReduceConfig", *call_[1:], byref(event))
+    refused(INVALID_USAGE, "GroupEnd")
+    # Memory that does not exist is found before anything is enqueued.
+    other_rank = (rank + 1) % ranks
+    ok("GroupStart")
+    ok(*call_)
+    ok("Send", c_void_p(0x1238), one, INT32, other_rank, comm, stream_of(71, rank))
+    refused(INVALID_ARGUMENT, "GroupEnd")
+    synchronize(stream_of(71, rank))
+    assert values[0] == rank + 1, values[0]
+    # A call that cannot be enqueued does not keep those after it, which other ranks make too.
+    both, numbers = memory([rank + 1] * 4)
+    ok("GroupStart")
+    ok("AllReduce", both, c_void_p(both.value + 4), c_size_t(2), INT32, SUM, comm, stream_of(71, rank))
+    ok("AllReduce", both, both, one, INT32, SUM, comm, stream_of(71, rank))
+    ok("Send", c_void_p(both.value + 4), one, INT32, other_rank, comm, stream_of(71, rank))
+    ok("Recv", c_void_p(both.value + 8), one, INT32, other_rank, comm, stream_of(71, rank))
+    refused(INVALID_ARGUMENT, "GroupEnd")
+    synchronize(stream_of(71, rank))
+    assert numbers[:] == [3, rank + 1, other_rank + 1, rank + 1], numbers[:]
+    ok("MemFree", both)
     ok("GroupStart")
     ok(*call_)
     refused(INVALID_ARGUMENT, "GroupSimulateEnd", byref(simulation(0)))
@@ -765,7 +859,7 @@ def main():
     on_ranks(2, types_and_operators)
     for config in ([], [None], [byref(Header(256, 0xCAFEBEEF, 23200))]):
         on_ranks(3, lambda comm, rank, ranks, config=config: collectives(comm, rank, ranks, config))
-    for body in (many_messages, finalized, multiplied, properties, registrations, wrong_arguments, failed_groups):
+    for body in (many_messages, several_streams, finalized, multiplied, properties, registrations, wrong_arguments, failed_groups):
         on_ranks(2, body)
     on_ranks(3, in_place)
     on_ranks(3, windows)
