@@ -8,6 +8,7 @@ use crate::abi::{CallConfig, CallWishes, Handle, RawStream, element_type};
 use crate::communicator::find;
 use crate::group;
 use crate::operators::Operator;
+use crate::signals::Signaled;
 use crate::status::{Failure, Outcome};
 use crate::table::real;
 use std::ffi::{c_int, c_void};
@@ -16,10 +17,10 @@ use warplink::collective::{self, CollectiveKind};
 use warplink::p2p::Direction;
 
 /// Memory and streams are stored as integers, so that calls can be deferred until the end of a group.
-#[derive(Clone, Debug)]
 pub(crate) enum Call {
     Collective(Collective),
     Message(Sent),
+    Signal(Signaled),
 }
 
 #[derive(Clone, Debug)]
@@ -292,6 +293,7 @@ impl Call {
         match self {
             Self::Collective(call) => call.name,
             Self::Message(message) => message.name(),
+            Self::Signal(signal) => signal.name(),
         }
     }
 
@@ -299,6 +301,7 @@ impl Call {
         match self {
             Self::Collective(call) => call.bytes(),
             Self::Message(message) => message.bytes(),
+            Self::Signal(signal) => signal.bytes(),
         }
     }
 
@@ -306,7 +309,13 @@ impl Call {
         match self {
             Self::Collective(call) => call.stream,
             Self::Message(message) => message.stream,
+            Self::Signal(signal) => signal.stream(),
         }
+    }
+
+    /// Whether the real library executes it, though Warplink may execute others of its communicator.
+    fn is_by_real(&self) -> bool {
+        matches!(self, Self::Signal(signal) if signal.by_real().is_some())
     }
 
     /// # Safety `comm` must be the real library's communicator that corresponds to the caller's.
@@ -325,6 +334,13 @@ impl Call {
                     }
                 }
             }
+            Self::Signal(signal) => match signal.by_real() {
+                Some(call) => call(comm),
+                None => Err(Failure::usage(
+                    "a signal of Warplink's in a communicator of NCCL's",
+                    "report this error",
+                )),
+            },
             // SAFETY: the communicator is the real library's.
             Self::Collective(call) => unsafe { (call.by_real)(call, comm) },
         }

@@ -3,10 +3,11 @@
 use crate::abi::{Handle, Wishes};
 use crate::counterpart::Counterpart;
 use crate::operators::{Multiplying, Operators};
+use crate::signals::SignalPairs;
 use crate::status::{Code, Failure, Outcome};
 use crate::streams::Streams;
 use crate::watch::Watch;
-use crate::windows::{self, SignalPairs};
+use crate::windows;
 use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -101,6 +102,8 @@ pub(crate) struct Served {
     pub(crate) kept: Mutex<Vec<Region>>,
     pub(crate) multiplying: Multiplying,
     pub(crate) signals: SignalPairs,
+    /// Whether the real library has the windows and signals; unset before the first registration.
+    pub(crate) windows_are_real: OnceLock<bool>,
 }
 
 /// A communicator of the real library.

@@ -2,7 +2,7 @@
 //!
 //! First, communicators are created and windows registered, concurrently for different communicators, since one thread may
 //! have several ranks that wait for one another. Then calls are enqueued: for each communicator the collectives in order, all
-//! sends and receives as one exchange.
+//! sends and receives as one exchange, puts and signals, and waits for signals.
 
 use crate::abi::Simulation;
 use crate::calls::{self, Call};

@@ -17,7 +17,7 @@
 //! | `operators` | sums with premultiplied inputs |
 //! | `streams`, `devices` | CUDA's streams and devices; those of the host device |
 //! | `memory` | allocations, registrations, device communicators |
-//! | `windows` | windows, puts and signals |
+//! | `windows`, `signals` | windows; puts and signals |
 //! | `properties` | properties of the library and of communicators |
 //! | `watch` | asynchronous errors of calls that no host thread waits for |
 //! | `real`, `bind` | the real NCCL, for calls that Warplink does not support |
@@ -44,6 +44,7 @@ mod properties;
 mod real;
 mod report;
 mod route;
+mod signals;
 mod status;
 mod streams;
 mod table;

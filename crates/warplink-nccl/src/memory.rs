@@ -2,23 +2,22 @@
 //! for them. Device communicators belong to the real library, whose communicator is created on first use.
 
 use crate::abi::{Handle, Team, check, store};
-use crate::communicator::{RealHandle, find, lock};
+use crate::communicator::{Joined, RealHandle, find, lock};
 use crate::real;
 use crate::status::{Failure, Outcome};
 use crate::table::real as functions;
-use crate::{devices, log};
+use crate::{devices, group, log};
 use std::collections::HashMap;
 use std::ffi::{c_int, c_void};
 use std::sync::{Arc, Mutex};
-use warplink::DeviceKind;
 use warplink::device::{AllocationKind, DeviceSlice};
 
 /// Memory allocated through this library, by its address.
 static ALLOCATED: Mutex<Option<HashMap<usize, DeviceSlice>>> = Mutex::new(None);
 
-/// Whether the device is a GPU and the real library is available.
+/// Whether the real library is available for the process's kind of device.
 pub(crate) fn has_real() -> Outcome<bool> {
-    Ok(devices::kind()? == DeviceKind::Cuda && real::is_there())
+    Ok(real::serves(devices::kind()?))
 }
 
 /// # Safety `memory` must be null or valid for a write of an address. Pointers of the functions below must be valid as
@@ -94,7 +93,15 @@ pub(crate) unsafe fn deregister(comm: Handle, _handle: *mut c_void) -> Outcome {
     find(comm)?.joined().map(drop)
 }
 
-pub(crate) fn only_real(what: &str) -> Failure {
+/// Fails if the real library serves no calls of the communicator.
+fn check_real(joined: &Joined, what: &str) -> Outcome {
+    if joined.served().is_none() || has_real()? {
+        return Ok(());
+    }
+    Err(only_real(what))
+}
+
+fn only_real(what: &str) -> Failure {
     let error = real::missing(what);
     Failure::usage(
         format!("{what} require NCCL itself: {}", error.message()),
@@ -103,11 +110,9 @@ pub(crate) fn only_real(what: &str) -> Failure {
 }
 
 /// The real library's communicator, which owns windows.
-fn of_windows(comm: Handle) -> Outcome<(Arc<crate::communicator::Joined>, Handle)> {
+fn of_windows(comm: Handle) -> Outcome<(Arc<Joined>, Handle)> {
     let joined = find(comm)?.usable()?;
-    if !has_real()? {
-        return Err(only_real("signals"));
-    }
+    check_real(&joined, "signals")?;
     let RealHandle(real) = joined.real()?;
     Ok((joined, real))
 }
@@ -119,14 +124,19 @@ pub(crate) unsafe fn device_communicator(
     wanted: *const c_void,
     made: *mut c_void,
 ) -> Outcome {
-    let joined = find(comm)?.usable()?;
-    if !has_real()? {
-        return Err(only_real("device communicators"));
-    }
-    // SAFETY: as above.
-    joined.by_real("ncclDevCommCreate", |real| unsafe {
-        functions::DevCommCreate(real, wanted, made)
-    })
+    let owner = find(comm)?;
+    owner.usable()?;
+    let joined = owner.joined_and_idle()?;
+    check_real(&joined, "device communicators")?;
+    let (wanted, made) = (wanted as usize, made as usize);
+    let work = move || {
+        joined.by_real("ncclDevCommCreate", |real| {
+            let (wanted, made) = (wanted as *const c_void, made as *mut c_void);
+            // SAFETY: the caller keeps the pointers valid until it leaves the group, which waits for this.
+            unsafe { functions::DevCommCreate(real, wanted, made) }
+        })
+    };
+    group::run(group::Task::new(&owner, work, || ()).blocking(true))
 }
 
 /// # Safety

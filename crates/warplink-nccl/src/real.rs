@@ -12,7 +12,7 @@ use std::ffi::{c_int, c_void};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use warplink::{Error, ErrorKind, Result, variables};
+use warplink::{DeviceKind, Error, ErrorKind, Result, variables};
 
 /// Environment variable with the path of the library.
 pub(crate) const PATH_VARIABLE: &str = "WARPLINK_NCCL_LIBRARY";
@@ -31,6 +31,9 @@ const LOADER_CONFIGURATION: &str = "/etc/ld.so.conf";
 
 /// How deep its files may include one another.
 const MAX_INCLUDED: usize = 3;
+
+/// A function that a stand-in for NCCL exports, which has windows in the memory of the host device: that of the tests.
+const STANDS_IN: &[u8] = b"warplink_stands_in_for_nccl\0";
 
 /// System directories of libraries and those of CUDA's packages.
 const SYSTEM: [&str; 6] = [
@@ -99,6 +102,22 @@ pub(crate) fn loaded() -> Result<&'static Loaded> {
 /// Whether the library is available.
 pub(crate) fn is_there() -> bool {
     loaded().is_ok()
+}
+
+/// Whether the library is available, and has windows in the memory of such devices.
+pub(crate) fn serves(kind: DeviceKind) -> bool {
+    static STANDING_IN: OnceLock<bool> = OnceLock::new();
+    match kind {
+        DeviceKind::Cuda => is_there(),
+        // Only one that is named is opened for this.
+        DeviceKind::Host => *STANDING_IN.get_or_init(|| {
+            let is_named = std::env::var_os(PATH_VARIABLE).is_some();
+            // SAFETY: the symbol is looked up but not used.
+            let stands_in =
+                |one: &Loaded| unsafe { one.library.get::<*const c_void>(STANDS_IN) }.is_ok();
+            is_named && loaded().is_ok_and(stands_in)
+        }),
+    }
 }
 
 /// The error of `what`, which needs the library.

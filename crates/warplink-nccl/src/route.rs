@@ -3,10 +3,10 @@
 use crate::communicator::{Comm, Route, Served, lock};
 use crate::operators::Multiplying;
 use crate::real;
+use crate::signals::SignalPairs;
 use crate::streams::Streams;
 use crate::watch::Watch;
-use crate::windows::SignalPairs;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use warplink::collective::{CollectiveOptions, CollectivePath};
 use warplink::device::AllocationKind;
 use warplink::{Communicator, DeviceKind, Error, Result, variables};
@@ -132,6 +132,7 @@ pub(crate) fn route(
                 kept: Mutex::default(),
                 multiplying: Multiplying::new(),
                 signals: SignalPairs::default(),
+                windows_are_real: OnceLock::new(),
             })))
         }
         // Also without the library here, if another rank refused: creating the library's communicator then

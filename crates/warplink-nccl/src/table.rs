@@ -8,7 +8,7 @@ use crate::abi::{
     CallConfig, Config, Handle, Properties, RawStream, Simulation, Team, UniqueId, WaitSignal,
     Window,
 };
-use crate::{calls, group, join, leave, memory, operators, properties, status, windows};
+use crate::{calls, group, join, leave, memory, operators, properties, signals, status, windows};
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 /// Declares functions. `fn` functions run in `status::entry`, `op` functions also fail the group that they are called in,
@@ -216,11 +216,11 @@ table! {
     op PutSignal(
         memory: *const c_void, count: usize, datatype: c_int, peer: c_int, window: Window, offset: usize,
         signal: c_int, context: c_int, flags: c_uint, comm: Handle, stream: RawStream,
-    ) = windows::put_signal;
+    ) = signals::put_signal;
     op Signal(
         peer: c_int, signal: c_int, context: c_int, flags: c_uint, comm: Handle, stream: RawStream,
-    ) = windows::signal;
-    op WaitSignal(count: c_int, awaited: *mut WaitSignal, comm: Handle, stream: RawStream) = windows::wait_signal;
+    ) = signals::signal;
+    op WaitSignal(count: c_int, awaited: *mut WaitSignal, comm: Handle, stream: RawStream) = signals::wait_signal;
 
     // Groups.
     fn GroupStart() = group::begin;
@@ -251,7 +251,7 @@ table! {
     );
 
     // Device communicators, which always belong to the real library.
-    fn DevCommCreate(comm: Handle, wanted: *const c_void, made: *mut c_void) = memory::device_communicator;
+    op DevCommCreate(comm: Handle, wanted: *const c_void, made: *mut c_void) = memory::device_communicator;
     fn DevCommDestroy(comm: Handle, made: *const c_void) = memory::end_device_communicator;
     real LsaBarrierCreateRequirement(team: Team, barriers: c_int, handle: *mut c_void, requirement: *mut c_void);
     fn GinBarrierCreateRequirement(

@@ -1,22 +1,20 @@
 //! Windows: memory that all ranks register together, for addresses of peers' memory and for one-sided puts and signals.
 //!
 //! Kernels use windows through the real library's device communicators, so on a GPU windows are the real library's where it is
-//! available. Otherwise they are served here: each rank maps the others' memory, and signals are words that count up.
+//! available and accepts the first one of a communicator on all ranks. Otherwise they are served here: each rank maps the
+//! others' memory.
 
-use crate::abi::{Handle, RawStream, WaitSignal, Window, check, element_type, store};
-use crate::communicator::{Comm, Joined, RealHandle, Served, find, gather, lock};
-use crate::memory::{has_real, only_real};
+use crate::abi::{Handle, Window, check, store};
+use crate::communicator::{Comm, Joined, RealHandle, find, gather, lock};
+use crate::group;
+use crate::memory::has_real;
 use crate::status::{Failure, Outcome};
 use crate::table::real as functions;
-use crate::{group, report};
 use std::collections::BTreeMap;
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use warplink::Result;
-use warplink::device::{MemoryOp, Stream, Turns, Word};
 use warplink::memory::{Region, RemoteRegion};
-use warplink::signal::{RemoteSignals, Signals};
 
 /// The windows that are served here, by their handles.
 static WINDOWS: Mutex<BTreeMap<usize, Arc<OwnWindow>>> = Mutex::new(BTreeMap::new());
@@ -24,8 +22,8 @@ static WINDOWS: Mutex<BTreeMap<usize, Arc<OwnWindow>>> = Mutex::new(BTreeMap::ne
 /// Handle of the next such window: like those of communicators, no valid address and not used again.
 static NEXT_WINDOW: AtomicUsize = AtomicUsize::new(0x5751_0000_0000_0000);
 
-/// Signals that a rank has for each rank, by context.
-const CONTEXTS: usize = 8;
+/// The function whose calls exchange values.
+const CALL: &str = "ncclCommWindowRegister";
 
 /// A rank's contribution to a registration: whether others can map its memory.
 const CAN_BE_MAPPED: &[u8] = &[1];
@@ -33,11 +31,11 @@ const CANNOT_BE_MAPPED: &[u8] = &[0];
 
 /// A window that is served here.
 #[derive(Debug)]
-struct OwnWindow {
+pub(crate) struct OwnWindow {
     /// Handle of its communicator.
     comm: usize,
-    address: usize,
-    bytes: usize,
+    pub(crate) address: usize,
+    pub(crate) bytes: usize,
     /// Memory of the other ranks; `None` if a rank's cannot be mapped, which only puts and addresses need.
     shared: Option<SharedWindow>,
 }
@@ -48,22 +46,6 @@ struct SharedWindow {
     _own: Region,
     /// By rank; `None` for this rank.
     peers: Vec<Option<RemoteRegion>>,
-}
-
-/// Signals between the ranks of a communicator, from the first window on.
-#[derive(Debug, Default)]
-pub(crate) struct SignalPairs(Mutex<Option<JoinedSignals>>);
-
-#[derive(Debug)]
-struct JoinedSignals {
-    own: Signals,
-    /// By rank; `None` for this rank.
-    peers: Vec<Option<RemoteSignals>>,
-    /// How many signals were sent to a rank and awaited from it, by rank and context.
-    sent: Vec<u64>,
-    awaited: Vec<u64>,
-    /// Orders the signals sent on several streams, whose words would otherwise count down.
-    turns: Turns,
 }
 
 /// # Safety Pointers of the functions of this module must be valid as NCCL's documentation requires.
@@ -79,12 +61,6 @@ pub(crate) unsafe fn register(
     let joined = comm.joined_and_idle()?;
     check(memory, "buff")?;
     check(window, "win")?;
-    if has_real()? {
-        // SAFETY: the caller's pointers are passed on, with the real library's communicator in place of ours.
-        return joined.by_real("ncclCommWindowRegister", |real| unsafe {
-            functions::CommWindowRegister(real, memory, bytes, window, flags)
-        });
-    }
     let address = memory as usize;
     // Relaxed: only the number has to be unique.
     let handle = NEXT_WINDOW.fetch_add(16, Ordering::Relaxed);
@@ -92,8 +68,13 @@ pub(crate) unsafe fn register(
     lock(&WINDOWS).insert(handle, OwnWindow::new(&comm, address, bytes, None));
     // SAFETY: the caller passes null or a pointer valid for a write of a window.
     unsafe { store(window, "win", handle as Window) }?;
-    let owner = comm.clone();
+    let (owner, place) = (comm.clone(), window as usize);
     let work = move || {
+        // SAFETY: the caller keeps the pointers valid until it leaves the group, which waits for this.
+        if unsafe { by_real(&joined, (address, bytes, flags), place as *mut Window) }? {
+            lock(&WINDOWS).remove(&handle);
+            return Ok(());
+        }
         let shared = joined.share(address, bytes)?;
         let mut windows = lock(&WINDOWS);
         // Unless the communicator has ended meanwhile.
@@ -108,6 +89,74 @@ pub(crate) unsafe fn register(
         unsafe { window.write_unaligned(std::ptr::null_mut()) };
     };
     group::run(group::Task::new(&comm, work, undo).blocking(true))
+}
+
+/// Whether the real library has the windows and signals of a communicator.
+pub(crate) fn are_real(joined: &Joined) -> Outcome<bool> {
+    match joined.served() {
+        None => Ok(true),
+        Some(served) => Ok(has_real()? && served.windows_are_real.get() != Some(&false)),
+    }
+}
+
+/// Registers memory with the real library, and stores its window to `place`. Returns false if the communicator's windows
+/// are served here: the first registration decides, by whether it succeeds on all ranks. Collective: blocks until all
+/// ranks have called it.
+///
+/// # Safety
+/// `place` must be valid for a write of a window.
+unsafe fn by_real(
+    joined: &Joined,
+    (address, bytes, flags): (usize, usize, c_int),
+    place: *mut Window,
+) -> Outcome<bool> {
+    // One decision for all windows: signals belong to the communicator, and one library has to send and await them.
+    let undecided = joined.served();
+    let undecided = undecided.filter(|served| served.windows_are_real.get().is_none());
+    let decide = |own: bool| -> Outcome<bool> {
+        let all = gather(&joined.communicator, CALL, &[own.into()])?;
+        Ok(all.iter().all(|one| *one == [1]))
+    };
+    let are_real = match undecided {
+        Some(served) => {
+            let all_have = decide(has_real()?)?;
+            if !all_have {
+                let _ = served.windows_are_real.set(false);
+            }
+            all_have
+        }
+        None => are_real(joined)?,
+    };
+    if !are_real {
+        return Ok(false);
+    }
+    let mut window = std::ptr::null_mut();
+    let registered = joined.by_real(CALL, |real| {
+        let memory = address as *mut c_void;
+        // SAFETY: the caller's memory is passed on, with the real library's communicator in place of ours, and `window`
+        // is valid for a write.
+        unsafe { functions::CommWindowRegister(real, memory, bytes, &mut window, flags) }
+    });
+    if let Some(served) = undecided {
+        let all_have = decide(registered.is_ok())?;
+        let _ = served.windows_are_real.set(all_have);
+        if !all_have {
+            tracing::info!(
+                ?registered,
+                "Warplink serves the windows of this communicator, since NCCL has not registered one on all ranks"
+            );
+            if let (Ok(()), Some(RealHandle(real))) = (registered, joined.made_real()) {
+                // SAFETY: the window is the real library's, of this communicator.
+                let code = unsafe { functions::CommWindowDeregister(real, window) }?;
+                Failure::check_real(code, "ncclCommWindowDeregister")?;
+            }
+            return Ok(false);
+        }
+    }
+    registered?;
+    // SAFETY: guaranteed by the caller.
+    unsafe { place.write_unaligned(window) };
+    Ok(true)
 }
 
 /// # Safety
@@ -211,137 +260,8 @@ unsafe fn address_of_peer(
     unsafe { store(pointer, "outPtr", (base + offset) as *mut c_void) }
 }
 
-/// # Safety
-/// As [`register`].
-#[allow(clippy::too_many_arguments, reason = "they are NCCL's")]
-pub(crate) unsafe fn put_signal(
-    memory: *const c_void,
-    count: usize,
-    datatype: c_int,
-    peer: c_int,
-    window: Window,
-    offset: usize,
-    signal: c_int,
-    context: c_int,
-    flags: c_uint,
-    comm: Handle,
-    stream: RawStream,
-) -> Outcome {
-    let owner = find(comm)?;
-    let joined = owner.usable()?;
-    let Some(served) = served_here(&joined)? else {
-        // SAFETY: the caller's arguments are passed on, with the real library's communicator in place of ours.
-        return joined.by_real("ncclPutSignal", |real| unsafe {
-            functions::PutSignal(
-                memory, count, datatype, peer, window, offset, signal, context, flags, real, stream,
-            )
-        });
-    };
-    let started = report::now();
-    let to = Place::new(&owner, peer, signal, context)?;
-    let own = own_window(window, comm).ok_or_else(|| no_window(window))?;
-    let bytes = count.checked_mul(element_type(datatype)?.size());
-    let end = bytes.and_then(|bytes| offset.checked_add(bytes));
-    let target = match own.peer(to.peer, owner.rank())? {
-        Some(remote) => remote.memory().clone(),
-        None => joined.memory(served, own.address as u64, own.bytes)?,
-    };
-    let end = end.filter(|end| *end <= target.bytes());
-    let end = end.ok_or_else(|| outside(offset, count, target.bytes()))?;
-    if end > offset {
-        // A put of nothing still signals, and needs no source.
-        check(memory, "localbuff")?;
-    }
-    let source = joined.memory(served, memory as u64, end - offset)?;
-    served.signals.send(&joined, served, to, stream, |stream| {
-        if end > offset {
-            stream.copy(&target.slice(offset..end)?, &source)?;
-        }
-        Ok(())
-    })?;
-    report::note("warplink", "PutSignal", end - offset, started);
-    Ok(())
-}
-
-/// # Safety
-/// As [`register`].
-pub(crate) unsafe fn signal(
-    peer: c_int,
-    signal: c_int,
-    context: c_int,
-    flags: c_uint,
-    comm: Handle,
-    stream: RawStream,
-) -> Outcome {
-    let owner = find(comm)?;
-    let joined = owner.usable()?;
-    let Some(served) = served_here(&joined)? else {
-        // SAFETY: the caller's arguments are passed on, with the real library's communicator in place of ours.
-        return joined.by_real("ncclSignal", |real| unsafe {
-            functions::Signal(peer, signal, context, flags, real, stream)
-        });
-    };
-    let started = report::now();
-    let to = Place::new(&owner, peer, signal, context)?;
-    served
-        .signals
-        .send(&joined, served, to, stream, |_| Ok(()))?;
-    report::note("warplink", "Signal", 0, started);
-    Ok(())
-}
-
-/// # Safety
-/// As [`register`].
-pub(crate) unsafe fn wait_signal(
-    count: c_int,
-    awaited: *mut WaitSignal,
-    comm: Handle,
-    stream: RawStream,
-) -> Outcome {
-    let owner = find(comm)?;
-    let joined = owner.usable()?;
-    let Some(served) = served_here(&joined)? else {
-        // SAFETY: the caller's arguments are passed on, with the real library's communicator in place of ours.
-        return joined.by_real("ncclWaitSignal", |real| unsafe {
-            functions::WaitSignal(count, awaited, real, stream)
-        });
-    };
-    check(awaited, "signalDescs")?;
-    let count = usize::try_from(count).ok().filter(|count| *count > 0);
-    let count = count.ok_or_else(|| {
-        Failure::argument("no signals to wait for", "pass one description or more")
-    })?;
-    let started = report::now();
-    let mut places = Vec::with_capacity(count);
-    for at in 0..count {
-        // SAFETY: the caller passes as many descriptions.
-        let one = unsafe { awaited.add(at).read_unaligned() };
-        let place = Place::new(&owner, one.peer, one.signal, one.context)?;
-        let times = u64::try_from(one.operations).map_err(|_| {
-            let given = one.operations;
-            let message = format!("opCnt is {given}; expected a number of signals");
-            Failure::argument(message, "pass how many signals to wait for")
-        })?;
-        places.push((place, times));
-    }
-    served.signals.wait(&joined, served, &places, stream)?;
-    report::note("warplink", "WaitSignal", 0, started);
-    Ok(())
-}
-
-/// State of the calls, unless the real library has the windows.
-fn served_here(joined: &Joined) -> Outcome<Option<&Served>> {
-    if has_real()? {
-        return Ok(None);
-    }
-    joined
-        .served()
-        .map(Some)
-        .ok_or_else(|| only_real("signals"))
-}
-
 /// The window of a handle, if it is served here and `comm`'s.
-fn own_window(window: Window, comm: Handle) -> Option<Arc<OwnWindow>> {
+pub(crate) fn own_window(window: Window, comm: Handle) -> Option<Arc<OwnWindow>> {
     let found = lock(&WINDOWS).get(&(window as usize)).cloned();
     found.filter(|found| found.comm == comm as usize)
 }
@@ -358,14 +278,14 @@ pub(crate) fn forget(comm: Handle) {
     drop(ended);
 }
 
-fn no_window(window: Window) -> Failure {
+pub(crate) fn no_window(window: Window) -> Failure {
     Failure::argument(
         format!("{window:p} is no window of this communicator"),
         "pass a window returned by ncclCommWindowRegister of this communicator",
     )
 }
 
-fn outside(offset: usize, count: usize, bytes: usize) -> Failure {
+pub(crate) fn outside(offset: usize, count: usize, bytes: usize) -> Failure {
     Failure::argument(
         format!("{count} elements at offset {offset} of a window of {bytes} bytes"),
         "stay within the memory that the peer has registered",
@@ -383,7 +303,7 @@ impl OwnWindow {
     }
 
     /// The memory of `rank`; `None` if that is this rank, which is `own`.
-    fn peer(&self, rank: usize, own: usize) -> Outcome<Option<&RemoteRegion>> {
+    pub(crate) fn peer(&self, rank: usize, own: usize) -> Outcome<Option<&RemoteRegion>> {
         if rank == own {
             return Ok(None);
         }
@@ -412,8 +332,7 @@ impl Joined {
             Err(_) => CANNOT_BE_MAPPED,
         };
         // Ranks whose memory cannot be registered take part too, or the others would wait for them.
-        let call = "ncclCommWindowRegister";
-        let all = gather(&self.communicator, call, contribution)?;
+        let all = gather(&self.communicator, CALL, contribution)?;
         let (Ok(own), true) = (own, all.iter().all(|one| one == CAN_BE_MAPPED)) else {
             return Ok(None);
         };
@@ -422,134 +341,4 @@ impl Joined {
         served.signals.connect(self)?;
         Ok(Some(SharedWindow { _own: own, peers }))
     }
-}
-
-/// Peer and context of a signal.
-#[derive(Clone, Copy)]
-struct Place {
-    peer: usize,
-    context: usize,
-}
-
-impl Place {
-    /// Checks the arguments of a call. As in NCCL, there is one signal in each context.
-    fn new(comm: &Comm, peer: c_int, signal: c_int, context: c_int) -> Outcome<Self> {
-        let peer = comm.rank_of(peer, "peer")?;
-        let known = usize::try_from(context).ok().filter(|at| *at < CONTEXTS);
-        match (signal, known) {
-            (0, Some(context)) => Ok(Self { peer, context }),
-            _ => Err(Failure::argument(
-                format!(
-                    "signal {signal} of context {context}; expected 0, of a context below {CONTEXTS}"
-                ),
-                "pass 0 for both",
-            )),
-        }
-    }
-
-    /// Number of a rank's signal for `rank`, or of its count of them.
-    fn number(self, rank: usize) -> usize {
-        rank * CONTEXTS + self.context
-    }
-}
-
-impl SignalPairs {
-    /// Connects the signals of all ranks, once. Collective.
-    fn connect(&self, joined: &Joined) -> Outcome {
-        let mut signals = lock(&self.0);
-        if signals.is_some() {
-            return Ok(());
-        }
-        let communicator = &joined.communicator;
-        let count = communicator.world() * CONTEXTS;
-        let own = communicator.signals(count)?;
-        let peers = communicator.share(own.region())?;
-        let peers = peers
-            .into_iter()
-            .map(|peer| peer.map(RemoteSignals::new).transpose());
-        *signals = Some(JoinedSignals {
-            peers: peers.collect::<Result<_>>()?,
-            own,
-            sent: vec![0; count],
-            awaited: vec![0; count],
-            turns: Turns::new(joined.device()),
-        });
-        Ok(())
-    }
-
-    /// Enqueues `before` and a signal to a peer.
-    fn send(
-        &self,
-        joined: &Joined,
-        served: &Served,
-        to: Place,
-        stream: RawStream,
-        before: impl FnOnce(&Stream) -> Result<()>,
-    ) -> Outcome {
-        let stream = eager(joined, served, stream)?;
-        let mut signals = lock(&self.0);
-        let signals = signals.as_mut().ok_or_else(none_connected)?;
-        let at = to.number(to.peer);
-        let value = signals.sent[at] + 1;
-        let own = joined.communicator.rank();
-        let word = match &signals.peers[to.peer] {
-            Some(peer) => peer.word(to.number(own))?,
-            None => signals.own.word(to.number(own))?,
-        };
-        // Under the lock, which makes the order of values that of the turns: words count up in the order of the
-        // calls.
-        signals.turns.take(&stream, || {
-            before(&stream)?;
-            stream.memory_ops(&[MemoryOp::write(&word, value)])
-        })?;
-        // Only once it is enqueued: a value that is counted but never written would make the peer wait forever.
-        signals.sent[at] = value;
-        Ok(())
-    }
-
-    /// Makes a stream wait for signals.
-    fn wait(
-        &self,
-        joined: &Joined,
-        served: &Served,
-        places: &[(Place, u64)],
-        stream: RawStream,
-    ) -> Outcome {
-        let stream = eager(joined, served, stream)?;
-        let mut signals = lock(&self.0);
-        let signals = signals.as_mut().ok_or_else(none_connected)?;
-        let mut awaited = signals.awaited.clone();
-        let words = places.iter().map(|(place, times)| {
-            let at = place.number(place.peer);
-            awaited[at] += times;
-            Ok((signals.own.word(at)?, awaited[at]))
-        });
-        let words: Vec<(Word, u64)> = words.collect::<Result<_>>()?;
-        let waits = words
-            .iter()
-            .map(|(word, value)| MemoryOp::wait(word, *value));
-        stream.memory_ops(&waits.collect::<Vec<_>>())?;
-        // Only once the waits are enqueued, so that a call that failed can be repeated.
-        signals.awaited = awaited;
-        Ok(())
-    }
-}
-
-/// The caller's stream, which must not be captured: values of signals count up from call to call.
-fn eager(joined: &Joined, served: &Served, raw: RawStream) -> Outcome<Stream> {
-    let stream = served.streams.find(joined.device(), raw)?;
-    if stream.is_capturing()? {
-        return Err(Failure::usage(
-            "signals cannot be captured into a graph without the real NCCL",
-            "make these calls outside of captures, or install NCCL 2.29 or later",
-        ));
-    }
-    Ok(stream)
-}
-
-fn none_connected() -> Failure {
-    Failure::usage(
-        "the ranks have no window, with which their signals are connected",
-        "register a window of memory of ncclMemAlloc on every rank before",
-    )
 }

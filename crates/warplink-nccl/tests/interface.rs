@@ -256,6 +256,25 @@ fn faults_end_as_users_of_nccl_expect() {
     }
 }
 
+/// Calls that NCCL executes reach a stand-in for it in order, and as they were made.
+#[test]
+fn calls_of_nccl_reach_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let real = folder.path().join("libnccl.so.2");
+    compile("real.c", &real, &["-shared", "-fPIC", "-pthread"]);
+    let started = Instant::now();
+    let start = |route: &str| {
+        let mut command = python("real.py");
+        command
+            .arg(route)
+            .env("WARPLINK_NCCL_ROUTE", route)
+            .env("WARPLINK_NCCL_LIBRARY", &real);
+        command.spawn().unwrap()
+    };
+    let ended = wait_all(["nccl", "warplink"].map(start).into(), started, LIMIT);
+    assert_done(&ended);
+}
+
 /// The library where `scripts/install-nccl.sh` has put it, below `prefix`.
 fn install(prefix: &Path) -> PathBuf {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/install-nccl.sh");

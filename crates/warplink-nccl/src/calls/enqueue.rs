@@ -4,6 +4,7 @@ use super::{Call, Collective, Sent};
 use crate::abi::RawStream;
 use crate::communicator::{Comm, Joined, RealHandle, Served};
 use crate::operators::Operator;
+use crate::signals::Signaled;
 use crate::status::{Failure, Outcome};
 use crate::table::real;
 use crate::{report, streams};
@@ -59,9 +60,10 @@ struct CallPart<'c> {
     joined: Arc<Joined>,
     /// Those that the real library executes.
     by_real: Vec<&'c Call>,
-    /// The others: collectives, each with its output and input; messages, each with its memory.
+    /// The others: collectives, each with its output and input; messages, each with its memory; signals.
     collectives: Vec<(&'c Collective, CallMemory)>,
     messages: Vec<(&'c Sent, DeviceSlice)>,
+    signals: Vec<&'c Signaled>,
     /// The streams of the others, each once.
     streams: Vec<Stream>,
 }
@@ -78,6 +80,7 @@ impl<'c> CallPart<'c> {
             by_real: Vec::new(),
             collectives: Vec::new(),
             messages: Vec::new(),
+            signals: Vec::new(),
             streams: Vec::new(),
         };
         let mut before = None;
@@ -85,7 +88,8 @@ impl<'c> CallPart<'c> {
             if !Arc::ptr_eq(other, comm) {
                 continue;
             }
-            let Some(served) = joined.served() else {
+            let served = joined.served().filter(|_| !call.is_by_real());
+            let Some(served) = served else {
                 part.by_real.push(call);
                 continue;
             };
@@ -98,6 +102,7 @@ impl<'c> CallPart<'c> {
                     let memory = joined.memory(served, one.memory, one.bytes())?;
                     part.messages.push((one, memory));
                 }
+                Call::Signal(one) => part.signals.push(one),
             }
             // Mostly, all are of one stream.
             if before.replace(call.stream()) != Some(call.stream()) {
@@ -169,6 +174,14 @@ impl<'c> CallPart<'c> {
                     .iter()
                     .map(|(one, _)| (one.name(), one.bytes()));
                 report::note_all("warplink", messages, started);
+            }
+            // Waits last: this rank's signals may be what others wait for before they send theirs.
+            for waits in [false, true] {
+                for call in self.signals.iter().filter(|call| call.waits() == waits) {
+                    let started = report::now();
+                    first = first.and(call.enqueue(&self.joined, served, stream));
+                    report::note("warplink", call.name(), call.bytes(), started);
+                }
             }
             first
         });

@@ -388,6 +388,16 @@ def windows(comm, rank, ranks):
         # Those that come next would overwrite what is read.
         sum_of_ranks(comm, rank, ranks, 80)
         synchronize(other)
+    # In a group, in which the put goes out before the wait, wherever it is; a simulation puts nothing.
+    sent[0] = 5000 + rank
+    for end, arguments in [("GroupSimulateEnd", [byref(simulation())]), ("GroupEnd", [])]:
+        ok("GroupStart")
+        ok("WaitSignal", 1, waiting_for((1, before, 0, 0)), comm, stream)
+        ok(*put(0, 1, following, stream))
+        ok(end, *arguments)
+    synchronize(stream)
+    assert values[0] == 5000 + before, values[0]
+    sum_of_ranks(comm, rank, ranks, 80)
     # To itself, by another context; a wait for several.
     sent[5] = 7
     ok(*put(5, 1, rank, stream, 1))
