@@ -21,6 +21,9 @@ const MAGIC: c_uint = 0xcafe_beef;
 /// That of `ncclSimInfo_t`.
 const SIMULATION_MAGIC: c_uint = 0x7468_5283;
 
+/// Larger structures are rejected as implausible.
+const MAX_BYTES: usize = 4096;
+
 /// Value of a configuration member that the caller has not set.
 const UNDEFINED: c_int = c_int::MIN;
 
@@ -134,27 +137,20 @@ pub(crate) struct RealConfig {
 }
 
 impl RealConfig {
-    /// Larger configurations are rejected as implausible.
-    const MAX_BYTES: usize = 4096;
-
     /// The words of `netName` and `commName`. Later members are numbers.
     const TEXTS: [usize; 2] = [4, 6];
 
     /// # Safety
     /// `config` must point to as many bytes as it states, at least those of [`Config`].
     unsafe fn read(config: *const Config, bytes: usize) -> Outcome<Self> {
-        if bytes > Self::MAX_BYTES {
+        if bytes > MAX_BYTES {
             return Err(Failure::argument(
                 format!("a configuration of {bytes} bytes"),
                 "initialize it with the macro of nccl.h",
             ));
         }
-        let mut words = vec![0_u64; bytes.div_ceil(8)];
-        // SAFETY: it has as many bytes as it states, and the copy is at least as long.
-        unsafe {
-            let to = words.as_mut_ptr().cast::<u8>();
-            config.cast::<u8>().copy_to_nonoverlapping(to, bytes);
-        }
+        // SAFETY: it has as many bytes as it states.
+        let words = unsafe { copy(config.cast(), bytes) };
         let named = Self::TEXTS.into_iter().filter_map(|at| {
             let text = *words.get(at)? as *const c_char;
             // SAFETY: the member is null or zero-terminated text.
@@ -195,9 +191,6 @@ pub(crate) struct CallWishes {
 }
 
 impl CallWishes {
-    /// Larger configurations are rejected as implausible.
-    const MAX_BYTES: usize = 4096;
-
     /// # Safety
     /// `config` must be null or point to as many bytes as it states.
     pub(crate) unsafe fn read(config: *const CallConfig) -> Outcome<Self> {
@@ -207,7 +200,7 @@ impl CallWishes {
         // SAFETY: every version begins with this header.
         let header = unsafe { config.cast::<Header>().read_unaligned() };
         header.check("the configuration of the call")?;
-        if !(size_of::<CallConfig>()..=Self::MAX_BYTES).contains(&header.size) {
+        if !(size_of::<CallConfig>()..=MAX_BYTES).contains(&header.size) {
             return Err(Failure::argument(
                 format!("a configuration of {} bytes", header.size),
                 "initialize it with the macro of nccl.h",
@@ -215,13 +208,8 @@ impl CallWishes {
         }
         // Copied, since the call may be deferred to the end of its group; whole, since a newer caller's has more
         // members.
-        // In words, for the alignment of the structure's 64-bit members and pointers.
-        let mut copied = vec![0_u64; header.size.div_ceil(8)];
-        // SAFETY: it has as many bytes as it states, and the copy is at least as long.
-        unsafe {
-            let to = copied.as_mut_ptr().cast::<u8>();
-            config.cast::<u8>().copy_to_nonoverlapping(to, header.size);
-        }
+        // SAFETY: it has as many bytes as it states.
+        let copied = unsafe { copy(config.cast(), header.size) };
         // SAFETY: checked to be as long.
         let given = unsafe { config.read_unaligned() };
         // SAFETY: the member is null or zero-terminated text.
@@ -253,6 +241,47 @@ impl CallWishes {
             format!("{member} of the call's configuration needs the real NCCL"),
             "do not set it, set forceAlgSelection to 0, or route all calls to NCCL with WARPLINK_NCCL_ROUTE=nccl",
         ))
+    }
+}
+
+/// A copy of `bytes` bytes, in words for the alignment of a structure's 64-bit members and pointers.
+///
+/// # Safety
+/// `from` must point to as many bytes.
+unsafe fn copy(from: *const u8, bytes: usize) -> Vec<u64> {
+    let mut words = vec![0_u64; bytes.div_ceil(8)];
+    // SAFETY: guaranteed by the caller; the copy is at least as long.
+    unsafe { from.copy_to_nonoverlapping(words.as_mut_ptr().cast(), bytes) };
+    words
+}
+
+/// The requirements of a device communicator, for a call that is deferred until the end of a group: a copy of the structure
+/// where it states its length, as since 2.29, else the caller's.
+pub(crate) enum Requirements {
+    Copied(Vec<u64>),
+    Given(usize),
+}
+
+impl Requirements {
+    /// # Safety
+    /// `given` must be null or point to NCCL's structure.
+    pub(crate) unsafe fn read(given: *const c_void) -> Self {
+        if !given.is_null() {
+            // SAFETY: every version has at least as many bytes.
+            let header = unsafe { given.cast::<Header>().read_unaligned() };
+            if header.magic == MAGIC && header.size <= MAX_BYTES {
+                // SAFETY: it has as many bytes as it states.
+                return Self::Copied(unsafe { copy(given.cast(), header.size) });
+            }
+        }
+        Self::Given(given as usize)
+    }
+
+    pub(crate) fn pointer(&self) -> *const c_void {
+        match self {
+            Self::Copied(words) => words.as_ptr().cast(),
+            Self::Given(given) => *given as *const c_void,
+        }
     }
 }
 

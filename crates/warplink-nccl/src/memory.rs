@@ -1,7 +1,7 @@
 //! Allocations, registrations and device communicators. Warplink's collectives accept any memory, so registration is a no-op
 //! for them. Device communicators belong to the real library, whose communicator is created on first use.
 
-use crate::abi::{Handle, Team, check, store};
+use crate::abi::{Handle, Requirements, Team, check, store};
 use crate::communicator::{Joined, RealHandle, find, lock};
 use crate::real;
 use crate::status::{Failure, Outcome};
@@ -128,12 +128,14 @@ pub(crate) unsafe fn device_communicator(
     owner.usable()?;
     let joined = owner.joined_and_idle()?;
     check_real(&joined, "device communicators")?;
-    let (wanted, made) = (wanted as usize, made as usize);
+    // SAFETY: the caller passes null or a structure.
+    let wanted = unsafe { Requirements::read(wanted) };
+    let made = made as usize;
     let work = move || {
         joined.by_real("ncclDevCommCreate", |real| {
-            let (wanted, made) = (wanted as *const c_void, made as *mut c_void);
-            // SAFETY: the caller keeps the pointers valid until it leaves the group, which waits for this.
-            unsafe { functions::DevCommCreate(real, wanted, made) }
+            let made = made as *mut c_void;
+            // SAFETY: the caller keeps `made` valid until it leaves the group, which waits for this.
+            unsafe { functions::DevCommCreate(real, wanted.pointer(), made) }
         })
     };
     group::run(group::Task::new(&owner, work, || ()).blocking(true))

@@ -76,6 +76,19 @@ static id_t128 meet(int rank, const char *file) {
     return id;
 }
 
+/* Tells other ranks by a file beside `file` that this one is so far, or waits until one is. */
+static void so_far(int tells, const char *file, const char *what) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s.%s", file, what);
+    FILE *found = tells ? fopen(path, "wb") : NULL;
+    for (int tries = 0; found == NULL && tries < 3000; tries++) {
+        usleep(10000);
+        found = fopen(path, "rb");
+    }
+    CHECK(found != NULL);
+    fclose(found);
+}
+
 static comm_t join(int rank, int ranks, const char *file) {
     id_t128 id = meet(rank, file);
     comm_t comm = NULL;
@@ -319,12 +332,13 @@ static void in_progress(int rank, int ranks, const char *file) {
     collectives(comm, rank, ranks, (stream_t)(uintptr_t)16);
     /* Until the last rank has split it too, the communicator is in progress, and no other can be made of it. */
     int last = rank == ranks - 1;
-    if (last) usleep(300000);
+    if (last) so_far(0, file, "split");
     int code = split(comm, last ? -1 : 0, &half);
     CHECK(code == IN_PROGRESS);
     if (!last) {
         CHECK(progress(comm) == IN_PROGRESS && progress(half) == IN_PROGRESS);
         CHECK(split(comm, 0, &more) == INVALID_ARGUMENT && strstr(last_error(NULL), "in progress") != NULL);
+        so_far(1, file, "split");
     }
     await(comm, code);
     CHECK((half == NULL) == last);
@@ -336,10 +350,11 @@ static void in_progress(int rank, int ranks, const char *file) {
     /* Finalized, it is in progress until its calls are done. */
     int32_t *value = memory(4);
     *value = rank + 1;
-    if (last) usleep(300000);
+    if (last) so_far(0, file, "finalized");
     OK(((all_reduce_t)found("ncclAllReduce"))(value, value, 1, INT32, SUM, comm, (stream_t)(uintptr_t)16));
     code = CALL(ncclCommFinalize, comm_t)(comm);
     CHECK(code == IN_PROGRESS && (last || progress(comm) == IN_PROGRESS));
+    if (!last) so_far(1, file, "finalized");
     await(comm, code);
     CHECK(*value == ranks * (ranks + 1) / 2);
     OK(CALL(ncclMemFree, void *)(value));

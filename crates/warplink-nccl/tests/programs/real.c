@@ -207,10 +207,9 @@ int ncclCommWindowDeregister(struct comm *comm, void *window) {
     return SUCCESS;
 }
 
-int ncclDevCommCreate(struct comm *comm, const void *wanted, int *made) {
-    (void)wanted;
+int ncclDevCommCreate(struct comm *comm, const struct config *wanted, int *made) {
     int code = meet(comm->job);
-    note("device communicator %d", comm->rank);
+    note("device communicator %d with %d", comm->rank, wanted->blocking);
     *made = 1;
     return code;
 }
