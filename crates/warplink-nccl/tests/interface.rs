@@ -233,8 +233,9 @@ fn every_function_can_be_called_from_python() {
     assert_done(&run_python("interface.py", &[&names.join(" ")]));
 }
 
-/// A killed rank, with others that give up or go on without it, an abort, different calls, forks, exits without destruction, a call that is never made by the others, and
-/// calls of several communicators in opposite orders.
+/// A killed rank, with others that give up or go on without it, an abort, different calls, forks, exits without destruction,
+/// a call that is never made by the others, groups of several streams, and calls of several communicators in opposite
+/// orders.
 #[test]
 fn faults_end_as_users_of_nccl_expect() {
     let cases = [
@@ -247,6 +248,7 @@ fn faults_end_as_users_of_nccl_expect() {
         "closed",
         "uneven",
         "exits",
+        "grouped",
         "orders",
     ];
     for (case, end) in cases.iter().zip(run_python("faults.py", &cases)) {

@@ -333,7 +333,60 @@ def orders(rank, path):
     return f"{calls} calls of {len(mine)} communicators{', one of NCCL' if len(mine) > 2 else ''}"
 
 
-CASES = {case.__name__: case for case in (killed, shrunk, aborted, different, forked, left, closed, uneven, exits, orders)}
+def grouped(rank, path):
+    """A group of several streams waits for all of them, and each for all of it; a thread registers windows of all ranks."""
+    comm, single, length = joined(rank, path), join(0, 1, new_id()), c_size_t(1_000_000)
+    first, second = stream_of(FIRST, rank), stream_of(SECOND, rank)
+    places = [memory([value] * length.value) for value in (rank + 1, 0, rank + 1, 0)]
+    (source, _), (one, ones), (two, _), (other, others) = places
+
+    def copy(from_, to, stream):
+        ok("AllReduce", from_, to, length, INT32, SUM, single, stream)
+
+    total = RANKS * (RANKS + 1) // 2
+    # The first call of a kind loads its kernel, which would give the streams time.
+    for begins in (False, True):
+        for _ in range(10):
+            copy(source, other, second)
+        copy(other, one, second)
+        copy(source, two, second)
+        ok("GroupStart")
+        ok("AllReduce", one, one, length, INT32, SUM, comm, first)
+        ok("AllReduce", two, two, length, INT32, SUM, comm, second)
+        ok("GroupEnd")
+        copy(two, other, first)
+        synchronize(first)
+        assert set(ones[:]) == set(others[:]) == {total}, (begins, ones[0], others[0])
+        synchronize(second)
+    for ended in (single, comm):
+        ok("CommDestroy", ended)
+    if rank > 0:
+        return ""
+    comms, windows = (c_void_p * RANKS)(), [c_void_p() for _ in range(2 * RANKS)]
+    ok("CommInitAll", comms, RANKS, None)
+    mine = []
+    for each in range(RANKS):
+        select(each)
+        mine += [memory([each + 1] * COUNT) for _ in range(2)]
+    ok("GroupStart")
+    for number, window in enumerate(windows):
+        place, comm = mine[number][0], c_void_p(comms[number // 2])
+        ok("CommWindowRegister", comm, place, c_size_t(4 * COUNT), byref(window), 1)
+        all_reduce(comm, number // 2, FIRST, place)
+    ok("GroupEnd")
+    for number, window in enumerate(windows):
+        select(number // 2)
+        synchronize(stream_of(FIRST, number // 2))
+        place, values = mine[number]
+        assert set(values[:]) == {total}, (number, values[0])
+        ok("CommWindowDeregister", c_void_p(comms[number // 2]), window)
+        ok("MemFree", place)
+    for comm in comms:
+        ok("CommDestroy", c_void_p(comm))
+    return ""
+
+
+CASES = {case.__name__: case for case in (killed, shrunk, aborted, different, forked, left, closed, uneven, exits, grouped, orders)}
 
 
 def rank_of_case(case, rank, path):

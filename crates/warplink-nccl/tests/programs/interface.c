@@ -224,6 +224,10 @@ static void refusals(comm_t comm, stream_t stream) {
     OK(CALL(ncclMemFree, void *)(in));
 }
 
+static int split(comm_t comm, int color, comm_t *made) {
+    return CALL(ncclCommSplit, comm_t, int, int, comm_t *, void *)(comm, color, 0, made, NULL);
+}
+
 static void whole_life(int rank, int ranks, const char *file) {
     int version = 0, value = -1;
     OK(CALL(ncclGetVersion, int *)(&version));
@@ -249,6 +253,15 @@ static void whole_life(int rank, int ranks, const char *file) {
     OK(CALL(ncclCommGetAsyncError, comm_t, int *)(comm, &value));
     CHECK(value == SUCCESS);
     OK(CALL(ncclCommDestroy, comm_t)(half));
+    /* The last rank takes part in a split, but is in no half. */
+    int last = rank == ranks - 1;
+    comm_t others = comm;
+    OK(split(comm, last ? -1 : 3, &others));
+    CHECK((others == NULL) == last);
+    if (!last) {
+        collectives(others, rank, ranks - 1, (stream_t)(uintptr_t)19);
+        OK(CALL(ncclCommDestroy, comm_t)(others));
+    }
     /* Without the last rank, which does not call. */
     if (ranks > 1 && rank < ranks - 1) {
         int excluded = ranks - 1;
@@ -320,10 +333,6 @@ static int progress(comm_t comm) {
     int code = -1;
     OK(CALL(ncclCommGetAsyncError, comm_t, int *)(comm, &code));
     return code;
-}
-
-static int split(comm_t comm, int color, comm_t *made) {
-    return CALL(ncclCommSplit, comm_t, int, int, comm_t *, void *)(comm, color, 0, made, NULL);
 }
 
 static void in_progress(int rank, int ranks, const char *file) {
