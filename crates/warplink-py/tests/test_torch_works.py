@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -129,6 +130,39 @@ def test_a_wait_with_a_limit(dist, rank, place):
     else:
         meet(place, "waited", rank, range(2))
         dist.all_reduce(torch.ones(2))
+
+
+class Stream:
+    """Stands in for a stream of a GPU."""
+
+    def __init__(self, raw):
+        self.raw, self.did = raw, []
+
+    def mark(self):
+        return f"what {self.raw} has so far"
+
+    def wait_event(self, event):
+        self.did.append(event)
+
+    def synchronize(self, limit):
+        self.did.append(limit)
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_a_stream_waits_for_a_work_where_the_host_does_not(blocks):
+    from warplink.torch.works import GpuWork, WorkGroup
+
+    def fail():
+        raise AssertionError("nothing is to be raised")
+
+    caller, ours = Stream(1), Stream(2)
+    space = SimpleNamespace(stream=caller, device=torch.device("cpu"))
+    limit = 5.0 if blocks else None
+    marked = GpuWork([], space, (None, ours), "the end of the first", fail, limit)
+    later = GpuWork([], space, (None, ours), None, fail, limit)
+    of_the_caller = GpuWork([], space, (None, caller), None, fail, limit)
+    WorkGroup([marked, of_the_caller, later]).block_current_stream()
+    assert (caller.did, ours.did) == (["the end of the first", "what 2 has so far"], [])
 
 
 @as_ranks(2)

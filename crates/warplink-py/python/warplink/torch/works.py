@@ -213,10 +213,14 @@ class GpuWork(_Work):
             self._borrowed.synchronize(timeout.total_seconds())
         elif self._limit is not None and not is_recording(self._space.device):
             self._borrowed.synchronize(self._limit)
+        self.block_current_stream()
+        return True
+
+    def block_current_stream(self) -> None:
+        """Has the caller's current stream wait for it. The host never waits, and nothing is raised."""
         current = self._space.stream
         if current.raw != self._borrowed.raw:
             current.wait_event(self._done())
-        return True
 
     def is_completed(self) -> bool:
         try:
@@ -256,6 +260,10 @@ class WorkGroup(dist.Work):
     def synchronize(self) -> None:
         for work in self._works:
             work.synchronize()
+
+    def block_current_stream(self) -> None:
+        for work in self._works:
+            work.block_current_stream()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
