@@ -113,6 +113,12 @@ def test_pytorch_finds_the_backend_by_itself():
     pytest.importorskip("torch")
     points = importlib.metadata.entry_points(group="torch.backends")
     assert [point.value for point in points if point.name == "warplink"] == ["warplink.autoload:name_backend"]
-    code = "import sys, torch.distributed as dist; assert 'warplink.torch' not in sys.modules; dist.Backend.WARPLINK"
+    code = """
+import sys, torch.distributed as dist
+from torch.distributed import batch_isend_irecv
+assert "warplink.torch" not in sys.modules and dist.Backend.WARPLINK
+import warplink.torch
+assert dist.batch_isend_irecv is dist.distributed_c10d.batch_isend_irecv is batch_isend_irecv
+"""
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr

@@ -201,6 +201,27 @@ def test_batches_of_sends_and_receives(rank, world, place):
 
 
 @as_ranks(2)
+def test_batches_by_a_name_that_was_imported_before_the_group_was_made(rank, world, place):
+    import sys
+
+    from warplink.autoload import name_backend
+
+    # Where the wheel is installed, PyTorch's import has done it.
+    name_backend()
+    from torch.distributed import batch_isend_irecv
+
+    assert "warplink.torch" not in sys.modules
+    dist = begin(rank, world, place)
+    got = torch.zeros(3)
+    ends = [(dist.isend, torch.full((3,), float(rank))), (dist.irecv, got)]
+    for work in batch_isend_irecv([dist.P2POp(call, tensor, 1 - rank) for call, tensor in ends]):
+        work.wait()
+    messages = dist.group.WORLD._messages
+    assert (got == 1 - rank).all() and not messages._senders and not messages._readers
+    dist.destroy_process_group()
+
+
+@as_ranks(2)
 def test_ranks_that_differ_are_told(rank, world, place):
     from warplink.errors import MismatchError
 

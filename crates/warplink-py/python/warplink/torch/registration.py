@@ -7,7 +7,7 @@ import logging
 import sys
 import weakref
 from types import FrameType
-from typing import Any
+from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,6 @@ def is_direct_group(group: dist.ProcessGroup | None = None) -> bool:
 def register() -> None:
     """Registers the backend. To be called once."""
     name_backend()
-    _batch_together()
     atexit.register(_leave_at_exit)
 
 
@@ -101,38 +100,31 @@ def _configuration() -> tuple[dict[str, str], Any, Any, Any]:
     return {"cpu": "warplink", "cuda": "warplink"}, None, None, None
 
 
-def _batch_together() -> None:
-    """Has ``batch_isend_irecv`` of these groups go direct, or coalesce CUDA tensors, as NCCL needs.
+def batch_isend_irecv(original: Callable[[list[Any]], list[Any]], p2p_op_list: list[Any]) -> list[Any]:
+    """PyTorch's ``batch_isend_irecv``, which goes direct, or coalesces CUDA tensors, as NCCL needs; ``original`` for others' groups.
 
     PyTorch does so only for groups of its own class; sends and receives of NCCL that are posted one by
     one can wait for each other.
     """
-    original = c10d.batch_isend_irecv
-
-    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
-        first: Any = p2p_op_list[0] if p2p_op_list else None
-        group = getattr(first, "group", None) or (first and c10d._get_default_group())
-        if not isinstance(group, ProcessGroupWarplink):
-            return original(p2p_op_list)
-        c10d._check_p2p_op_list(p2p_op_list)
-        group._check()
-        device = first.tensor.device
-        if (direct := group.direct_messages(device, by_all=False)) is not None:
-            sends = (dist.isend, c10d.isend)
-            batch = [Message(op.group_peer, op.op in sends, op.tensor) for op in p2p_op_list]
-            return [direct.exchange(batch)]
-        if device.type != "cuda":
-            return original(p2p_op_list)
-        with c10d._coalescing_manager(group, device, async_ops=True) as manager:
-            for op in p2p_op_list:
-                key = "group_dst" if op.op is dist.isend else "group_src"
-                op.op(op.tensor, group=op.group, tag=op.tag, **{key: op.group_peer})
-        works: list[Any] = manager.works
-        return works
-
-    batch_isend_irecv.__doc__ = original.__doc__
-    c10d.batch_isend_irecv = batch_isend_irecv
-    dist.batch_isend_irecv = batch_isend_irecv
+    first: Any = p2p_op_list[0] if p2p_op_list else None
+    group = getattr(first, "group", None) or (first and c10d._get_default_group())
+    if not isinstance(group, ProcessGroupWarplink):
+        return original(p2p_op_list)
+    c10d._check_p2p_op_list(p2p_op_list)
+    group._check()
+    device = first.tensor.device
+    if (direct := group.direct_messages(device, by_all=False)) is not None:
+        sends = (dist.isend, c10d.isend)
+        batch = [Message(op.group_peer, op.op in sends, op.tensor) for op in p2p_op_list]
+        return [direct.exchange(batch)]
+    if device.type != "cuda":
+        return original(p2p_op_list)
+    with c10d._coalescing_manager(group, device, async_ops=True) as manager:
+        for op in p2p_op_list:
+            key = "group_dst" if op.op is dist.isend else "group_src"
+            op.op(op.tensor, group=op.group, tag=op.tag, **{key: op.group_peer})
+    works: list[Any] = manager.works
+    return works
 
 
 def _leave_at_exit() -> None:
