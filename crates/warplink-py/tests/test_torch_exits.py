@@ -16,6 +16,8 @@ LAUNCHER = """
 import atexit, json, os, sys, threading, time
 import torch, torch.distributed as dist
 import warplink.torch
+from warplink.torch import joining
+from warplink.torch.group import leave_at_exit
 
 folder, programs = sys.argv[1], json.loads(sys.argv[2])
 own, ended = None, {}
@@ -37,6 +39,13 @@ else:
     os.dup2(output, 1), os.dup2(output, 2)
     if "at exit" in program:
         atexit.register(dist.destroy_process_group)
+    def leaves(part, expected):
+        # Whether the end of the interpreter closes it, and whether all have left each job.
+        left, leave = [], joining.leave
+        joining.leave = lambda *arguments: left.append(leave(*arguments))
+        leave_at_exit()
+        assert part._closed and left == expected, left
+
     dist.init_process_group("warplink", init_method=f"file://{folder}/{own}.store", rank=rank, world_size=2)
     dist.all_reduce(torch.ones(3))
     exec(program)
@@ -60,6 +69,19 @@ else:
     "a part of the group": """
 both, one = dist.new_group([0, 1]), dist.new_group([0])
 work = dist.all_reduce(torch.ones(3), group=both, async_op=True)
+""",
+    "a part that was split off": """
+part = dist.group.WORLD.split_group([0, 1])
+work = part.allreduce([torch.ones(3)])
+leaves(part, [True])
+""",
+    "memory that a part shares": """
+part = dist.new_group([0, 1])
+# Its members join a job for their memory, as on GPUs.
+part._communicator = None
+part.get_p2p_buffer(1 - rank, (8,), torch.float32)
+part.intra_node_barrier()
+leaves(part, [True, True])
 """,
     "a thread": "threading.Thread(target=lambda: (time.sleep(0.5), dist.all_reduce(torch.ones(3)))).start()",
     "gradients": """

@@ -12,15 +12,16 @@ CPU tensors of a group on one machine go over Warplink's host device, CUDA tenso
 can and by NCCL otherwise, and CPU tensors of groups that span machines to Gloo.
 """
 
+from warplink.autoload import name_backend as _name_backend
 from warplink.torch.flight_recorder import dump_flight_recorder
 from warplink.torch.fusion import disable_fusion, enable_fusion, fusion_report
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.options import DEFAULT_BUFFER_SIZE, Options, from_environment as _from_environment
 from warplink.torch import ops as _ops, scaled as _scaled  # noqa: F401 - torch.ops.warplink
 from warplink.torch.fused import AllReduceFusionPattern, QuantizationSFLayout, register_for_vllm
-from warplink.torch.registration import get_warplink_group, is_direct_group, register
+from warplink.torch.registration import get_warplink_group, is_direct_group
 
-register()
+_name_backend()
 if _from_environment("WARPLINK_TORCH_FUSION"):
     enable_fusion()
 

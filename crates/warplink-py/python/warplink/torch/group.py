@@ -7,10 +7,13 @@ buffers that the other ranks reach, and the fused operations.
 
 from __future__ import annotations
 
+import atexit
 import copy
+import itertools
 import os
 import sys
 import threading
+import weakref
 from datetime import timedelta
 from typing import Any, Sequence
 
@@ -35,6 +38,10 @@ LEAVE_AT_EXIT_SECONDS = 1.0
 
 _CPU = torch.device("cpu")
 _CUDA = torch.device("cuda")
+
+#: The groups of this process that are there, by their numbers in the order in which it made them.
+_groups: weakref.WeakValueDictionary[int, ProcessGroupWarplink] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
@@ -104,6 +111,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             self._start_gloo()
         if self._devices.get("cuda") == "warplink" and torch.cuda.is_available():
             self._start_nccl(split_from)
+        _groups[next(_numbers)] = self
 
     # Starting the parts
 
@@ -402,26 +410,40 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
                 failure = failure or error
         return failure
 
-    def leave_at_exit(self) -> None:
-        """At the interpreter's end: closes a group that was not destroyed."""
-        if self._closed or os.getpid() != self._process:
+    def _leave_at_exit(self) -> None:
+        """Closes the group if it was not destroyed."""
+        if not self._begin_end():
             return
-        if self._job is None:
-            # A part of another group, with which it leaves.
-            for part in (self._host, self._messages, self._batches):
-                if part is not None:
-                    part.close()
-            return
+        jobs = []
+        for space in self._workspaces.values():
+            # It would wait longer for the others to leave.
+            job, space._job = space._job, None
+            jobs.append(job)
+        jobs.append(self._job)
+
+        def end(error: BaseException) -> None:
+            for job in jobs:
+                if job is not None:
+                    job.abort(f"its process ended with {error!r}")
+
         failure = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if failure is not None:
-            self._job.abort(f"its process ended with {failure!r}")
-        elif self._begin_end():
-            unheard = self._end_parts()
-            if unheard is not None:
-                self._job.abort(f"its process ended with {unheard!r}")
-            elif not joining.leave(self._job, LEAVE_AT_EXIT_SECONDS):
-                # They are to know before the process is gone.
-                self._job.abort("its process ended")
+            # First, since parts may be waiting for peers, and those for this rank.
+            end(failure)
+        unheard = self._end_parts()
+        if unheard is not None:
+            end(unheard)
+        for job in jobs:
+            if job is not None:
+                joining.leave(job, LEAVE_AT_EXIT_SECONDS)
 
     def __repr__(self) -> str:
         return f"ProcessGroupWarplink(rank={self._rank}, size={self._size})"
+
+
+@atexit.register
+def leave_at_exit() -> None:
+    """At the interpreter's end: closes the groups that were not destroyed. A group comes before the one that it is a part of; so
+    members of several leave them in one order, as they made them."""
+    for _, group in sorted(_groups.items(), reverse=True):
+        group._leave_at_exit()

@@ -1,11 +1,9 @@
-"""Making the backend known to ``torch.distributed``."""
+"""The backend as ``torch.distributed`` calls it, and groups that were made by it."""
 
 from __future__ import annotations
 
-import atexit
 import logging
 import sys
-import weakref
 from types import FrameType
 from typing import Any, Callable
 
@@ -13,14 +11,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from warplink.autoload import name_backend
 from warplink.torch.direct import Message
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.options import Options
 
 _log = logging.getLogger(__name__)
-
-_groups: weakref.WeakSet[ProcessGroupWarplink] = weakref.WeakSet()
 
 
 def get_warplink_group(group: dist.ProcessGroup | None = None) -> ProcessGroupWarplink | None:
@@ -34,12 +29,6 @@ def is_direct_group(group: dist.ProcessGroup | None = None) -> bool:
     ``get_p2p_buffer`` and the fused operations go direct."""
     found = get_warplink_group(group)
     return found is not None and found.is_direct
-
-
-def register() -> None:
-    """Registers the backend. To be called once."""
-    name_backend()
-    atexit.register(_leave_at_exit)
 
 
 def create(options: Any, backend_options: Any) -> ProcessGroupWarplink:
@@ -64,7 +53,6 @@ def create(options: Any, backend_options: Any) -> ProcessGroupWarplink:
     # Groups that are bound are split by the backend of the device, which on the CPU is the group itself.
     if bound is not None and bound.type != "cpu":
         group.bound_device_id = bound
-    _groups.add(group)
     return group
 
 
@@ -125,9 +113,3 @@ def batch_isend_irecv(original: Callable[[list[Any]], list[Any]], p2p_op_list: l
             op.op(op.tensor, group=op.group, tag=op.tag, **{key: op.group_peer})
     works: list[Any] = manager.works
     return works
-
-
-def _leave_at_exit() -> None:
-    # Parts of a group before the group.
-    for group in sorted(_groups, key=lambda group: group._job is not None):
-        group.leave_at_exit()
