@@ -131,6 +131,60 @@ def test_a_plan_without_overlap_is_tried_where_the_plain_pair_is_faster(dist, ra
     assert gathers(4, (False, False), (False, False)) is None
 
 
+class Full:
+    """A communicator whose rank 1 has no memory left."""
+
+    def __init__(self, communicator):
+        self._communicator = communicator
+
+    def __getattr__(self, name):
+        return getattr(self._communicator, name)
+
+    def alloc(self, nbytes):
+        from warplink.errors import OutOfMemoryError
+
+        if self.rank == 1:
+            raise OutOfMemoryError("none is left")
+        return self._communicator.alloc(nbytes)
+
+
+@pytest.mark.parametrize("tries", [False, True])
+@as_ranks(2)
+def test_without_memory_for_a_plan_calls_are_plain_on_all_ranks(dist, rank, world, tries):
+    from warplink.errors import OutOfMemoryError
+    from warplink.torch import trials
+
+    ops, group = torch.ops.warplink, dist.group.WORLD
+    space, name = group.workspace("cpu"), group.group_name
+    communicator, space.tries = space.communicator, tries
+
+    def fail(*arguments):
+        raise OutOfMemoryError("a member lacks memory")
+
+    if tries:
+        # The plan is there, and what is tried with it fails.
+        trials._alone = fail
+    else:
+        space.communicator = Full(communicator)
+    # Plans along the last dimension are kept for calls of other widths.
+    dims = (0,) if tries else (0, 1)
+    for dim in dims:
+        a, b = torch.full((4, 4), rank + 1.0), torch.arange(32.0).view(8, 4)[: 4 * (1 + dim)]
+        whole = torch.cat([torch.full((4, 4), peer + 1.0) for peer in range(world)], dim)
+        for operation in ("gather", "scatter"):
+            for _ in range(3):
+                if operation == "gather":
+                    gathered, (product,) = ops.fused_all_gather_matmul(a, [b], dim, name)
+                    assert torch.equal(gathered, whole) and torch.equal(product, whole @ b)
+                else:
+                    part = ops.fused_matmul_reduce_scatter(whole, b, "sum", dim, name)
+                    assert torch.equal(part, (whole @ b * world).chunk(world, dim)[rank])
+    decisions = space.decisions.values()
+    assert len(decisions) == 2 * len(dims) and not any(map(any, decisions)) and not space.plans
+    # Nothing has ended.
+    communicator.barrier()
+
+
 @as_ranks(2)
 def test_calls_like_earlier_ones_take_the_short_path(rank, world, place):
     """Calls like earlier ones, whose longer path is taken away."""

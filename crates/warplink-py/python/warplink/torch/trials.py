@@ -14,6 +14,7 @@ from typing import Any, Callable, NamedTuple, TypeVar
 
 import torch
 
+from warplink.errors import OutOfMemoryError
 from warplink.torch.workspace import Workspace, is_recording
 
 T = TypeVar("T")
@@ -38,6 +39,10 @@ class Decision(NamedTuple):
     captured: bool
 
 
+#: That no call is fused.
+_PLAIN = Decision(False, False)
+
+
 class Way(NamedTuple):
     """A way of a call."""
 
@@ -55,26 +60,39 @@ def faster(
 ) -> T:
     """``fused()`` or ``plain()``, which are the same call, whichever is faster for calls of ``key``. Members try both after the
     first one, which every member makes at the same time; where ``plain()`` is, they try a plan of the collective and the
-    matmul, too, which takes the host less time. Later calls go by ``again()``, where that does not return None."""
+    matmul, too, which takes the host less time. Later calls go by ``again()``, where that does not return None. Where a member
+    lacks memory for a plan, all of them go by ``plain()`` from then on."""
     decision: Decision | None = space.decisions.get(key)
-    if decision is None:
-        result = fused()
-        if space.tries and not is_recording(space.device):
-            decision = _compare(space, key, fused, plain, again)
-            if not any(decision) and space.plan_without_overlap(key):
-                fused()
-                decision = _compare(space, key, fused, plain, again)
-            space.decide(key, decision)
-            if not any(decision):
-                space.forget(key)
-        return result
-    fuses = decision.eager
-    if fuses != decision.captured and is_recording(space.device):
-        fuses = decision.captured
-    if fuses:
-        return fused()
-    space.state.note(key)
+    try:
+        if decision is None:
+            return _first(space, key, fused, plain, again)
+        fuses = decision.eager
+        if fuses != decision.captured and is_recording(space.device):
+            fuses = decision.captured
+        if fuses:
+            return fused()
+        space.state.note(key)
+    except OutOfMemoryError:
+        # All members get it, where one lacks memory for a plan.
+        space.decide(key, _PLAIN)
+        space.forget(key)
     return plain()
+
+
+def _first(
+    space: Workspace, key: Any, fused: Callable[[], T], plain: Callable[[], T], again: Callable[[], T | None]
+) -> T:
+    """``fused()``, behind which members decide on later calls."""
+    result = fused()
+    if space.tries and not is_recording(space.device):
+        decision = _compare(space, key, fused, plain, again)
+        if not any(decision) and space.plan_without_overlap(key):
+            fused()
+            decision = _compare(space, key, fused, plain, again)
+        space.decide(key, decision)
+        if not any(decision):
+            space.forget(key)
+    return result
 
 
 def _compare(
@@ -84,7 +102,8 @@ def _compare(
     plain: Callable[[], Any],
     again: Callable[[], Any],
 ) -> Decision:
-    """Decides between two ways of a call, collectively. An error on one member alone ends the communicator."""
+    """Decides between two ways of a call, collectively. An error on one member alone ends the communicator; all get the
+    OutOfMemoryError of one."""
 
     def later(run: Callable[[], Any]) -> Callable[[], Any]:
         """The path of later calls."""
@@ -95,8 +114,8 @@ def _compare(
 
         return call
 
-    ways = [Way(Decision(True, True), later(fused)), Way(Decision(False, False), later(plain))]
-    with space.whole():
+    ways = [Way(Decision(True, True), later(fused)), Way(_PLAIN, later(plain))]
+    with space.whole(OutOfMemoryError):
         for way in ways:
             space.decide(key, way.decision)
             for _ in range(_WARM):
