@@ -40,6 +40,7 @@ def calls_on_host(comm):
 
     class HostCalls(GpuCollectives):
         def __init__(self):
+            self.enqueued = []
             collectives = comm.collectives(path="direct")
             self._collectives = Awaited(collectives)
             self._rank, stream = comm.rank, comm.create_stream()
@@ -67,6 +68,7 @@ def calls_on_host(comm):
             pass
 
         def _enqueue(self, name, outputs, inputs, call, asynchronous, further=(), computes=False):
+            self.enqueued.append(name)
             sources, targets = [readable(t) for t in inputs], [writable(t) for t in outputs]
             call(self._space.current_streams()[1], sources, targets)
             for tensor, target in zip(outputs, targets):
@@ -115,38 +117,90 @@ def test_each_call_gives_what_the_backend_would(rank, world, meeting):
                 # As it is, and of every second column.
                 for wide in (False, True):
                     found = own.clone() if not wide else own.repeat_interleave(2, 1)[:, ::2]
-                    assert calls.collective("all_reduce", found, found, True, how).result[0] is found
+                    assert calls.collective("all_reduce", [found], [found], True, how).result[0] is found
                     torch.testing.assert_close(found, total)
                     found = own.clone() if not wide else own.repeat_interleave(2, 1)[:, ::2]
-                    calls.collective("reduce", found, found, False, how, world - 1)
+                    calls.collective("reduce", [found], [found], False, how, world - 1)
                     torch.testing.assert_close(found, total if rank == world - 1 else own)
                 # Rank r's parts, each of one rank.
                 parts = [torch.stack([numbers(r, shape, dtype, 50 * p + turn) for p in range(world)]) for r in range(world)]
                 total = expected(torch.stack([part[rank] for part in parts]).to(torch.float64)).to(dtype)
                 found = torch.empty(shape, dtype=dtype)
-                calls.collective("reduce_scatter", found, parts[rank].clone(), True, how)
+                calls.collective("reduce_scatter", [found], [parts[rank].clone()], True, how)
                 torch.testing.assert_close(found, total)
                 found = torch.empty(shape, dtype=dtype)
                 calls.reduce_scatter(found, list(parts[rank]), how, True)
                 torch.testing.assert_close(found, total)
             found = own.clone()
-            calls.collective("broadcast", found, found, True, None, 1 % world)
+            calls.collective("broadcast", [found], [found], True, None, 1 % world)
             assert torch.equal(found, all_inputs[1 % world])
             found = torch.zeros(world, *shape, dtype=dtype)
-            calls.collective("all_gather", found, own, True)
+            calls.collective("all_gather", [found], [own], True)
             assert torch.equal(found, torch.stack(all_inputs))
             # In place, as FSDP has it.
             found = torch.zeros(world, *shape, dtype=dtype)
             found[rank] = own
-            calls.collective("all_gather", found, found[rank], True)
+            calls.collective("all_gather", [found], [found[rank]], True)
             assert torch.equal(found, torch.stack(all_inputs))
             outputs = [torch.zeros(shape, dtype=dtype) for _ in range(world)]
             calls.all_gather(outputs, own, True)
             assert torch.equal(torch.stack(outputs), torch.stack(all_inputs))
         empty = torch.empty(0)
-        calls.collective("all_reduce", empty, empty, True, ("sum", "f32"))
+        calls.collective("all_reduce", [empty], [empty], True, ("sum", "f32"))
         calls.all_gather([empty.clone() for _ in range(world)], empty, True)
-        calls.collective("broadcast", empty, empty, True, None, 0)
+        calls.collective("broadcast", [empty], [empty], True, None, 0)
+
+
+def group_of(direct, rank, world):
+    """A group's calls, which ``direct`` does, of tensors of the host that pass for those of a GPU."""
+    from warplink.torch.calls import GroupCalls
+    from warplink.torch.works import Noted
+
+    class Backend:
+        """Gives what it was called with, in the place of NCCL."""
+
+        supports_coalescing = False
+
+        def __getattr__(self, name):
+            return lambda *arguments: (name, *arguments)
+
+    class Group(GroupCalls):
+        _rank, _size, _direct_works = rank, world, Noted()
+
+        def _backend_of(self, tensors, by_all=True):
+            return Backend()
+
+        def _direct(self, tensors):
+            return direct
+
+    return Group()
+
+
+@as_ranks(2)
+def test_coalesced_calls_are_enqueued_together(rank, world, meeting):
+    import warplink
+
+    with warplink.Job.join(rank, world, meeting, device="host") as job:
+        direct = calls_on_host(job.world())
+        group = group_of(direct, rank, world)
+        owns = [torch.full((size,), rank + 1.0) for size in (2, 3000)]
+        wholes = [torch.zeros(world * one.numel()) for one in owns]
+        every = [torch.arange(1.0, world + 1).repeat_interleave(one.numel()) for one in owns]
+        assert group.allgather_into_tensor_coalesced(wholes, owns).result == wholes
+        assert all(map(torch.equal, wholes, every))
+        parts = [torch.zeros_like(one) for one in owns]
+        assert group.reduce_scatter_tensor_coalesced(parts, wholes).result == parts
+        assert all(map(torch.equal, parts, [one * world for one in owns]))
+        assert group.allreduce_coalesced(owns).result == owns
+        assert all((one == sum(range(1, world + 1))).all() for one in owns)
+        assert direct.enqueued == ["all_gather", "reduce_scatter", "all_reduce"]
+        # Of different types, which have kernels of their own.
+        mixed = [parts[0], parts[1].int()]
+        works = group.reduce_scatter_tensor_coalesced(mixed, [wholes[0], wholes[1].int()])._works
+        assert [work[:2] for work in works] == [("_reduce_scatter_base", one) for one in mixed]
+        with pytest.raises(ValueError, match="expected one to have 2 times"):
+            group.allgather_into_tensor_coalesced(wholes, wholes)
+        assert len(direct.enqueued) == 3
 
 
 def test_the_option_is_read_from_the_environment(monkeypatch):
@@ -259,7 +313,7 @@ def batch(comm, collectives, space, side):
         space.stream.synchronize(30.0)
         assert received.eq(left + 1.0).all() and work.is_completed()
         assert sent.kept == received.kept == 1
-    calls.collective("all_reduce", received, received, True, ("sum", "f32")).wait()
+    calls.collective("all_reduce", [received], [received], True, ("sum", "f32")).wait()
     space.stream.synchronize(30.0)
     entries = pickle.loads(calls._recorder.dump())["entries"]
     found = [(entry["profiling_name"], entry["is_p2p"], entry["state"], entry["input_sizes"]) for entry in entries]

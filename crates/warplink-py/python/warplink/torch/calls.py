@@ -76,7 +76,7 @@ class GroupCalls(GroupRoutes):
             if (direct := self._direct(tensors)) is None:
                 return backend.broadcast(tensors, opts)
             root = root_of(self._size, opts)
-            return self._done([direct.collective("broadcast", t, t, _is_async(opts), None, root) for t in tensors])
+            return self._done([direct.collective("broadcast", tensors, tensors, _is_async(opts), None, root)])
         return self._host.broadcast(tensors, root_of(self._size, opts), limit_of(opts))
 
     @seen_as("allreduce_")
@@ -105,7 +105,7 @@ class GroupCalls(GroupRoutes):
         for tensor in tensors[1:]:
             if tensor.dtype != tensors[0].dtype:
                 return otherwise(tensors, opts)
-        return self._done([direct.collective("all_reduce", t, t, _is_async(opts), how) for t in tensors])
+        return self._done([direct.collective("all_reduce", tensors, tensors, _is_async(opts), how)])
 
     @seen_as("reduce_")
     def reduce(self, tensors: Any, opts: Any = None, *rest: Any) -> Any:
@@ -116,7 +116,7 @@ class GroupCalls(GroupRoutes):
             if direct is None:
                 return backend.reduce(tensors, opts)
             root = root_of(self._size, opts)
-            return self._done([direct.collective("reduce", t, t, _is_async(opts), how, root) for t in tensors])
+            return self._done([direct.collective("reduce", tensors, tensors, _is_async(opts), how, root)])
         return self._host.reduce(tensors, opts.reduceOp, root_of(self._size, opts), limit_of(opts))
 
     @seen_as("allgather_")
@@ -145,7 +145,7 @@ class GroupCalls(GroupRoutes):
             return backend._allgather_base(output, input, opts)
         share(self._size, output, input)
         if direct is not None:
-            return self._done([direct.collective("all_gather", output, input, _is_async(opts))])
+            return self._done([direct.collective("all_gather", [output], [input], _is_async(opts))])
         return self._host.all_gather_flat([output], [input], limit_of(opts))
 
     @seen_as("allgather_coalesced_")
@@ -164,12 +164,13 @@ class GroupCalls(GroupRoutes):
     ) -> Any:
         opts = opts if opts is not None else c10d.AllgatherOptions()
         if (backend := self._backend_of(inputs)) is not None:
-            if self._direct(inputs) is not None:
-                pairs = zip(outputs, inputs, strict=True)
-                return self._one([self._allgather_base(o, i, opts) for o, i in pairs])
-            return self._together(backend, backend._allgather_base, outputs, inputs, opts)
+            direct = self._direct(inputs)
+            if direct is None:
+                return self._together(backend, backend._allgather_base, outputs, inputs, opts)
         for output, input in zip(outputs, inputs, strict=True):
             share(self._size, output, input)
+        if backend is not None:
+            return self._done([direct.collective("all_gather", outputs, inputs, _is_async(opts))])
         return self._host.all_gather_flat(outputs, inputs, limit_of(opts))
 
     @seen_as("reduce_scatter_")
@@ -196,7 +197,7 @@ class GroupCalls(GroupRoutes):
             if direct is None:
                 return backend._reduce_scatter_base(output, input, opts)
             share(self._size, input, output)
-            return self._done([direct.collective("reduce_scatter", output, input, _is_async(opts), how)])
+            return self._done([direct.collective("reduce_scatter", [output], [input], _is_async(opts), how)])
         return self._host_reduce_scatter([output], [input], opts)
 
     @seen_as("reduce_scatter_tensor_coalesced_")
@@ -205,10 +206,12 @@ class GroupCalls(GroupRoutes):
     ) -> Any:
         opts = opts if opts is not None else c10d.ReduceScatterOptions()
         if (backend := self._backend_of(inputs)) is not None:
-            if self._reduction(outputs, opts.reduceOp)[0] is not None:
-                pairs = zip(outputs, inputs, strict=True)
-                return self._one([self._reduce_scatter_base(o, i, opts) for o, i in pairs])
-            return self._together(backend, backend._reduce_scatter_base, outputs, inputs, opts)
+            direct, how = self._reduction(outputs, opts.reduceOp)
+            if direct is None or len({output.dtype for output in outputs}) > 1:
+                return self._together(backend, backend._reduce_scatter_base, outputs, inputs, opts)
+            for output, input in zip(outputs, inputs, strict=True):
+                share(self._size, input, output)
+            return self._done([direct.collective("reduce_scatter", outputs, inputs, _is_async(opts), how)])
         return self._host_reduce_scatter(outputs, inputs, opts)
 
     def _host_reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:

@@ -43,21 +43,22 @@ class GpuCollectives(GpuMessages):
     def collective(
         self,
         kind: str,
-        output: torch.Tensor,
-        input: torch.Tensor,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
         asynchronous: bool,
         how: tuple[str, str] | None = None,
         root: int | None = None,
     ) -> GpuWork:
-        """The collective ``kind`` from ``input`` to ``output``; a reduction has ``how``, which ``reduction`` gives. At ranks that
-        are not the root of a "reduce", ``output`` stays as it is."""
+        """The collective ``kind`` from each of ``inputs`` to its one of ``outputs``, as one work; a reduction has ``how``, which
+        ``reduction`` gives for all of them. At ranks that are not the root of a "reduce", ``outputs`` stay as they are."""
         stays = kind == "reduce" and root != self._rank
 
         def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-            self._call(kind, stream, (sources if stays else targets)[0], sources[0], how, root)
+            for target, source in zip(sources if stays else targets, sources, strict=True):
+                self._call(kind, stream, target, source, how, root)
 
-        written, further = ([], [output]) if stays else ([output], [])
-        return self._enqueue(kind, written, [input], call, asynchronous, further)
+        written, further = ([], outputs) if stays else (outputs, [])
+        return self._enqueue(kind, written, inputs, call, asynchronous, further)
 
     def barrier(self, asynchronous: bool) -> GpuWork:
         """A barrier of the members' streams, behind which the host waits, too, as in NCCL's."""
