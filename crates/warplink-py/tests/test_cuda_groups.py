@@ -180,17 +180,26 @@ def test_collectives_that_go_direct(rank, world, place):
         assert torch.equal(whole, expected), (turn, "all_gather_into_tensor")
         dist.broadcast(part, 1)
         assert torch.equal(part, expected.view(world, -1)[1]), (turn, "broadcast")
+        root = turn % world
+        outputs = [torch.empty_like(part) for _ in range(world)] if rank == root else None
+        work = dist.gather(whole.view(world, -1)[rank], outputs, root, async_op=asynchronous)
+        if asynchronous:
+            work.block_current_stream()
+        assert outputs is None or torch.equal(torch.cat(outputs), expected), (turn, "gather")
+        dist.scatter(part, list(whole.view(world, -1)) if rank == root else None, root)
+        assert torch.equal(part, expected.view(world, -1)[rank]), (turn, "scatter")
         del own, whole, outputs
     # Reductions that Warplink lacks go to NCCL, several calls may be one work, and graphs replay.
     flags = torch.full((8,), rank == 1, device=device)
     dist.all_reduce(flags, kinds.MAX)
     assert flags.all()
-    ones = [torch.ones(1000, device=device) for _ in range(3)]
-    with dist._coalescing_manager(device=device, async_ops=True) as manager:
-        for one in ones:
-            dist.all_reduce(one)
-    manager.wait()
-    assert all((one == world).all() for one in ones)
+    for of in (device, None):
+        ones = [torch.ones(1000, device=device) for _ in range(3)]
+        with dist._coalescing_manager(device=of, async_ops=True) as manager:
+            for one in ones:
+                dist.all_reduce(one)
+        manager.wait()
+        assert all((one == world).all() for one in ones), of
     total, graph = torch.ones(1000, device=device), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):

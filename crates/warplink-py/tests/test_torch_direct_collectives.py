@@ -145,10 +145,36 @@ def test_each_call_gives_what_the_backend_would(rank, world, meeting):
             outputs = [torch.zeros(shape, dtype=dtype) for _ in range(world)]
             calls.all_gather(outputs, own, True)
             assert torch.equal(torch.stack(outputs), torch.stack(all_inputs))
+            group, root = group_of(calls, rank, world), turn % world
+            gathers, scatters = dist.GatherOptions(), dist.ScatterOptions()
+            gathers.rootRank = scatters.rootRank = root
+            # Of every second column on odd turns.
+            wide = torch.zeros(world, *shape[:1], 2 * shape[1], dtype=dtype)[:, :, :: 1 + turn % 2][:, :, : shape[1]]
+            group.gather([list(wide)] if rank == root else [], [own], gathers)
+            assert torch.equal(wide, torch.stack(all_inputs) if rank == root else torch.zeros_like(wide))
+            whole = torch.zeros(world, *shape, dtype=dtype)
+            group.gather_single(whole, own, gathers)
+            assert torch.equal(whole, torch.stack(all_inputs) if rank == root else torch.zeros_like(whole))
+            found = torch.zeros(shape, dtype=dtype)
+            group.scatter([found], [[one.flip(0) for one in all_inputs]] if rank == root else [], scatters)
+            assert torch.equal(found, own.flip(0))
         empty = torch.empty(0)
         calls.collective("all_reduce", [empty], [empty], True, ("sum", "f32"))
         calls.all_gather([empty.clone() for _ in range(world)], empty, True)
         calls.collective("broadcast", [empty], [empty], True, None, 0)
+        calls.all_gather([empty.clone() for _ in range(world)] if rank == 0 else [], empty, True, 0)
+        calls.reduce_scatter(empty, [empty] * world if rank == 0 else [], None, True, 0)
+        gathers, scatters = dist.GatherOptions(), dist.ScatterOptions()
+        gathers.rootRank = scatters.rootRank = rank
+        one, other = torch.zeros(1), torch.zeros(1, dtype=torch.int32)
+        for says, wrong in [
+            (f"expected one for each of {world} ranks", lambda: group.gather([[one] * (world + 1)], [one], gathers)),
+            (f"expected one for each of {world} ranks", lambda: group.scatter([one], [[one] * (world + 1)], scatters)),
+            ("torch.int32; expected the input's", lambda: group.gather([[other] * world], [one], gathers)),
+            ("expected the input's 1 of torch.int32", lambda: group.scatter([one], [[other] * world], scatters)),
+        ]:
+            with pytest.raises(ValueError, match=says):
+                wrong()
 
 
 def group_of(direct, rank, world):

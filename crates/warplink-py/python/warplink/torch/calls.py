@@ -14,7 +14,7 @@ from warplink.errors import InvalidArgumentError
 from warplink.torch.direct_collectives import reduction
 from warplink.torch.modes import seen_as
 from warplink.torch.routes import GroupRoutes
-from warplink.torch.shapes import bytes_of_parts, count, limit_of, root_of, share, split
+from warplink.torch.shapes import bytes_of_parts, check_alike, count, limit_of, root_of, share, split
 from warplink.torch.works import WorkGroup
 
 
@@ -261,37 +261,57 @@ class GroupCalls(GroupRoutes):
     @seen_as("gather_")
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.GatherOptions()
-        if (backend := self._backend_of(input_tensors)) is not None:
+        backend = self._backend_of(input_tensors)
+        direct = self._direct(input_tensors) if backend is not None else None
+        if backend is not None and direct is None:
             return backend.gather(output_tensors, input_tensors, opts)
-        root = root_of(self._size, opts)
         outputs = output_tensors[0] if output_tensors else []
-        if root == self._rank:
-            count(self._size, outputs, "outputs")
-        return self._host.gather(outputs, input_tensors[0], root, limit_of(opts))
+        return self._gather(direct, outputs, input_tensors[0], opts)
 
     @seen_as("gather_")
     def gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.GatherOptions()
-        if (backend := self._backend_of([input])) is not None:
+        backend = self._backend_of([input])
+        direct = self._direct([input]) if backend is not None else None
+        if backend is not None and direct is None:
             return backend.gather_single(output, input, opts)
-        root, outputs = root_of(self._size, opts), []
-        if root == self._rank:
+        outputs = []
+        if root_of(self._size, opts) == self._rank:
             share(self._size, output, input)
             if not output.is_contiguous():
                 raise InvalidArgumentError("the output is not contiguous; expected the parts one behind another")
             outputs = list(output.detach().view(self._size, *input.shape).unbind(0))
-        return self._host.gather(outputs, input, root, limit_of(opts))
+        return self._gather(direct, outputs, input, opts)
+
+    def _gather(self, direct: Any, outputs: Any, input: Any, opts: Any) -> Any:
+        """Gathers past the backend, or on the host."""
+        root = root_of(self._size, opts)
+        if root == self._rank:
+            count(self._size, outputs, "outputs")
+        if direct is None:
+            return self._host.gather(outputs, input, root, limit_of(opts))
+        outputs = outputs if root == self._rank else []
+        for output in outputs:
+            check_alike(output, input)
+        return self._done([direct.all_gather(outputs, input, _is_async(opts), root)])
 
     @seen_as("scatter_")
     def scatter(self, output_tensors: Any, input_tensors: Any, opts: Any = None) -> Any:
         opts = opts if opts is not None else c10d.ScatterOptions()
-        if (backend := self._backend_of(output_tensors)) is not None:
+        backend = self._backend_of(output_tensors)
+        direct = self._direct(output_tensors) if backend is not None else None
+        if backend is not None and direct is None:
             return backend.scatter(output_tensors, input_tensors, opts)
-        root = root_of(self._size, opts)
+        (output,), root = output_tensors, root_of(self._size, opts)
         inputs = input_tensors[0] if input_tensors else []
         if root == self._rank:
             count(self._size, inputs, "inputs")
-        return self._host.scatter(output_tensors[0], inputs, root, limit_of(opts))
+        if direct is None:
+            return self._host.scatter(output, inputs, root, limit_of(opts))
+        inputs = inputs if root == self._rank else []
+        for input in inputs:
+            check_alike(output, input)
+        return self._done([direct.reduce_scatter(output, inputs, None, _is_async(opts), root)])
 
     @seen_as("barrier")
     def barrier(self, opts: Any = None, *rest: Any) -> Any:

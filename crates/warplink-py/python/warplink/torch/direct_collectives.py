@@ -75,32 +75,40 @@ class GpuCollectives(GpuMessages):
         return work
 
     def all_gather(
-        self, outputs: Sequence[torch.Tensor], input: torch.Tensor, asynchronous: bool
+        self,
+        outputs: Sequence[torch.Tensor],
+        input: torch.Tensor,
+        asynchronous: bool,
+        root: int | None = None,
     ) -> GpuWork:
-        """``outputs[p]`` becomes rank p's ``input``."""
+        """``outputs[p]`` becomes rank p's ``input``; of a gather, on rank ``root`` alone, and others have no outputs."""
+        kind = "all_gather" if root is None else "gather"
 
         def call(stream: warplink.Stream, sources: list[torch.Tensor], _: list[torch.Tensor]) -> None:
-            flat = input.new_empty(len(outputs), input.numel())
-            self._call("all_gather", stream, flat, sources[0])
+            flat = input.new_empty(len(outputs), input.numel()) if outputs else sources[0]
+            self._call(kind, stream, flat, sources[0], None, root)
             for output, part in zip(outputs, flat):
                 output.detach().copy_(part.view(output.shape))
 
-        return self._enqueue("all_gather", [], [input], call, asynchronous, further=outputs, computes=True)
+        return self._enqueue(kind, [], [input], call, asynchronous, further=outputs, computes=True)
 
     def reduce_scatter(
         self,
         output: torch.Tensor,
         inputs: Sequence[torch.Tensor],
-        how: tuple[str, str],
+        how: tuple[str, str] | None,
         asynchronous: bool,
+        root: int | None = None,
     ) -> GpuWork:
-        """``output`` becomes the reduction of every rank's ``inputs[this rank]``."""
+        """``output`` becomes the reduction of every rank's ``inputs[this rank]``; of a scatter, which has no ``how``, it becomes
+        that of rank ``root``, and others have no inputs."""
+        kind = "reduce_scatter" if root is None else "scatter"
 
         def call(stream: warplink.Stream, _: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-            flat = torch.cat([one.detach().reshape(-1) for one in inputs])
-            self._call("reduce_scatter", stream, targets[0], flat, how)
+            flat = torch.cat([one.detach().reshape(-1) for one in inputs]) if inputs else targets[0]
+            self._call(kind, stream, targets[0], flat, how, root)
 
-        return self._enqueue("reduce_scatter", [output], list(inputs), call, asynchronous, computes=True)
+        return self._enqueue(kind, [output], list(inputs), call, asynchronous, computes=True)
 
     def now(
         self,
@@ -129,10 +137,11 @@ class GpuCollectives(GpuMessages):
         how: tuple[str, str] | None = None,
         root: int | None = None,
     ) -> None:
-        """As above for contiguous tensors, on a stream. Calls without a reduction move bytes."""
+        """As above for contiguous tensors, on a stream. Calls without a reduction move bytes. The longer tensor of a gather or a
+        scatter is not looked at on ranks that are not the root."""
         operator, element = (None, "u8") if how is None else how
         # The shorter one.
-        part = target if kind == "reduce_scatter" else source
+        part = target if kind in ("reduce_scatter", "scatter") else source
         count = part.nbytes if how is None else part.numel()
         # PyTorch keeps their memory until the stream is past it.
         memory = target.data_ptr(), source.data_ptr()

@@ -20,7 +20,7 @@ class Options:
 
     With ``direct_messages``, all-to-alls and batches of sends and receives of CUDA tensors go by Warplink's own collectives
     and not by NCCL, in a group on one machine whose members all can; with ``direct_collectives``, all-reduces, all-gathers,
-    reduce-scatters, reductions, broadcasts and barriers do. Both are the same on every rank. None takes them from the
+    reduce-scatters, reductions, broadcasts, gathers, scatters and barriers do. Both are the same on every rank. None takes them from the
     environment, where ``WARPLINK_TORCH_DIRECT_MESSAGES=0`` and ``WARPLINK_TORCH_DIRECT_COLLECTIVES=0`` turn them off; else they
     are on. Messages of CPU tensors go the same way where ``direct_messages`` is True, or the variable 1.
     """
