@@ -240,6 +240,7 @@ def test_the_option_is_read_from_the_environment(monkeypatch):
     assert not options().direct_collectives and options().direct_messages
     assert "direct_collectives=False" in options().told
     assert options(direct_collectives=True).direct_collectives
+    assert "multiprocessors=4" in options(multiprocessors=4).told and "multiprocessors=None" in options().told
 
 
 @pytest.mark.parametrize(
@@ -247,6 +248,7 @@ def test_the_option_is_read_from_the_environment(monkeypatch):
     [
         ({"buffer_size": 0}, {}, "buffer_size is 0; expected a number of bytes, at least 1"),
         ({"buffer_size": "1G"}, {}, "buffer_size is '1G'; expected a number of bytes"),
+        ({"multiprocessors": 1}, {}, "multiprocessors is 1; expected a number of at least 2"),
         ({"nccl_options": 3}, {}, "nccl_options is a int; expected ProcessGroupNCCL.Options"),
         ({}, {"WARPLINK_TORCH_DIRECT_MESSAGES": "yes"}, "DIRECT_MESSAGES is 'yes'; expected 0 or 1, the same on every rank"),
         ({}, {"WARPLINK_TORCH_DIRECT_COLLECTIVES": "2"}, "DIRECT_COLLECTIVES is '2'; expected 0 or 1"),

@@ -2,6 +2,7 @@
 
 import resource
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +38,20 @@ class Failing:
     def collectives(self, **options):
         self._communicator.collectives(**options)
         raise self._error
+
+
+class Asked:
+    """A communicator that tells which collectives it was asked for."""
+
+    def __init__(self, communicator, told):
+        self._communicator, self._told = communicator, told
+
+    def __getattr__(self, name):
+        return getattr(self._communicator, name)
+
+    def collectives(self, **options):
+        self._told.append(options)
+        return self._communicator.collectives(**options)
 
 
 @as_ranks(2)
@@ -108,7 +123,7 @@ def test_a_rank_that_fails_behind_the_workspace_leaves_all_without(rank, world, 
     from warplink.errors import DriverError
     from warplink.torch import routes as module, workspaces
 
-    def make(space, collectives, limit, source):
+    def make(*_):
         if rank == 0:
             raise DriverError("no stream is left")
         return "messages"
@@ -132,7 +147,8 @@ def test_calls_take_short_ways_once_it_is_known_which_go_direct(rank, world, pla
     from warplink.torch import routes as module
 
     class Made:
-        def __init__(self, space, collectives, limit, source):
+        def __init__(self, space, collectives, limit, source, high_priority):
+            assert high_priority
             self.kept = collectives
 
         def all_to_all_single_now(self, *arguments):
@@ -141,12 +157,22 @@ def test_calls_take_short_ways_once_it_is_known_which_go_direct(rank, world, pla
         def close(self):
             pass
 
+    joined = []
+
+    def make(group):
+        space = on_the_host(group)
+        space.communicator = Asked(space.communicator, joined)
+        return space
+
     with pytest.MonkeyPatch.context() as patch:
-        dist, group, tried = as_on_gpus(rank, world, place, patch, on_the_host)
+        dist, group, tried = as_on_gpus(rank, world, place, patch, make)
         patch.setattr(module, "GpuCollectives", Made)
+        group._options.multiprocessors = 4
+        group._options.nccl_options = SimpleNamespace(is_high_priority_stream=True)
         assert "alltoall_base" not in vars(group)
         made = group.direct_messages(GPU)
         assert isinstance(made, Made) and group.messages_path == "direct" and tried == [GPU]
+        assert joined == [{"path": "direct", "multiprocessors": 4}]
         ways = vars(group)
         one = Passing(torch.ones(world))
         assert group.alltoall_base(one, one, [], [], now(c10d.AllToAllOptions())) is None
@@ -162,7 +188,8 @@ def test_members_join_in_a_barrier_once_each_has_a_gpu(rank, world, place):
     from warplink.torch import routes as module
 
     class Made:
-        def __init__(self, space, collectives, limit, source):
+        def __init__(self, space, collectives, limit, source, high_priority):
+            assert not high_priority
             self.kept = collectives
 
         def close(self):

@@ -44,14 +44,14 @@ class Message:
         return "send" if self.sends else "recv", self.peer, self.tensor
 
 
-def join(communicator: warplink.Communicator) -> warplink.Collectives | None:
-    """Collectives of all members; None, on all of them alike, where one cannot join, or where not all reach one
-    another's memory, by links of their own. Blocks until every member has called it.
+def join(communicator: warplink.Communicator, multiprocessors: int | None = None) -> warplink.Collectives | None:
+    """Collectives of all members, whose calls use at most ``multiprocessors``; None, on all of them alike, where one cannot
+    join, or where not all reach one another's memory, by links of their own. Blocks until every member has called it.
 
     Raises what ends the communicator: the loss of a member, a timeout, and that it was closed."""
 
     def make() -> warplink.Collectives:
-        joined = communicator.collectives(path="direct")
+        joined = communicator.collectives(path="direct", multiprocessors=multiprocessors)
         if joined.serves_messages:
             return joined
         raise UnsupportedError("not every two members have a link; expected one between any two")
@@ -126,8 +126,8 @@ class HostBatches:
 class GpuMessages:
     """All-to-alls and batches of CUDA tensors. Every member makes one at the same time.
 
-    They are enqueued on the caller's current stream, or on one of the group's behind it where the caller goes on
-    meanwhile. Those of all groups of the process are done one after another, in the order of the calls: kernels of two
+    They are enqueued on the caller's current stream, or on one of the group's, of ``high_priority`` or not, behind it where the
+    caller goes on meanwhile. Those of all groups of the process are done one after another, in the order of the calls: kernels of two
     groups that wait for one another's multiprocessors would never end. Failures are raised by a later call or wait;
     what takes longer than ``timeout`` is ended, and nothing goes direct any more.
     """
@@ -138,6 +138,7 @@ class GpuMessages:
         collectives: warplink.Collectives,
         timeout: float,
         source: profiling.Source,
+        high_priority: bool = False,
     ) -> None:
         self._space = space
         self._source = source
@@ -148,7 +149,7 @@ class GpuMessages:
         self._told = False
         self._collectives = collectives
         self._device, self._rank = space.device, space.communicator.rank
-        with torch.cuda.stream(torch.cuda.Stream(self._device)):
+        with torch.cuda.stream(torch.cuda.Stream(self._device, priority=-1 if high_priority else 0)):
             self._side = space.current_streams()
         self._order = space.order
         self._order.add(collectives)

@@ -129,8 +129,9 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         if self._size == 1 or not self._options.direct_host_messages:
             return
         # Two, since batches and collectives are done side by side.
-        batches = direct.join(self._communicator)
-        if batches is not None and (others := direct.join(self._communicator)) is not None:
+        most = self._options.multiprocessors
+        batches = direct.join(self._communicator, most)
+        if batches is not None and (others := direct.join(self._communicator, most)) is not None:
             self._batches = HostBatches(self._communicator, batches, self._host_works, limit)
             self._host.direct = others
 

@@ -23,6 +23,9 @@ class Options:
     reduce-scatters, reductions, broadcasts, gathers, scatters and barriers do. Both are the same on every rank. None takes them from the
     environment, where ``WARPLINK_TORCH_DIRECT_MESSAGES=0`` and ``WARPLINK_TORCH_DIRECT_COLLECTIVES=0`` turn them off; else they
     are on. Messages of CPU tensors go the same way where ``direct_messages`` is True, or the variable 1.
+
+    A direct call uses at most ``multiprocessors`` of a GPU, at least 2, the same on every rank; None lets Warplink choose.
+    Asynchronous ones are on a stream of high priority where ``nccl_options`` ask for one.
     """
 
     def __init__(
@@ -31,11 +34,14 @@ class Options:
         buffer_size: int = DEFAULT_BUFFER_SIZE,
         direct_messages: bool | None = None,
         direct_collectives: bool | None = None,
+        multiprocessors: int | None = None,
     ) -> None:
         if not isinstance(buffer_size, int) or buffer_size <= 0:
             raise ValueError(f"buffer_size is {buffer_size!r}; expected a number of bytes, at least 1")
         if nccl_options is not None and not _is_nccls(nccl_options):
             raise TypeError(f"nccl_options is a {type(nccl_options).__name__}; expected ProcessGroupNCCL.Options")
+        if multiprocessors is not None and (not isinstance(multiprocessors, int) or multiprocessors < 2):
+            raise ValueError(f"multiprocessors is {multiprocessors!r}; expected a number of at least 2")
         self.nccl_options = nccl_options
         self.buffer_size = buffer_size
         messages = from_environment("WARPLINK_TORCH_DIRECT_MESSAGES", direct_messages)
@@ -43,14 +49,20 @@ class Options:
         self.direct_messages = messages is not False
         self.direct_collectives = collectives is not False
         self.direct_host_messages = messages is True
+        self.multiprocessors = multiprocessors
 
     @property
     def told(self) -> str:
         """Settings that must be equal on every rank."""
         return (
             f"direct_messages={self.direct_messages}, direct_collectives={self.direct_collectives}, "
-            f"direct_host_messages={self.direct_host_messages}"
+            f"direct_host_messages={self.direct_host_messages}, multiprocessors={self.multiprocessors}"
         )
+
+    @property
+    def high_priority(self) -> bool:
+        """Whether streams of CUDA tensors have a high priority."""
+        return bool(getattr(self.nccl_options, "is_high_priority_stream", False))
 
     def updated(self, given: Any) -> Options:
         """The options of a group that is split from one with these, where ``pg_options`` is ``given``: PyTorch passes on

@@ -138,10 +138,10 @@ class GroupRoutes(GroupWorkspaces):
         space = agreement.made_without_communicator(self._members, "joining for direct calls", make, limit / 2)
         if space is None:
             return None
-        joined = direct.join(space.communicator)
+        joined = direct.join(space.communicator, self._options.multiprocessors)
         if joined is None:
             return None
-        made = functools.partial(GpuCollectives, space, joined, limit, self._source)
+        made = functools.partial(GpuCollectives, space, joined, limit, self._source, self._options.high_priority)
         return agreement.made_by_all(space.communicator, "making direct calls", made)
 
     @property
