@@ -1,8 +1,8 @@
-"""The process group: CPU tensors over the host device, CUDA tensors by NCCL.
+"""The process group: CPU tensors over the host device, CUDA tensors by Warplink's collectives or NCCL.
 
-A thin layer: CPU tensors of a group on one machine go over Warplink's host device, those of a group
-that spans machines to Gloo, and CUDA tensors to NCCL, to which Warplink adds what NCCL does not have:
-buffers that the other ranks reach, and the fused operations.
+A thin layer: CPU tensors of a group on one machine go over Warplink's host device, those of a group that spans machines
+to Gloo. CUDA tensors go to Warplink's collectives where all members can join those, and else to NCCL, to which Warplink
+adds what NCCL does not have: buffers that the other ranks reach, and the fused operations.
 """
 
 from __future__ import annotations

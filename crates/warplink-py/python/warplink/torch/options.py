@@ -13,8 +13,8 @@ DEFAULT_BUFFER_SIZE = 64 << 20
 class Options:
     """Options of the backend ``warplink``, for ``pg_options`` of ``init_process_group``.
 
-    ``nccl_options`` (a ``ProcessGroupNCCL.Options``) are NCCL's, which serves the collectives of CUDA
-    tensors. ``buffer_size`` is the length in bytes of each rank's buffer that the others reach; it is
+    ``nccl_options`` (a ``ProcessGroupNCCL.Options``) are NCCL's, which serves the calls of CUDA
+    tensors that do not go direct. ``buffer_size`` is the length in bytes of each rank's buffer that the others reach; it is
     allocated when ``get_p2p_buffer`` is called first. Passing a ``ProcessGroupNCCL.Options`` itself is
     the same as passing ``Options(nccl_options=...)``.
 
