@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs PyTorch's own tests of process groups on GPUs: by NCCL's backend, with Warplink's process group in its place, as
-# it is by default and with direct collectives and messages, and, as `front`, by NCCL's backend with the library FRONT in
-# front of NCCL, which is REAL. The first run says which tests pass;
+# it is by default, where its own collectives and messages serve what they can (`warplink`), and without those (`indirect`), and,
+# as `front`, by NCCL's backend with the library FRONT in front of NCCL, which is REAL. The first run says which tests pass;
 # the others run those, print which do not pass, and fail where there is one. Reports go to $OUT.
 #
 # With RANKS_PER_GPU=N, up to N ranks share a GPU, so that one GPU is enough. They take turns on it: CUDA's multi-process
 # service, which device-tests.sh uses, has no room for the ranks of so many tests. RUNS names the runs
-# (default: nccl warplink direct), WORKERS how many tests run at a time (pytest-xdist), GPU_SETS the sets of GPUs that they
+# (default: nccl warplink indirect), WORKERS how many tests run at a time (pytest-xdist), GPU_SETS the sets of GPUs that they
 # take in turn, such as '0,1 2,3', FILTER chooses tests as pytest's -k does, and arguments go to pytest.
 #
 # Builds nothing: needs device-bin/python and, for Warplink's process group, device-bin/_warplink.abi3.so
@@ -18,8 +18,8 @@ cd "$(dirname "$0")/.."
 OUT=$(realpath -m "${OUT:-device-out}")
 mkdir -p "$OUT"
 trap 'rm -rf "${package:-}"' EXIT
-RUNS=${RUNS:-nccl warplink direct}
-if [[ $RUNS == *warplink* || $RUNS == *direct* ]]; then
+RUNS=${RUNS:-nccl warplink indirect}
+if [[ $RUNS == *warplink* || $RUNS == *indirect* ]]; then
     use_package
 else
     export PYTHONPATH=$PWD/device-bin/python
@@ -46,12 +46,12 @@ PYTHON
 first= failed=0
 export WARPLINK_TEST_GPU_SETS=${GPU_SETS:-}
 for run in $RUNS; do
-    unset WARPLINK_FOR_NCCL WARPLINK_DIRECT
+    unset WARPLINK_FOR_NCCL WARPLINK_TORCH_DIRECT_MESSAGES WARPLINK_TORCH_DIRECT_COLLECTIVES
     in_front=()
     case $run in
         front) in_front=(env LD_PRELOAD="$FRONT" WARPLINK_NCCL_LIBRARY="$REAL") ;;
         warplink) export WARPLINK_FOR_NCCL=1 ;;
-        direct) export WARPLINK_FOR_NCCL=1 WARPLINK_DIRECT=1 ;;
+        indirect) export WARPLINK_FOR_NCCL=1 WARPLINK_TORCH_DIRECT_MESSAGES=0 WARPLINK_TORCH_DIRECT_COLLECTIVES=0 ;;
     esac
     chosen=(-k "${FILTER:-test}" pytorch_suite.py)
     # What does not pass in the first run says nothing in the others.

@@ -8,9 +8,8 @@ has used CUDA cannot use. ``test_pytorch_suite.py`` says which must pass.
 
 Many tests are for backends of certain names only. With WARPLINK_FOR_GLOO=1, the backend ``gloo`` is
 Warplink's process group, so that the tests for Gloo run on it. With WARPLINK_FOR_NCCL=1 it takes the place of
-``nccl`` on GPUs, and with WARPLINK_DIRECT=1 too, what it serves itself goes direct. With
-WARPLINK_TEST_RANKS_PER_GPU=N, up to N ranks share a GPU; ``scripts/device-torch-suite.sh`` compares both backends
-so.
+``nccl`` on GPUs. With WARPLINK_TEST_RANKS_PER_GPU=N, up to N ranks share a GPU; ``scripts/device-torch-suite.sh``
+compares both backends so.
 """
 
 import os
@@ -72,8 +71,7 @@ if os.environ.get("WARPLINK_FOR_NCCL") == "1":
         Options = Nccl.Options
 
         def __init__(self, store, rank, size, options):
-            direct = os.environ.get("WARPLINK_DIRECT") == "1"
-            own = warplink.torch.Options(nccl_options=options, direct_messages=direct, direct_collectives=direct)
+            own = warplink.torch.Options(nccl_options=options)
             # It makes one of NCCL's itself.
             c10d.ProcessGroupNCCL = Nccl
             try:
