@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import as_ranks, meet  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet  # noqa: E402
 from gpus import gpu, needs_gpus, start_on_gpu  # noqa: E402
 
 WORLD = 2
@@ -16,22 +16,24 @@ WORLD = 2
 pytestmark = needs_gpus(WORLD)
 
 
-#: Seconds in which the loss of a peer is to be raised, and in which a test of it is to end.
-TOLD_SECONDS, LOST_LIMIT = 15.0, 60.0
+#: Seconds in which the loss of a peer is to be raised, those that a timeout of 2 s and its explanation take, and those in which a
+#: test of either is to end.
+TOLD_SECONDS, EXPLAINED_SECONDS, LOST_LIMIT = 5.0, 15.0, 60.0
 
 
-def raised_by(operation):
+def raised_by(operation, limit=TOLD_SECONDS):
     """Exception of ``operation``, once its peer is lost."""
-    end = time.monotonic() + TOLD_SECONDS
-    while time.monotonic() < end:
+    watch = Stopwatch()
+    while watch.elapsed() < limit:
         try:
             operation()
             # Nothing more is enqueued than what waits for the peer.
             torch.cuda.synchronize()
         except RuntimeError as error:
+            assert watch.elapsed() < limit, error
             return error
         time.sleep(0.01)
-    raise AssertionError(f"nothing was raised in {TOLD_SECONDS} s")
+    raise AssertionError(f"nothing was raised in {limit} s")
 
 
 @as_ranks(WORLD, dies=(1,), limit=LOST_LIMIT)
@@ -71,26 +73,51 @@ def test_a_peer_that_is_absent_from_a_fused_operation_is_told(rank, world, place
     torch.cuda.synchronize()
     group.set_timeout(timedelta(seconds=2))
     if rank == 0:
-        error = raised_by(operation)
+        error = raised_by(operation, EXPLAINED_SECONDS)
         assert error.kind == "timeout", error
     meet(place, "told", rank, range(world))
 
 
-@as_ranks(WORLD, dies=(1,), limit=LOST_LIMIT)
-def test_a_lost_peer_ends_direct_collectives(rank, world, place):
-    import warplink.torch
+def batch(dist, own, whole):
+    ends = (dist.isend, own), (dist.irecv, whole[: own.numel()])
+    for work in dist.batch_isend_irecv([dist.P2POp(call, one, 1 - dist.get_rank()) for call, one in ends]):
+        work.wait()
 
-    options = warplink.torch.Options(direct_collectives=True)
-    dist = start_on_gpu(rank, world, place, timeout=10, pg_options=options)
-    own = torch.ones(1 << 20, device="cuda")
+
+#: Calls that go direct, given the module, a tensor, and one that is as long as all ranks'.
+CALLS = {
+    "all_reduce": lambda dist, own, whole: dist.all_reduce(own),
+    "asynchronous all_reduce": lambda dist, own, whole: dist.all_reduce(own, async_op=True).wait(),
+    "broadcast": lambda dist, own, whole: dist.broadcast(own, 1),
+    "all_gather": lambda dist, own, whole: dist.all_gather_into_tensor(whole, own),
+    "reduce_scatter": lambda dist, own, whole: dist.reduce_scatter_tensor(own, whole),
+    "all_to_all": lambda dist, own, whole: dist.all_to_all_single(whole, whole.clone()),
+    "batch": batch,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@as_ranks(WORLD, dies=(1,), limit=LOST_LIMIT)
+def test_a_lost_peer_ends_direct_calls_and_the_other_goes_on(rank, world, place, name):
+    dist = start_on_gpu(rank, world, place, timeout=10)
+    own, whole = torch.ones(1 << 20, device="cuda"), torch.ones(world << 20, device="cuda")
     dist.all_reduce(own)
-    assert dist.group.WORLD.collectives_path == "direct"
+    CALLS[name](dist, own, whole)
+    group = dist.group.WORLD
+    assert group.collectives_path == group.messages_path == "direct"
     torch.cuda.synchronize()
     meet(place, "ran", rank, range(world))
     if rank == 1:
         os._exit(1)
-    error = raised_by(lambda: dist.all_reduce(own))
+    error = raised_by(lambda: CALLS[name](dist, own, whole))
     assert isinstance(error, ConnectionError) and (error.kind, error.peer) == ("peer_lost", 1), error
+    group.abort()
+    dist.destroy_process_group()
+    dist = start_on_gpu(0, 1, f"{place}.again")
+    own.fill_(1)
+    dist.all_reduce(own)
+    assert (own == 1).all()
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("blocks", [False, True])

@@ -27,19 +27,20 @@ def models(rank, world, meeting, place, way):
         assert found == pytest.approx(expected, rel=1e-3), backend
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp2", "tp", "pipeline"])
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "tp", "pipeline", "experts"])
 def test_a_model_trains_as_with_nccl(way):
     on_ranks(models, WORLD, way)
 
 
-def models_by_direct_collectives(*arguments):
-    os.environ["WARPLINK_TORCH_DIRECT_COLLECTIVES"] = "1"
+def models_without_direct_calls(*arguments):
+    for calls in ("COLLECTIVES", "MESSAGES"):
+        os.environ[f"WARPLINK_TORCH_DIRECT_{calls}"] = "0"
     models(*arguments)
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp2", "tp"])
-def test_a_model_trains_by_direct_collectives_as_with_nccl(way):
-    on_ranks(models_by_direct_collectives, WORLD, way)
+def test_a_model_trains_without_direct_calls_as_with_nccl(way):
+    on_ranks(models_without_direct_calls, WORLD, way)
 
 
 @as_ranks(WORLD)
