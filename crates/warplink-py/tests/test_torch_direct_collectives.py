@@ -107,10 +107,13 @@ def test_each_call_gives_what_the_backend_would(rank, world, meeting):
                 (kinds.MAX, lambda t: t.amax(0)),
                 (kinds.MIN, lambda t: t.amin(0)),
                 (kinds.BAND, None),
+                (dist._make_nccl_premul_sum(0.5), lambda t: t.sum(0) / 2),
+                (dist._make_nccl_premul_sum(torch.tensor(0.5)), None),
             ]:
                 how = reduction(op, dtype)
                 direct = dtype in reduced and expected is not None
-                assert (how is not None) == (direct and not (op == kinds.AVG and not dtype.is_floating_point))
+                of_floats = op == kinds.AVG or op == kinds.PREMUL_SUM
+                assert (how is not None) == (direct and (dtype.is_floating_point or not of_floats))
                 if how is None:
                     continue
                 total = expected(torch.stack(all_inputs).to(torch.float64)).to(dtype)

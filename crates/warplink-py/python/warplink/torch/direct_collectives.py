@@ -10,6 +10,7 @@ import functools
 from typing import Any, Sequence
 
 import torch
+import torch.distributed as dist
 
 import warplink
 from warplink.errors import WarplinkError
@@ -20,13 +21,26 @@ from warplink.torch.works import GpuWork
 
 #: The operators by PyTorch's names.
 OPERATORS = {"sum": "sum", "avg": "average", "product": "product", "min": "min", "max": "max"}
+_kinds: Any = dist.ReduceOp
+_PREMUL_SUM = hash(_kinds.PREMUL_SUM)
 
 
 def reduction(op: Any, dtype: torch.dtype) -> tuple[str, str] | None:
     """Warplink's names of PyTorch's ``op`` and of the type; None where something else reduces by it. An average of
     integers is rounded as that likes."""
     # An attribute of PyTorch's reduction takes longer than its hash.
-    return _reduction(hash(op), dtype)
+    kind = hash(op)
+    return _scaled_sum(op, dtype) if kind == _PREMUL_SUM else _reduction(kind, dtype)
+
+
+def _scaled_sum(op: Any, dtype: torch.dtype) -> tuple[str, str] | None:
+    """The same of a PREMUL_SUM of floats, whose factor is the same on all ranks. One in memory of a GPU is left to something else."""
+    element = DTYPES.get(dtype)
+    # As it is pickled, which is the only way to read it.
+    _, factor = op.__getstate__()
+    if element not in REDUCED or not dtype.is_floating_point or not isinstance(factor, float):
+        return None
+    return f"scaled_sum({factor!r})", element
 
 
 @functools.lru_cache(maxsize=None)
