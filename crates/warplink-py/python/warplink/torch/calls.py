@@ -302,7 +302,7 @@ class GroupCalls(GroupRoutes):
         direct = self._direct(output_tensors) if backend is not None else None
         if backend is not None and direct is None:
             return backend.scatter(output_tensors, input_tensors, opts)
-        (output,), root = output_tensors, root_of(self._size, opts)
+        output, root = output_tensors[0], root_of(self._size, opts)
         inputs = input_tensors[0] if input_tensors else []
         if root == self._rank:
             count(self._size, inputs, "inputs")
