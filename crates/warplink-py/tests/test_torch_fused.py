@@ -388,15 +388,26 @@ def test_vllms_function_is_served(rank, world, dist):
             close(n, near, near.abs() * 2**-7 + 1e-3)
 
 
-def with_the_pass(function):
-    """``function`` compiled with the pass, and with Inductor's decompositions, but without its code, which takes long."""
+def with_the_pass(function, fused, move=None):
+    """``function`` compiled with the pass, and with Inductor's decompositions, but without its code, which takes long. Nodes of
+    fused operations go into ``fused``. The pass takes the scalar argument for one on the device ``move``."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
 
     from warplink.torch.fusion.graph_pass import FusionPass
 
     def compiler(module, _):
+        scales = [node for node in module.graph.nodes if node.op == "placeholder" and node.meta["val"].numel() == 1]
+        kept = {node: node.meta["val"] for node in scales}
+        for node in scales if move else ():
+            node.meta["val"] = node.meta["val"].to(move)
         FusionPass()(module.graph)
+        for node, value in kept.items():
+            node.meta["val"] = value
+        targets = [node.target for node in module.graph.nodes]
+        made = [node for node in module.graph.nodes if node.target is torch.ops.warplink.fused_all_reduce.default]
+        assert not made or torch.ops._c10d_functional.all_reduce.default not in targets, module.graph
+        fused.extend(made)
         module.recompile()
         return module.forward
 
@@ -465,6 +476,77 @@ def test_the_pass_fuses_norms(rank, dist):
         total = reduced(x)
         return rms(total + total.relu() * r, w)
 
+    def normal(h, eps=1e-5):
+        wide = h.float()
+        return wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+
+    def root_too(x, r, w, s):
+        # As training saves it.
+        wide = (reduced(x) + r).float()
+        root = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (wide * root * w.float()).to(x.dtype), root
+
+    def row_too(x, r, w, s):
+        row = normal(reduced(x) + r)
+        return (row * w.float()).to(x.dtype), row
+
+    def two_weights(x, r, w, s):
+        row = torch.nn.functional.rms_norm(reduced(x) + r, (width,), None, 1e-5)
+        return row * w, row * (w * w)
+
+    def wide_output_too(x, r, w, s):
+        n = rms(reduced(x) + r, w).float()
+        return (n / s).clamp(-448.0, 448.0).to(FP8), n * 2
+
+    def single_sum(x, r, w, s):
+        h = reduced(x).float() + r.float()
+        return (normal(h) * w.float()).to(x.dtype), h.to(x.dtype)
+
+    def single_sum_and_root(x, r, w, s):
+        h = reduced(x).float() + r
+        root = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return (h * root).to(x.dtype) * w, h.to(x.dtype), root
+
+    def single_sum_too(x, r, w, s):
+        h = reduced(x).float() + r.float()
+        return (normal(h) * w.float()).to(x.dtype), h
+
+    def by_root(x, r, w, s):
+        wide = (reduced(x) + r).float()
+        return (wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * w.float()).to(x.dtype)
+
+    def of_rows(x, r, w, s):
+        h = reduced(x.reshape(6, width).repeat(8, 1))
+        return (normal(h) * w.float().view(width, 1)).to(x.dtype)
+
+    def one_row_of_weights(x, r, w, s):
+        return (normal(reduced(x) + r) * w.float().view(1, width)).to(x.dtype)
+
+    def more_dimensions(x, r, w, s):
+        return (normal(reduced(x) + r) * w.float().view(1, 1, 1, width)).to(x.dtype)
+
+    def rounded_weight(x, r, w, s):
+        return (normal(reduced(x) + r) * w.to(FP8).float()).to(x.dtype)
+
+    def negative_eps(x, r, w, s):
+        return (normal(reduced(x) + r, -1e-5) * w.float()).to(x.dtype)
+
+    def by_reciprocal(x, r, w, s):
+        n = (rms(reduced(x) + r, w).float() * s.reciprocal()).clamp(-448.0, 448.0)
+        return n.to(FP8)
+
+    def by_one_over(x, r, w, s):
+        n = (rms(reduced(x) + r, w).float() * (1.0 / s)).clamp(-448.0, 448.0)
+        return n.to(FP8)
+
+    def deep_scale(x, r, w, s):
+        n = (rms(reduced(x) + r, w).float() / s.view(1, 1, 1, 1)).clamp(-448.0, 448.0)
+        return n.to(FP8)
+
+    def dynamic_scale(x, r, w, s):
+        n = rms(reduced(x) + r, w).float()
+        return (n / (n.abs().amax() / 448)).clamp(-448.0, 448.0).to(FP8)
+
     cases = [
         (usual, None),
         (gemma, None),
@@ -477,7 +559,25 @@ def test_the_pass_fuses_norms(rank, dist):
         (average, "not sum"),
         (no_norm, "no RMSNorm"),
         (dependent, "depends on the sum"),
+        (root_too, None),
+        (row_too, None),
+        (two_weights, None),
+        (wide_output_too, None),
+        (single_sum, None),
+        (single_sum_and_root, None),
+        (single_sum_too, "in single precision"),
+        (by_root, None),
+        (of_rows, "no RMSNorm"),
+        (one_row_of_weights, None),
+        (more_dimensions, "no RMSNorm"),
+        (rounded_weight, "no RMSNorm"),
+        (negative_eps, "no RMSNorm"),
+        (by_reciprocal, None),
+        (by_one_over, None),
+        (deep_scale, None),
+        (dynamic_scale, None),
     ]
+    quantizes = (to_fp8, wide_output_too, by_reciprocal, by_one_over)
     warplink.torch.enable_fusion()
     try:
         for dtype, sizes in ((torch.bfloat16, (6, width)), (torch.float32, (2, 3, width))):
@@ -488,8 +588,12 @@ def test_the_pass_fuses_norms(rank, dist):
                 torch._dynamo.reset()
                 warplink.torch.fusion_report(clear=True)
                 whole = dtype == torch.bfloat16 and function in (usual, to_fp8)
-                made = torch.compile(function, fullgraph=True) if whole else with_the_pass(function)
+                fused = []
+                made = torch.compile(function, fullgraph=True) if whole else with_the_pass(function, fused)
                 got = made(x, r, w, s)
+                if dtype == torch.float32 and function in (single_sum_too, rounded_weight):
+                    # Nothing is rounded there.
+                    reason = None
                 wanted = function(x, r, w, s)
                 got, wanted = ((a,) if torch.is_tensor(a) else a for a in (got, wanted))
                 for one, other in zip(got, wanted):
@@ -500,6 +604,21 @@ def test_the_pass_fuses_norms(rank, dist):
                 assert found.replaced == (reason is None), (function, dtype, str(found))
                 assert found.kind == "all-reduce + norm"
                 assert str(found).endswith("fused") or ": fused, from" in str(found) or reason in str(found), found
+                if fused:
+                    assert (fused[0].kwargs["quantization"] == "static") == (function in quantizes), function
+            # A scale on another device, which the kernel would not read.
+            torch._dynamo.reset()
+            with_the_pass(to_fp8, fused, "meta")(x, r, w, s)
+            assert fused[-1].kwargs["quantization"] is None
+            # What training saves.
+            warplink.torch.fusion_report(clear=True)
+            given = [(r.clone().requires_grad_(), w.clone().requires_grad_()) for _ in range(2)]
+            for call, (residual, weight) in zip((usual, with_the_pass(usual, fused)), given):
+                n, h = call(x, residual, weight, s)
+                (n.float().sin().sum() + h.float().sum()).backward()
+            for one, other in zip(*given):
+                torch.testing.assert_close(one.grad.float(), other.grad.float(), rtol=2**-5, atol=2**-5)
+            assert [found.replaced for found in warplink.torch.fusion_report()] == [True]
     finally:
         warplink.torch.disable_fusion()
 

@@ -10,8 +10,8 @@ Replaced are, on groups of Warplink whose members are on one machine:
   ``fused_all_gather_scaled_matmul``;
 - matmul, then reduce-scatter, by ``fused_matmul_reduce_scatter``; with an fp8 matmul, by
   ``fused_scaled_matmul_reduce_scatter``;
-- all-reduce, then RMSNorm of the sum, or of the sum and a residual, and maybe a division by one scale as fp8, by
-  ``fused_all_reduce``.
+- all-reduce, then RMSNorm of the sum, or of the sum and a residual, and maybe a division by one scale, or a product with its
+  reciprocal, as fp8, by ``fused_all_reduce``.
 
 Tensors may be gathered and scattered along every dimension (for fp8, every one but the last), be reshaped to a
 matrix and back, and be gathered as bytes; matmuls may add a bias.
