@@ -358,6 +358,73 @@ def test_operations_have_flashinfers_meaning(dist, rank, world):
     assert n.shape == empty.shape
 
 
+def adversarial_rows(width):
+    """Rows that are hard to quantise, one for each reason, and usual numbers around what is awkward."""
+    usual = torch.linspace(-3, 3, width)
+
+    def with_some(*values):
+        row = usual.clone()
+        row[torch.arange(len(values)) * 37 % width] = torch.tensor(values)
+        return row
+
+    # Scales next to powers of two, the least scale, and what becomes smaller than any float.
+    near = [448 * 2.0**power * (1 + shift * 2**-23) for power in (-20, -1, 0, 7) for shift in (-1, 0, 1, 2)]
+    rows = [
+        *(usual / 3 * value for value in near),
+        *(usual * 2.0**power for power in (-149, -130, -127, -126, -60, -24, 0, 24, 60, 120)),
+        with_some(float("nan")),
+        with_some(-float("nan"), float("inf"), -1e30),
+        with_some(float("-inf"), 2.0),
+        with_some(3.4e38, -3.4e38),
+        with_some(-0.0, 1e-40, -3e-39, 1.4e-45),
+        torch.full((width,), float("nan")),
+        torch.full((width,), float("inf")),
+        torch.full((width,), -0.0),
+    ]
+    return torch.stack(rows)
+
+
+@as_ranks(2)
+def test_kernels_and_operations_of_pytorch_quantise_alike(rank, dist):
+    from warplink.torch import fused, quantizations
+
+    name = dist.group.WORLD.group_name
+
+    def as_bytes(tensor):
+        return tensor.contiguous().view(torch.uint8)
+
+    for dtype, width in itertools.product((torch.float32, torch.bfloat16), (300, 33)):
+        whole = adversarial_rows(width).to(dtype)
+        mine = whole if rank == 0 else torch.zeros_like(whole)
+        weight = rows(3, 1, width, dtype)[0]
+        for quantization in quantizations.QUANTIZATIONS:
+            scale = torch.tensor([37.5]) if quantization in quantizations.GIVEN_SCALE else None
+            outputs = ["output", "quantized", *(["scale"] if quantization != "static" else [])]
+            h, *found = torch.ops.warplink.fused_all_reduce(
+                mine, None, None, None, scale, outputs, name, quantization=quantization
+            )
+            for one, other in zip(found, quantizations.quantize(h, quantization, scale)):
+                assert one.shape == other.shape and one.dtype == other.dtype
+                same = (as_bytes(one) == as_bytes(other)).view(len(whole), -1).all(-1)
+                assert same.all(), (dtype, width, quantization, same)
+            # Means of these are infinite or none, so that no rounding differs.
+            odd = ~(whole.double().square().sum(-1) < 1e38)
+            _, *found = torch.ops.warplink.fused_all_reduce(
+                mine, None, weight, None, scale, outputs, name, norm="rms", quantization=quantization
+            )
+            of = fused._Epilogue(None, weight, None, scale, "rms", 1e-6, False, quantization)
+            unfused = fused._unfused(mine, of, name)
+            for output, one in zip(outputs[1:], found):
+                assert torch.equal(as_bytes(one[odd]), as_bytes(unfused[output][odd])), (dtype, quantization, output)
+        assert odd.sum() > 5
+    # Rows of no elements have scales as well.
+    nothing = torch.empty(3, 0)
+    for quantization in quantizations.QUANTIZATIONS:
+        q, scales = quantizations.quantize(nothing, quantization, torch.ones(1))
+        assert q.shape == nothing.shape
+        assert scales is None or list(scales.shape) == quantizations.of_scales([3, 0], quantization)[0]
+
+
 @as_ranks(2, limit=COMPILING, starts=start_compiling)
 def test_vllms_function_is_served(rank, world, dist):
     import warplink.torch

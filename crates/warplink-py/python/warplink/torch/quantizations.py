@@ -23,7 +23,9 @@ GIVEN_SCALE = ("static", "nvfp4")
 _SCALE_DTYPES = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}
 
 _LARGEST = 448.0
-_LEAST_SCALE = 1e-10
+
+#: The least scale, where it is not 1e-10.
+_LEAST_SCALES = {"mxfp8": 2.0**-126}
 
 #: The middles between floats of 4 bits (e2m1), which go to the one with an even code.
 _MIDDLES = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
@@ -46,60 +48,88 @@ def of_scales(sizes: Sequence[int], quantization: str) -> tuple[list[int], torch
 def quantize(
     row: torch.Tensor, quantization: str, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The quantised ``row``, and its scales where they are computed."""
+    """The quantised ``row``, and its scales where they are computed: in single precision, with the bits of Warplink's kernels."""
+    row = row.float()
+    if scale is not None:
+        # One element of as many dimensions as there may be.
+        scale = scale.reshape(())
     if quantization == "nvfp4" and scale is not None:
         return _nvfp4(row, scale)
-    block = QUANTIZATIONS[quantization]
-    scales: torch.Tensor | None = None
-    divisor: torch.Tensor
     if quantization == "static" and scale is not None:
-        divisor = scale
-    elif not block:
-        scales = (row.abs().amax(-1) / _LARGEST).clamp_min(_LEAST_SCALE)
-        divisor = scales.unsqueeze(-1)
-    else:
-        least = 2.0**-126 if quantization == "mxfp8" else _LEAST_SCALE
-        scales = (_largest(row.abs(), block) / _LARGEST).clamp_min(least)
-        if quantization != "per_block":
-            scales = torch.exp2(torch.log2(scales).ceil())
-        divisor = scales.repeat_interleave(block, -1)[..., : row.shape[-1]]
-        if quantization == "mxfp8":
-            scales = (torch.log2(scales) + 127).to(torch.uint8)
-    return (row / divisor).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn), scales
+        return _as_fp8(row / scale), None
+    # Infinities count, NaN does not.
+    sizes = row.abs().nan_to_num(nan=0.0, posinf=math.inf)
+    width, block = row.shape[-1], QUANTIZATIONS[quantization]
+    if not block:
+        # Rows of no elements, too, have a scale.
+        block, sizes = width + 1, torch.nn.functional.pad(sizes, (0, 1))
+    largest = _largest(sizes, block)
+    scales = _quotient(largest, _LARGEST).clamp_min(_LEAST_SCALES.get(quantization, 1e-10))
+    if quantization in ("per_block_power_of_two", "mxfp8"):
+        # The next power of two from it on: bits of the mantissa carry into the exponent.
+        scales = ((scales.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    quantized = _as_fp8(row / _of_elements(scales, block, width))
+    if quantization == "mxfp8":
+        scales = (scales.view(torch.int32) >> 23).to(torch.uint8)
+    return quantized, scales if QUANTIZATIONS[quantization] else scales.squeeze(-1)
+
+
+def _as_fp8(row: torch.Tensor) -> torch.Tensor:
+    """``row`` as floats of 8 bits, the largest where it is too large."""
+    # Kernels store one NaN, whatever its sign was.
+    limited = row.clamp(-_LARGEST, _LARGEST)
+    return torch.where(limited.isnan(), math.nan, limited).to(torch.float8_e4m3fn)
+
+
+def _quotient(values: torch.Tensor, divisor: float) -> torch.Tensor:
+    """``values`` divided by a number: PyTorch multiplies by the reciprocal of one that is not in a tensor on some devices."""
+    return values / values.new_full((), divisor)
 
 
 def _largest(sizes: torch.Tensor, block: int) -> torch.Tensor:
-    padded = torch.nn.functional.pad(sizes, (0, -sizes.shape[-1] % block))
-    largest: torch.Tensor = padded.unflatten(-1, (-1, block)).amax(-1)
+    """The largest of each block; the last one may be shorter."""
+    blocks = math.ceil(sizes.shape[-1] / block)
+    padded = torch.nn.functional.pad(sizes, (0, blocks * block - sizes.shape[-1]))
+    largest: torch.Tensor = padded.unflatten(-1, (blocks, block)).amax(-1)
     return largest
+
+
+def _of_elements(values: torch.Tensor, block: int, width: int) -> torch.Tensor:
+    """For each of ``width`` elements, the value of its block."""
+    return values.repeat_interleave(block, -1)[..., :width]
 
 
 def _nvfp4(row: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     width = row.shape[-1]
     # A block with a NaN has a scale that is none; infinities count as the largest number.
     most = _largest(row.abs().clamp_max(torch.finfo(torch.float32).max), 16)
-    scales = (scale * (most / 6)).clamp_max(_LARGEST).to(torch.float8_e4m3fn)
+    scales = _as_fp8(scale * _quotient(most, 6.0))
     wide = scales.to(row.dtype)
     factor = torch.where(wide > 0, scale / wide, torch.zeros_like(wide))
-    scaled = row * factor.repeat_interleave(16, -1)[..., :width]
+    scaled = row * _of_elements(factor, 16, width)
     size = scaled.abs()
     codes = torch.zeros_like(size, dtype=torch.uint8)
     for middle, even in _MIDDLES:
         codes += size >= middle if even else size > middle
     codes = torch.where(scaled.isnan(), 7, codes + 8 * scaled.signbit().to(torch.uint8)).to(torch.uint8)
-    pairs = torch.nn.functional.pad(codes, (0, width % 2)).unflatten(-1, (-1, 2))
+    pairs = torch.nn.functional.pad(codes, (0, width % 2)).unflatten(-1, (math.ceil(width / 2), 2))
     return pairs[..., 0] | pairs[..., 1] << 4, scales
 
 
+def packed_form(rows: int, blocks: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Sizes and strides of the integers that have four exponents of a row each: columns, with room for whole tiles of 4 rows."""
+    return (rows, math.ceil(blocks / 4)), (1, math.ceil(rows / 4) * 4)
+
+
 def pack_exponents(scales: torch.Tensor, scale_out: torch.Tensor) -> None:
-    """Stores powers of two as bytes of exponents, four in an integer, and 0 where there is none."""
+    """Stores powers of two as bytes of exponents, four in an integer of :func:`packed_form`, and 0 where there is none."""
     exponents = scales.view(torch.int32) >> 23
     rows, blocks = exponents.shape
     padded = exponents.new_zeros(rows, math.ceil(blocks / 4) * 4)
     padded[:, :blocks] = exponents
     shifts = torch.arange(0, 32, 8, device=scales.device, dtype=torch.int32)
-    packed = (padded.view(rows, -1, 4) << shifts).sum(-1, dtype=torch.int32)
-    if scale_out.stride(0) == 1 and scale_out.dim() == 2:
+    packed = (padded.view(rows, padded.shape[1] // 4, 4) << shifts).sum(-1, dtype=torch.int32)
+    if rows and blocks:
         # The padding between columns is read by kernels that load whole tiles.
         elements = rows + (scale_out.shape[1] - 1) * scale_out.stride(1)
         scale_out.as_strided([elements], [1]).zero_()
