@@ -276,6 +276,82 @@ def travels_as_fp8(rank, name, inputs, total):
     assert all(torch.equal(one, found) for one in everybody)
 
 
+def stores_as_flashinfer(group, x, residual, weight, n, h, total):
+    """Patterns by the function: what it returns, makes and leaves, with the kernel and by PyTorch's operations, also of no
+    rows."""
+    from warplink.torch import AllReduceFusionPattern as patterns, QuantizationSFLayout, allreduce_fusion
+    from warplink.torch.fused import _allreduce_fusion
+
+    given = {"residual_in": residual, "rms_gamma": weight}
+    assert torch.equal(allreduce_fusion(x, group, patterns.kAllReduce), total)
+    assert torch.equal(allreduce_fusion(x, group.group_name, patterns.kARResidualRMSNorm, **given), n)
+    for dtype, (rows, width) in itertools.product((x.dtype, torch.float64), (x.shape, (0, x.shape[1]))):
+        blocks = -(-width // 128)
+        columns, room = -(-blocks // 4), -(-rows // 4) * 4
+        packed = torch.empty_strided((rows, columns), (1, room), dtype=torch.int32)
+        linear = {"layout_code": QuantizationSFLayout.LINEAR}
+        forms = {
+            patterns.kARResidualRMSNormFP8Quant: (None, {"scale_factor": 0.02}),
+            patterns.kARResidualRMSNormOutFP8Quant: (None, {"scale_factor": torch.tensor([0.02])}),
+            patterns.kARResidualRMSNormFP4Quant: (
+                torch.empty(rows, -(-width // 16), dtype=FP8),
+                {"scale_factor": 30, **linear},
+            ),
+            patterns.kARResidualRMSNormPerTokenGroupFP8PackedQuant: (packed, {}),
+            patterns.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant: (packed, {}),
+            patterns.kARResidualRMSNormDynamicFP8Quant: (torch.empty(rows, 1), {}),
+            patterns.kARResidualRMSNormOutDynamicFP8Quant: (torch.empty(rows, 1), {}),
+        }
+        of, added, gamma = x[:rows].to(dtype), residual[:rows].to(dtype), weight.to(dtype)
+        for pattern, (scale, more) in forms.items():
+            fp4 = pattern == patterns.kARResidualRMSNormFP4Quant
+            q = torch.empty(rows, -(-width // 2), dtype=torch.uint8) if fp4 else torch.empty(rows, width, dtype=FP8)
+            norm, found_h = torch.full((rows, width), 7.0, dtype=dtype), torch.empty(rows, width, dtype=dtype)
+            out = {"residual_out": found_h, "norm_out": norm, "quant_out": q, "scale_out": scale}
+            made = allreduce_fusion(of, group, pattern, residual_in=added, rms_gamma=gamma, **out, **more)
+            if dtype == x.dtype:
+                assert torch.equal(found_h, h[:rows])
+            if pattern in (4, 9, 11):
+                assert made is norm
+                torch.testing.assert_close(norm.float(), n[:rows].float(), rtol=2**-6, atol=2**-6)
+            else:
+                # It is not stored, as FlashInfer does not store it.
+                assert made is q and (norm == 7).all()
+            if pattern in (10, 11) and rows:
+                torch.testing.assert_close(scale[:, 0], n.float().abs().amax(-1) / 448, rtol=2**-6, atol=0)
+                torch.testing.assert_close(q.float() * scale, n.float(), rtol=0.13, atol=0.02)
+    # Nothing has been summed where memory does not fit: all ranks would wait otherwise.
+    tokens, width = x.shape
+    q = torch.empty(tokens, width, dtype=FP8)
+    wrong = [
+        torch.empty_strided((tokens, 1), (1, 8)),
+        torch.empty(tokens, 3, dtype=torch.int32),
+        torch.empty_strided((tokens + 1, 1), (1, 8), dtype=torch.int32),
+    ]
+    for scale in wrong:
+        with pytest.raises(ValueError, match="memory for scales is .* with strides"):
+            allreduce_fusion(x, group, 8, quant_out=q, scale_out=scale, **given)
+    for scale in (torch.empty(tokens), torch.empty(tokens, 1, dtype=torch.float16), torch.empty(tokens + 1, 1)):
+        if scale.numel() == tokens and scale.dtype == torch.float32:
+            assert allreduce_fusion(x, group, 10, quant_out=q, scale_out=scale, **given) is q
+            continue
+        with pytest.raises(ValueError, match="the memory for scale is"):
+            allreduce_fusion(x, group, 10, quant_out=q, scale_out=scale, **given)
+    packed = torch.empty_strided((tokens, 1), (1, 8), dtype=torch.int32)
+    for pattern, refused, more in (
+        (2, "the scale is", {"scale_factor": torch.ones(1)}),
+        (1, "the memory for residual_out is", {"residual_out": x}),
+        (3, "the memory for scales is", {"scale_out": torch.empty(10_000), "scale_factor": torch.ones(1)}),
+        (8, "the memory for scales is", {"scale_out": packed}),
+    ):
+        named, elsewhere = next((name, one.to("meta")) for name, one in more.items())
+        q = torch.empty(tokens, width // 2 if pattern == 3 else width, dtype=torch.uint8 if pattern == 3 else FP8)
+        out = {"quant_out": q} if pattern > 1 else {}
+        with pytest.raises(ValueError, match=f"{refused} .* on meta"):
+            # The dispatcher takes calls with such a tensor for the compiler's.
+            _allreduce_fusion(x, group.group_name, pattern, **given, **out, **{**more, named: elsewhere})
+
+
 @pytest.mark.parametrize("world", WORLDS)
 @as_ranks()
 def test_operations_have_flashinfers_meaning(dist, rank, world):
@@ -343,6 +419,7 @@ def test_operations_have_flashinfers_meaning(dist, rank, world):
         close(q.float(), meant.clamp(-448, 448), meant.abs() / 15 + 2e-3)
         as_fp4(rank, name, inputs, residual, weight, h, near)
         travels_as_fp8(rank, name, inputs, total)
+        stores_as_flashinfer(dist.group.WORLD, inputs[rank], residual, weight, made[0], h, total)
     with pytest.raises(ValueError, match="the pattern is 6"):
         torch.ops.warplink.allreduce_fusion(inputs[rank], name, 6)
     with pytest.raises(ValueError, match="expected exact or fp8"):

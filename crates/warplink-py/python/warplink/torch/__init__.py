@@ -18,7 +18,7 @@ from warplink.torch.fusion import disable_fusion, enable_fusion, fusion_report
 from warplink.torch.group import ProcessGroupWarplink
 from warplink.torch.options import DEFAULT_BUFFER_SIZE, Options, from_environment as _from_environment
 from warplink.torch import ops as _ops, scaled as _scaled  # noqa: F401 - torch.ops.warplink
-from warplink.torch.fused import AllReduceFusionPattern, QuantizationSFLayout, register_for_vllm
+from warplink.torch.fused import AllReduceFusionPattern, QuantizationSFLayout, allreduce_fusion, register_for_vllm
 from warplink.torch.registration import get_warplink_group, is_direct_group
 
 _name_backend()
@@ -31,6 +31,7 @@ __all__ = [
     "Options",
     "ProcessGroupWarplink",
     "QuantizationSFLayout",
+    "allreduce_fusion",
     "disable_fusion",
     "dump_flight_recorder",
     "enable_fusion",

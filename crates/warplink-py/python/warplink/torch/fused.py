@@ -14,6 +14,7 @@ from typing import Any, Callable, NamedTuple, Sequence
 
 import torch
 import torch.distributed._functional_collectives as funcol
+from torch.distributed import ProcessGroup
 
 from warplink.torch import quantizations
 from warplink.torch.ops import direct_workspace, library
@@ -40,6 +41,8 @@ class AllReduceFusionPattern:
     kARResidualRMSNormOutFP4Quant = 5
     kARResidualRMSNormPerTokenGroupFP8PackedQuant = 8
     kARResidualRMSNormOutPerTokenGroupFP8PackedQuant = 9
+    kARResidualRMSNormDynamicFP8Quant = 10
+    kARResidualRMSNormOutDynamicFP8Quant = 11
 
 
 class QuantizationSFLayout:
@@ -59,7 +62,18 @@ _PATTERNS = {
     AllReduceFusionPattern.kARResidualRMSNormOutFP4Quant: "nvfp4",
     AllReduceFusionPattern.kARResidualRMSNormPerTokenGroupFP8PackedQuant: "per_block_power_of_two",
     AllReduceFusionPattern.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant: "per_block_power_of_two",
+    AllReduceFusionPattern.kARResidualRMSNormDynamicFP8Quant: "per_token",
+    AllReduceFusionPattern.kARResidualRMSNormOutDynamicFP8Quant: "per_token",
 }
+
+#: Patterns that store the norm.
+_WITH_NORM = (
+    AllReduceFusionPattern.kARResidualRMSNorm,
+    AllReduceFusionPattern.kARResidualRMSNormOutFP8Quant,
+    AllReduceFusionPattern.kARResidualRMSNormOutFP4Quant,
+    AllReduceFusionPattern.kARResidualRMSNormOutPerTokenGroupFP8PackedQuant,
+    AllReduceFusionPattern.kARResidualRMSNormOutDynamicFP8Quant,
+)
 
 library.define(
     "fused_all_reduce(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? scale, "
@@ -126,8 +140,10 @@ def _check(input: torch.Tensor, outputs: Sequence[str], of: _Epilogue) -> None:
             )
     if (scale is not None) != (quantization in GIVEN_SCALE):
         raise ValueError(f"expected a scale exactly with the quantizations {' and '.join(GIVEN_SCALE)}")
-    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32):
-        raise ValueError(f"the scale is {list(scale.shape)} of {scale.dtype}; expected one float32")
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32 or scale.device != input.device):
+        raise ValueError(
+            f"the scale is {list(scale.shape)} of {scale.dtype} on {scale.device}; expected one float32 on {input.device}"
+        )
 
 
 def _form(input: torch.Tensor, name: str, quantization: str | None) -> tuple[list[int], torch.dtype]:
@@ -236,8 +252,30 @@ def _unfused(input: torch.Tensor, of: _Epilogue, group_name: str) -> dict[str, t
     return results
 
 
+def _check_scales(scale_out: torch.Tensor, input: torch.Tensor, quantization: str, *, linear: bool) -> None:
+    """Raises ValueError unless the scales of ``input`` fit into ``scale_out``, in the layout that they are copied to."""
+    rows, width = math.prod(input.shape[:-1]), input.shape[-1]
+    blocks = math.ceil(width / QUANTIZATIONS[quantization])
+    if quantization == "nvfp4":
+        least = rows * blocks if linear else quantizations.swizzled_bytes(rows, blocks)
+        if scale_out.nbytes < least or not scale_out.is_contiguous() or scale_out.device != input.device:
+            raise ValueError(
+                f"the memory for scales is of {scale_out.nbytes} bytes on {scale_out.device}; expected {least} on "
+                f"{input.device}, contiguous"
+            )
+        return
+    sizes, strides = quantizations.packed_form(rows, blocks)
+    form = (scale_out.shape, scale_out.stride(), scale_out.dtype, scale_out.device)
+    if form != (sizes, strides, torch.int32, input.device):
+        raise ValueError(
+            f"the memory for scales is {list(scale_out.shape)} of {scale_out.dtype} on {scale_out.device} with strides "
+            f"{list(scale_out.stride())}; expected {list(sizes)} of {torch.int32} on {input.device} with strides "
+            f"{list(strides)}"
+        )
+
+
 @torch.no_grad()
-def allreduce_fusion(
+def _allreduce_fusion(
     input: torch.Tensor,
     group_name: str,
     pattern: int,
@@ -258,15 +296,7 @@ def allreduce_fusion(
     block_quant_group_size: int | None = None,
     weight_bias: float = 0.0,
 ) -> None:
-    """FlashInfer's ``allreduce_fusion``, by the numbers of :class:`AllReduceFusionPattern`, on a group in place of a workspace.
-
-    ``input`` and ``residual_in`` are ``[tokens, width]``; results are written into those of ``output`` (the sum),
-    ``residual_out``, ``norm_out``, ``quant_out`` and ``scale_out`` that are given. Of static fp8, ``scale_factor`` is what is
-    divided by; of fp4, what scales are multiplied by. ``layout_code`` is how scales of fp4 are stored, by the numbers of
-    :class:`QuantizationSFLayout`: in tiles of 128 rows of 4 (also for None), whose padding becomes 0, or row by row. How the
-    kernel is launched and done is not for the caller to say: ``launch_with_pdl``, ``trigger_completion_at_end``,
-    ``use_oneshot`` and ``fp32_acc`` change nothing. Raises ValueError for arguments that do not fit.
-    """
+    """The operation of :func:`allreduce_fusion`, which makes nothing and returns nothing."""
     if pattern not in _PATTERNS:
         known = ", ".join(map(str, _PATTERNS))
         raise ValueError(f"the pattern is {pattern}; expected one of {known}")
@@ -285,50 +315,118 @@ def allreduce_fusion(
     norm = None if plain else "rms"
     if not plain and (residual_in is None or rms_gamma is None):
         raise ValueError("expected residual_in and rms_gamma")
-    targets = {"sum": output, "residual_out": residual_out, "output": norm_out, "quantized": quant_out}
-    wanted = [name for name, tensor in targets.items() if tensor is not None]
+    normal = norm_out if pattern in _WITH_NORM else None
+    targets = {"sum": output, "residual_out": residual_out, "output": normal, "quantized": quant_out}
     scales_out = quantization not in (None, "static")
-    if scales_out:
-        if scale_out is None:
-            raise ValueError("expected scale_out")
-        wanted.append("scale")
+    if scales_out and scale_out is None:
+        raise ValueError("expected scale_out")
+    # Scales of rows are stored where they are wanted, others are moved there.
+    moves = scales_out and quantization != "per_token"
+    if scales_out and not moves:
+        targets["scale"] = scale_out
+    whole = {name: tensor for name, tensor in targets.items() if tensor is not None}
+    wanted = [*whole, "scale"] if moves else list(whole)
     of = _Epilogue(residual_in, rms_gamma, None, scale_factor, norm, rms_eps, weight_bias == 1, quantization)
     _check(input, wanted, of)
-    rows, width = math.prod(input.shape[:-1]), input.shape[-1]
-    whole = {name: tensor for name, tensor in targets.items() if tensor is not None}
     for name, tensor in whole.items():
         sizes, dtype = _form(input, name, quantization)
         fits = tensor.dtype == dtype or (name == "quantized" and quantization == "nvfp4" and tensor.itemsize == 1)
+        fits = fits and tensor.device == input.device
         if tensor.numel() != math.prod(sizes) or not fits or not tensor.is_contiguous():
             raise ValueError(
-                f"the memory for {name} is {list(tensor.shape)} of {tensor.dtype}; expected {sizes} of {dtype}, contiguous"
+                f"the memory for {name} is {list(tensor.shape)} of {tensor.dtype} on {tensor.device}; expected {sizes} of "
+                f"{dtype} on {input.device}, contiguous"
             )
-    if quantization == "nvfp4" and scale_out is not None:
-        linear = layout_code == QuantizationSFLayout.LINEAR
-        blocks = math.ceil(width / block)
-        least = rows * blocks if linear else quantizations.swizzled_bytes(rows, blocks)
-        if scale_out.nbytes < least or not scale_out.is_contiguous():
-            raise ValueError(f"the memory for scales is of {scale_out.nbytes} bytes; expected {least}, contiguous")
+    linear = layout_code == QuantizationSFLayout.LINEAR
+    if moves and scale_out is not None and quantization is not None:
+        _check_scales(scale_out, input, quantization, linear=linear)
     if norm is not None and "output" not in wanted and quantization is None:
         of = of._replace(norm=None, weight=None)
 
     def memory() -> dict[str, torch.Tensor]:
-        return {**whole, "scale": _made(input, "scale", quantization)} if scales_out else whole
+        return {**whole, "scale": _made(input, "scale", quantization)} if moves else whole
 
     results = _results(input, of, group_name, memory)
     for name, tensor in whole.items():
         if (found := results[name]) is not tensor:
             target = tensor.view(torch.uint8) if found.dtype == torch.uint8 else tensor
             target.copy_(found.view(tensor.shape))
-    scales = results.get("scale")
-    if scale_out is None or scales is None:
+    if not moves or scale_out is None:
         return
+    scales = results["scale"]
+    scales = scales.view(math.prod(input.shape[:-1]), scales.shape[-1])
     if quantization != "nvfp4":
-        quantizations.pack_exponents(scales.view(rows, -1), scale_out)
-    elif layout_code == QuantizationSFLayout.LINEAR:
+        quantizations.pack_exponents(scales, scale_out)
+    elif linear:
         scale_out.view(-1).view(torch.uint8)[: scales.numel()].copy_(scales.view(torch.uint8).view(-1))
     else:
-        quantizations.swizzle(scales.view(torch.uint8).view(rows, -1), scale_out)
+        quantizations.swizzle(scales.view(torch.uint8), scale_out)
+
+
+def allreduce_fusion(
+    input: torch.Tensor,
+    group: ProcessGroup | str,
+    pattern: int,
+    launch_with_pdl: bool = False,
+    trigger_completion_at_end: bool = True,
+    output: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+    norm_out: torch.Tensor | None = None,
+    quant_out: torch.Tensor | None = None,
+    scale_out: torch.Tensor | None = None,
+    residual_in: torch.Tensor | None = None,
+    rms_gamma: torch.Tensor | None = None,
+    rms_eps: float = 1e-6,
+    scale_factor: torch.Tensor | float | None = None,
+    layout_code: int | None = None,
+    use_oneshot: bool | None = None,
+    fp32_acc: bool = False,
+    *,
+    block_quant_group_size: int | None = None,
+    weight_bias: float = 0.0,
+) -> torch.Tensor:
+    """FlashInfer's ``allreduce_fusion``, by the numbers of :class:`AllReduceFusionPattern`, on a group, or the group of a name,
+    in place of a workspace. Returns the norm, what is quantised or the sum: the first that the pattern stores.
+
+    ``input`` and ``residual_in`` are ``[tokens, width]``; results are written into those of ``output`` (the sum),
+    ``residual_out``, ``norm_out``, ``quant_out`` and ``scale_out`` that are given; ``norm_out`` only by patterns with "Out"
+    and without a quantisation, as by FlashInfer. A result that is returned and not given is made, but ``quant_out``. Of static
+    fp8, ``scale_factor`` is what is divided by; of fp4, what scales are multiplied by. ``scale_out`` of dynamic fp8 is
+    ``[tokens, 1]`` of float32; of blocks of fp8 it is ``[tokens, blocks / 4, rounded up]`` of int32 with the strides 1 and
+    ``tokens`` rounded up to 4, whose padding becomes 0; of fp4, bytes. ``layout_code`` is how scales of fp4 are stored, by the
+    numbers of :class:`QuantizationSFLayout`: in tiles of 128 rows of 4 (also for None), whose padding becomes 0, or row by row.
+    How the kernel is launched and done is not for the caller to say: ``launch_with_pdl``, ``trigger_completion_at_end``,
+    ``use_oneshot`` and ``fp32_acc`` change nothing. Raises ValueError for arguments that do not fit, before the collective.
+    """
+    stores_norm = pattern in _WITH_NORM
+    if pattern == AllReduceFusionPattern.kAllReduce and output is None:
+        output = torch.empty_like(input)
+    if stores_norm and norm_out is None:
+        norm_out = torch.empty_like(input)
+    if isinstance(scale_factor, (int, float)):
+        scale_factor = input.new_full((1,), scale_factor, dtype=torch.float32)
+    torch.ops.warplink.allreduce_fusion(
+        input,
+        group if isinstance(group, str) else group.group_name,
+        pattern,
+        launch_with_pdl,
+        trigger_completion_at_end,
+        output,
+        residual_out,
+        norm_out,
+        quant_out,
+        scale_out,
+        residual_in,
+        rms_gamma,
+        rms_eps,
+        scale_factor,
+        layout_code,
+        use_oneshot,
+        fp32_acc,
+        block_quant_group_size,
+        weight_bias,
+    )
+    return [result for result in (norm_out if stores_norm else None, quant_out, output) if result is not None][0]
 
 
 def _meta_nothing(*_: Any, **__: Any) -> None:
@@ -382,10 +480,10 @@ def _by_vllm(
     scale_factor: torch.Tensor | None = None,
     weight_bias: float = 0.0,
 ) -> None:
-    """Without ``norm_out``, the norm is written over ``allreduce_in`` and h over ``residual``; with it, h over
-    ``allreduce_in``."""
+    """Without ``norm_out``, the norm is written over ``allreduce_in``, by patterns that store it, and h over ``residual``; with
+    it, h over ``allreduce_in``."""
     residual_out = residual if norm_out is None else allreduce_in
-    allreduce_fusion(
+    _allreduce_fusion(
         allreduce_in,
         _for_vllm["group"],
         pattern_code,
@@ -405,6 +503,6 @@ def _by_vllm(
 
 for _key in ("CPU", "CUDA"):
     library.impl("fused_all_reduce", torch.no_grad()(fused_all_reduce), _key)
-    library.impl("allreduce_fusion", allreduce_fusion, _key)
+    library.impl("allreduce_fusion", _allreduce_fusion, _key)
 library.impl("fused_all_reduce", fused_all_reduce, "Meta")
 library.impl("allreduce_fusion", _meta_nothing, "Meta")
