@@ -179,6 +179,15 @@ def check_fp4(codes, scales, near, factor):
     assert ((found.abs() == 6) | (found.abs() == 4)).any()
 
 
+def tile_places(tokens, blocks):
+    """Where the scales of rows are in tiles of 128 rows of 4."""
+    return [
+        (row // 128 * -(-blocks // 4) + block // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+        for row in range(tokens)
+        for block in range(blocks)
+    ]
+
+
 def as_fp4(rank, name, inputs, residual, weight, h, near):
     import warplink.torch
 
@@ -204,6 +213,28 @@ def as_fp4(rank, name, inputs, residual, weight, h, near):
         quantization="nvfp4",
     )
     assert [(one.shape, one.dtype) for one in meta] == [(scale.shape, FP8), (q.shape, torch.uint8)]
+    for quantization, given_scale in (("nvfp4", factor), ("mxfp8", None)):
+        of = inputs[rank], residual, weight, None, given_scale
+        how = {"norm": "rms", "quantization": quantization}
+        (q, by_row), (same_q, tiles) = (
+            torch.ops.warplink.fused_all_reduce(*of, ["quantized", "scale"], name, **how, swizzled_scale=swizzled)
+            for swizzled in (False, True)
+        )
+        each = by_row.shape[1]
+        assert torch.equal(q.view(torch.uint8), same_q.view(torch.uint8)) and tiles.dtype == by_row.dtype
+        assert list(tiles.shape) == [128, -(-each // 4) * 4]
+        flat, at = tiles.view(torch.uint8).view(-1), tile_places(tokens, each)
+        assert torch.equal(flat[at].view(tokens, each), by_row.view(torch.uint8))
+        assert flat.count_nonzero() == by_row.view(torch.uint8).count_nonzero()
+        of = [tensor if tensor is None else tensor.to("meta") for tensor in of]
+        _, like = torch.ops.warplink.fused_all_reduce(*of, ["quantized", "scale"], name, **how, swizzled_scale=True)
+        assert (like.shape, like.dtype) == (tiles.shape, tiles.dtype)
+    with pytest.raises(ValueError, match="swizzled scales of the quantization per_token"):
+        torch.ops.warplink.fused_all_reduce(
+            *(inputs[rank], None, None, None, None, ["quantized", "scale"], name),
+            quantization="per_token",
+            swizzled_scale=True,
+        )
     linear = None
     for pattern, layout in (
         (patterns.kARResidualRMSNormFP4Quant, layouts.LINEAR),
@@ -233,11 +264,7 @@ def as_fp4(rank, name, inputs, residual, weight, h, near):
             check_fp4(codes, linear, near, factor.item())
             continue
         flat = tiles.view(-1).view(torch.uint8)
-        at = [
-            (row // 128 * -(-blocks // 4) + block // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
-            for row in range(tokens)
-            for block in range(blocks)
-        ]
+        at = tile_places(tokens, blocks)
         assert torch.equal(flat[at].view(tokens, blocks), linear)
         rest = torch.ones_like(flat, dtype=torch.bool)
         rest[at] = False

@@ -78,7 +78,7 @@ _WITH_NORM = (
 library.define(
     "fused_all_reduce(Tensor input, Tensor? residual, Tensor? weight, Tensor? bias, Tensor? scale, "
     "str[] outputs, str group_name, *, str? norm = None, float eps = 1e-6, bool weight_bias = False, "
-    "str? quantization = None, str wire = 'exact') -> Tensor[]",
+    "str? quantization = None, str wire = 'exact', bool swizzled_scale = False) -> Tensor[]",
     tags=[torch._C.Tag.needs_fixed_stride_order],
 )
 library.define(
@@ -203,6 +203,7 @@ def fused_all_reduce(
     weight_bias: bool = False,
     quantization: str | None = None,
     wire: str = "exact",
+    swizzled_scale: bool = False,
 ) -> list[torch.Tensor]:
     """Results named by ``outputs``, in that order, of the sum over the group's ranks of ``input``, ``[.., width]``.
 
@@ -212,18 +213,26 @@ def fused_all_reduce(
     ("static"), or an output "scale": of each row ("per_token"), or of each 128 elements of it ("per_block",
     "per_block_power_of_two"), or of each 32 as a byte of its exponent ("mxfp8"). With "nvfp4" it is two floats of 4 bits in a
     byte, the first in the low bits, and "scale" is of each 16 elements, as float8_e4m3fn: their largest magnitude / 6, times
-    ``scale``. With ``wire`` "fp8" rows travel as floats of 8 bits with a scale for each 128 elements, where the kernel does
-    it, for an error that docs/fused.md states; all ranks get the same bits either way.
+    ``scale``. With ``swizzled_scale``, the scales of "mxfp8" and "nvfp4" are copied into the tiles of 128 rows of 4 that matmuls
+    read: ``[rows, blocks]``, rounded up to these, with 0 where there is none. With ``wire`` "fp8" rows travel as floats of 8
+    bits with a scale for each 128 elements, where the kernel does it, for an error that docs/fused.md states; all ranks get the
+    same bits either way.
     Raises ValueError where sizes, types or names do not fit.
     """
     of = _Epilogue(residual, weight, bias, scale, norm, eps, weight_bias, quantization, wire)
     _check(input, outputs, of)
+    if swizzled_scale and quantization not in quantizations.SWIZZLED:
+        raise ValueError(
+            f"swizzled scales of the quantization {quantization}; expected {' or '.join(quantizations.SWIZZLED)}"
+        )
 
     def made() -> dict[str, torch.Tensor]:
         return {name: _made(input, name, quantization) for name in outputs}
 
     # The compiler asks for shapes and types only.
     results = made() if input.is_meta else _results(input, of, group_name, made)
+    if swizzled_scale:
+        results["scale"] = quantizations.swizzled(results["scale"])
     return [results[name] for name in outputs]
 
 

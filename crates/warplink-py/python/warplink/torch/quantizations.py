@@ -20,6 +20,9 @@ QUANTIZATIONS = {
 #: Quantisations that are given one float32: what is divided by, and the global scale of nvfp4.
 GIVEN_SCALE = ("static", "nvfp4")
 
+#: Quantisations whose scales may be in the tiles that matmuls read.
+SWIZZLED = ("mxfp8", "nvfp4")
+
 _SCALE_DTYPES = {"mxfp8": torch.uint8, "nvfp4": torch.float8_e4m3fn}
 
 _LARGEST = 448.0
@@ -139,6 +142,14 @@ def pack_exponents(scales: torch.Tensor, scale_out: torch.Tensor) -> None:
 def swizzled_bytes(rows: int, blocks: int) -> int:
     """How long the scales of rows are in tiles of 128 rows of 4."""
     return math.ceil(rows / 128) * 128 * math.ceil(blocks / 4) * 4
+
+
+def swizzled(scales: torch.Tensor) -> torch.Tensor:
+    """The scales of rows, a byte each, in tiles of 128 rows of 4."""
+    rows, blocks = math.prod(scales.shape[:-1]), scales.shape[-1]
+    tiles = scales.new_empty([-(-rows // 128) * 128, -(-blocks // 4) * 4])
+    swizzle(scales.view(torch.uint8).view(rows, blocks), tiles)
+    return tiles
 
 
 def swizzle(scales: torch.Tensor, scale_out: torch.Tensor) -> None:
