@@ -557,6 +557,13 @@ def test_vllms_function_is_served(rank, world, dist):
             n, found = call(inputs[rank].clone(), residual.clone())
             assert torch.equal(found, h)
             close(n, near, near.abs() * 2**-7 + 1e-3)
+    # Nobody reads the norm of this one.
+    quantize = warplink.torch.AllReduceFusionPattern.kARResidualRMSNormFP8Quant
+    x, found, q = inputs[rank].clone(), residual.clone(), torch.empty(tokens, width, dtype=FP8)
+    scale = torch.tensor([0.02])
+    fused(x, found, *common[:-1], quantize, quant_out=q, scale_factor=scale, weight_bias=1.0)
+    assert torch.equal(found, h) and torch.equal(x, inputs[rank])
+    close(q.float(), (near / 0.02).clamp(-448, 448), near.abs() / 0.02 / 15 + 2e-3)
 
 
 def with_the_pass(function, fused, move=None):
