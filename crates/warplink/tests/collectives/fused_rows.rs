@@ -179,13 +179,19 @@ impl Made {
             scale,
             4,
         ];
-        let allocate = |bytes| allocate(comm, bytes);
+        let mut slices = Vec::from(sizes.map(|bytes| allocate(comm, bytes)));
+        // Single values need not be aligned to vectors.
+        let single = || allocate(comm, 8).slice(4..8).unwrap();
+        slices[9] = single();
+        if wanted.quantization == Some(Quantization::Static) {
+            slices[8] = single();
+        }
         Self {
             call,
             wanted,
             world: comm.world(),
             rank: comm.rank(),
-            slices: sizes.map(allocate).into(),
+            slices,
             in_place,
         }
     }

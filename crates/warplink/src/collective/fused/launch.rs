@@ -95,7 +95,9 @@ impl FusedLaunches {
             let slices = memory.slices((from, rows), call, *form)?;
             let piece = described.of(rows);
             let tensors: Vec<&DeviceSlice> = slices.iter().collect();
-            let aligned = slices.iter().all(is_aligned);
+            // A single value is not loaded in vectors.
+            let mut rows = form.tensors().zip(&slices);
+            let aligned = rows.all(|(tensor, slice)| tensor.is_single() || is_aligned(slice));
             // The last piece may have fewer rows, and then takes fewer lanes.
             let shape = piece.shape(machine, way)?;
             let of = (&piece, &shape);

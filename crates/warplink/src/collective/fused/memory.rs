@@ -145,12 +145,14 @@ impl Tensor {
         }
     }
 
-    /// Whether it has rows, rather than one value for all of them.
+    /// Whether it is a single value.
+    pub(super) const fn is_single(self) -> bool {
+        matches!(self, Self::GivenScale | Self::GlobalScale)
+    }
+
+    /// Whether it has rows, rather than one for all of them.
     const fn has_rows(self) -> bool {
-        !matches!(
-            self,
-            Self::Weight | Self::Bias | Self::GivenScale | Self::GlobalScale
-        )
+        !matches!(self, Self::Weight | Self::Bias) && !self.is_single()
     }
 
     pub(super) fn dtype(self, call: &Fused) -> DType {

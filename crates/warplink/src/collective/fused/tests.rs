@@ -14,6 +14,7 @@ use crate::device::ReduceOp;
 use crate::dtype::{DType, Element};
 use crate::program::cost::find::shipped;
 use crate::program::evaluate::Evaluator;
+use crate::program::section::kernel_text;
 use crate::program::verify::{verify, verify_sharing};
 use crate::program::{Parameters, Program, TensorInstance, unroll};
 use half::bf16;
@@ -254,6 +255,28 @@ fn the_number_of_rows_selects_the_strategy() {
         );
     }
     assert!(!sum.ways().contains(&Way::Gathered));
+}
+
+/// So their addresses do not decide how the others are accessed.
+#[test]
+fn single_values_are_not_loaded_in_vectors() {
+    let mut count = 0;
+    for call in all_calls(6, 24) {
+        for way in call.ways() {
+            let (program, given) = made(&call, way, 2, 2);
+            let program = unroll(&program, 1, 2, 1, &given).unwrap();
+            let section = crate::collective::launches::section(&program).unwrap();
+            for single in call.form.tensors().filter(|tensor| tensor.is_single()) {
+                let names = section.tensors.iter().map(|tensor| &*tensor.name);
+                let aligned: Vec<bool> = names.map(|name| name != single.name()).collect();
+                assert!(aligned.contains(&false), "{}", single.name());
+                let text = kernel_text(&section, &aligned).unwrap();
+                assert_eq!(text, section.kernel(true).unwrap(), "{way:?}");
+                count += 1;
+            }
+        }
+    }
+    assert!(count > 10, "{count}");
 }
 
 /// The description changes the text, but the number of rows does not change the kernel.
