@@ -1,11 +1,12 @@
 //! Collectives with residual, norm and quantisation: right, and bit for bit the same on all ranks.
 
 use crate::common::{
-    assert_error, recorded, runs_case, threads_that_end, threads_with, world, worlds,
+    TimedBarrier, assert_error, assert_says, recorded, runs_case, threads_that_end, threads_with,
+    world, worlds,
 };
 use crate::data::by;
 use crate::expected::assert_alike;
-use crate::fused_rows::{Made, USUAL, all_wanted, fused};
+use crate::fused_rows::{Made, USUAL, Wanted, all_wanted, fused};
 use crate::scaled::unhurried;
 use warplink::collective::{Algorithm, Epilogue, Fused, FusedKind, FusedMemory, Quantization};
 use warplink::device::Priority;
@@ -215,20 +216,35 @@ fn fused_calls_that_do_not_fit_are_refused() {
     });
 }
 
-/// Ranks that call different things find that out in the call.
+/// Ranks that call different things find that out in the call: other numbers of rows, and a bias on some only.
 #[test]
 fn fused_calls_that_differ_are_named() {
-    threads_that_end(world(2), unhurried, |comm| {
-        let stream = comm.create_stream(Priority::Normal).unwrap();
-        let collectives = by(&comm, None, 2 << 20);
-        let call = fused(FusedKind::AllReduce, 3 + comm.rank() % 2, 40, USUAL);
-        let made = Made::new(&comm, (call, USUAL), false);
-        made.fill(&comm, 0);
-        let enqueued = collectives.fused(&call, &made.memory(), &stream);
-        let done = enqueued.and_then(|()| comm.synchronize(&stream));
-        if comm.world() > 1 {
-            let error = done.unwrap_err();
-            assert_error(&error, ErrorKind::Mismatch, &["rows of 40 bf16"]);
-        }
-    });
+    let ranks = world(2);
+    for (more, bias, text) in [(1, false, "rows of 40 bf16"), (0, true, "residual, bias")] {
+        let all = TimedBarrier::new(ranks);
+        threads_that_end(ranks, unhurried, |comm| {
+            let stream = comm.create_stream(Priority::Normal).unwrap();
+            let collectives = by(&comm, None, 2 << 20);
+            let odd = comm.rank() % 2;
+            let wanted = Wanted {
+                bias: bias && odd == 1,
+                ..USUAL
+            };
+            let call = fused(FusedKind::AllReduce, 3 + more * odd, 40, wanted);
+            let made = Made::new(&comm, (call, wanted), false);
+            made.fill(&comm, 0);
+            let enqueued = collectives.fused(&call, &made.memory(), &stream);
+            let done = enqueued.and_then(|()| comm.synchronize(&stream));
+            if comm.world() > 1 {
+                let error = done.unwrap_err();
+                // A rank may hear of it from one that has found it.
+                let kinds = [ErrorKind::Mismatch, ErrorKind::PeerFailed];
+                assert!(kinds.contains(&error.kind()), "{error}");
+                assert_says(&error, &[text]);
+            }
+            // None leaves while another still waits.
+            all.wait();
+            comm.abort("the test is over");
+        });
+    }
 }

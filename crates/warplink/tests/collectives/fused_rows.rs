@@ -36,6 +36,7 @@ const GLOBAL_SCALE: f32 = 37.5;
 #[derive(Clone, Copy)]
 pub(crate) struct Wanted {
     pub(crate) norm: Option<Norm>,
+    pub(crate) bias: bool,
     pub(crate) quantization: Option<Quantization>,
     pub(crate) residual: bool,
     pub(crate) sum: bool,
@@ -46,6 +47,7 @@ pub(crate) struct Wanted {
 /// RMSNorm of the sum and a residual, both of which are stored.
 pub(crate) const USUAL: Wanted = Wanted {
     norm: Some(Norm::Rms),
+    bias: false,
     quantization: None,
     residual: true,
     sum: false,
@@ -77,6 +79,7 @@ pub(crate) fn all_wanted() -> Vec<Wanted> {
         },
         Wanted {
             norm: Some(Norm::Layer),
+            bias: true,
             ..USUAL
         },
         Wanted {
@@ -211,7 +214,7 @@ impl Made {
         FusedMemory {
             residual: at(1, wanted.residual),
             weight: at(2, norm),
-            bias: at(3, wanted.norm == Some(Norm::Layer)),
+            bias: at(3, wanted.bias),
             sum: at(4, wanted.sum),
             residual_out: at(residual_out, wanted.residual_out),
             output: at(output, wanted.output),
@@ -490,7 +493,7 @@ impl Made {
         let more = f64::from(u8::from(epilogue.weight_bias));
         let scaled = h.zip(&given.weight).zip(&given.bias);
         let scaled = scaled.map(|((h, weight), bias)| {
-            let bias = if norm == Norm::Layer {
+            let bias = if self.wanted.bias {
                 f64::from(*bias)
             } else {
                 0.0

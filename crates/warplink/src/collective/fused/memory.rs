@@ -130,10 +130,7 @@ impl Tensor {
 
     /// Whether ranks have to agree on its presence, in addition to the description of the call.
     pub(super) const fn is_agreed(self) -> bool {
-        !matches!(
-            self,
-            Self::Input | Self::Weight | Self::Bias | Self::GlobalScale
-        )
+        !matches!(self, Self::Input | Self::Weight | Self::GlobalScale)
     }
 
     /// Whether it contains only the rows that a rank owns.
@@ -207,7 +204,7 @@ impl Form {
         all.filter(move |tensor| self.has(*tensor))
     }
 
-    /// Bits of the written tensors, and of the residual: ranks have to agree on these.
+    /// Bits of the tensors that ranks have to agree on.
     pub(super) fn agreed(self) -> u32 {
         let agreed: Vec<Tensor> = self.tensors().filter(|it| it.is_agreed()).collect();
         Self::of(&agreed).tensors.into()

@@ -12,7 +12,7 @@ use Tensor::{
 };
 
 /// Norms, quantisations and memory.
-const EPILOGUES: [(Option<Norm>, Option<Quantization>, &[Tensor]); 11] = [
+const EPILOGUES: [(Option<Norm>, Option<Quantization>, &[Tensor]); 13] = [
     (
         Some(Norm::Rms),
         None,
@@ -56,6 +56,16 @@ const EPILOGUES: [(Option<Norm>, Option<Quantization>, &[Tensor]); 11] = [
         &[Residual, Weight, ResidualOut, Quantized, Scale, GlobalScale],
     ),
     (None, None, &[Residual, Sum, Output]),
+    (
+        Some(Norm::Layer),
+        Some(Quantization::PerToken),
+        &[Weight, Quantized, Scale],
+    ),
+    (
+        Some(Norm::Rms),
+        Some(Quantization::PerToken),
+        &[Residual, Weight, Bias, ResidualOut, Quantized, Scale],
+    ),
 ];
 
 /// Calls of `kinds` with every epilogue. Some are in place.
