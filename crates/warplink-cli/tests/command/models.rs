@@ -1,6 +1,6 @@
 //! Which hardware model decides, whatever is where models are kept: ranks always choose alike.
 
-use crate::common::{assert_contains, command, launch, run, stderr, stdout, succeeded};
+use crate::common::{assert_contains, command, example, launch, run, stderr, stdout, succeeded};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -76,7 +76,8 @@ fn a_cache_that_cannot_be_written_stops_nobody() {
     assert_right(&bench(Path::new("/dev/full")), "a device");
 }
 
-/// Each rank finds another model: rank 0's is used on both, and the other one says so.
+/// Each rank finds another model: rank 0's is used on both, for collectives, plans and transfers, and the other one says
+/// so where it is asked for more than transfers.
 #[test]
 fn ranks_with_different_models_choose_alike() {
     let directory = tempfile::tempdir().unwrap();
@@ -85,20 +86,51 @@ fn ranks_with_different_models_choose_alike() {
     succeeded(&run(&format!(
         "tune --device host -n 2 --largest-shape 16 --largest-transfer 4KiB --samples 1 --output {model}"
     )));
+    let text = fs::read_to_string(directory.path().join("model.json")).unwrap();
+    let mut changed: serde_json::Value = serde_json::from_str(&text).unwrap();
+    // Neither packets nor one block, as the model of the other rank has them for the same transfers.
+    let kernels = &mut changed["link"]["kernels"];
+    kernels["limit"] = (1 << 30).into();
+    kernels["packet_limit"] = 0.into();
+    kernels["store_blocks"] = serde_json::json!([[1 << 30, 3]]);
+    fs::write(
+        directory.path().join("model.json"),
+        serde_json::to_string(&changed).unwrap(),
+    )
+    .unwrap();
+    let ring = example("ring_pass");
     // The launcher says how many ranks there are.
-    let command = format!(
-        "{} {}",
-        env!("CARGO_BIN_EXE_warplink"),
-        BENCH.replace(" -n 2", "")
-    );
-    for with in ["0", "1"] {
-        let script = format!(
-            "export WARPLINK_CACHE_DIR={cache}; \
-             if [ $WARPLINK_RANK = {with} ]; then export WARPLINK_MODEL={model}; fi; exec {command}"
-        );
-        let output = launch(2, &script);
-        assert!(output.status.success(), "{with}: {}", stderr(&output));
-        let told = stderr(&output);
-        assert!(told.contains("different hardware models"), "{with}: {told}");
+    let cases = [
+        (BENCH.replace(" -n 2", ""), true),
+        (
+            "bench overlap --device host --shape 32,32,32 --samples 1".to_owned(),
+            true,
+        ),
+        (
+            format!("program run {ring} --device host --param n=1024 --samples 1"),
+            false,
+        ),
+        (
+            "bench p2p --device host --to 4KiB --samples 1".to_owned(),
+            false,
+        ),
+    ];
+    for (words, says) in cases {
+        for with in ["0", "1"] {
+            let script = format!(
+                "export WARPLINK_CACHE_DIR={cache}; \
+                 if [ $WARPLINK_RANK = {with} ]; then export WARPLINK_MODEL={model}; fi; exec {} {words}",
+                env!("CARGO_BIN_EXE_warplink"),
+            );
+            let output = launch(2, &script);
+            let told = stderr(&output);
+            assert!(output.status.success(), "{words}, {with}: {told}");
+            if says {
+                assert!(
+                    told.contains("different hardware models"),
+                    "{words}, {with}: {told}"
+                );
+            }
+        }
     }
 }

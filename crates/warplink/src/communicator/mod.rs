@@ -3,6 +3,7 @@
 mod collectives;
 mod engines;
 mod groups;
+mod kernels;
 mod losses;
 mod proxies;
 mod services;
@@ -20,11 +21,8 @@ use crate::device::{
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::exchange::{ExchangeServices, GroupExchange};
 use crate::memory::{ExportedHandle, HANDLE_BYTES, Region, RemoteRegion};
-use crate::p2p::{
-    Batch, Path, PathModel, StreamBarrier, Transfer, TransferExchange, TransferRequest,
-};
+use crate::p2p::{Batch, Path, StreamBarrier, Transfer, TransferExchange, TransferRequest};
 use crate::program::Executor;
-use crate::program::cost::{DeviceDescription, HardwareModel};
 use crate::program::execute::{EngineSource, RankContext, ValueNotes};
 use crate::signal::Signals;
 use crate::sync::lock;
@@ -139,17 +137,9 @@ impl Communicator {
             job.proxies.source(),
             &job.networks,
         );
-        let (described, world) = (job.device.clone(), group.world());
-        let (memory, all) = (job.memory.clone(), job.bootstrap.world());
-        let paths = PathModel::new(move || {
-            let (model, _) = HardwareModel::find(&DeviceDescription::of(&*described), world)?;
-            // Ranks of other communicators transfer concurrently.
-            let all: Vec<_> = (0..all).collect();
-            let sharing = memory.ranks_per_device(&all)?;
-            Ok(model.link.transfer_kernels().shared_by(sharing))
-        });
         let defaults = (job.protocol, job.path.unwrap_or_default());
-        let transfers = TransferExchange::new(&group, &fault, services, defaults, paths);
+        let transfers =
+            TransferExchange::new(&group, &fault, services, defaults, job.kernels.clone());
         let joined_collectives = Arc::default();
         let engines = Engines::new(
             &job.bootstrap,

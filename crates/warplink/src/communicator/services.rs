@@ -1,5 +1,6 @@
 //! Per-job services of a rank, shared by its communicators.
 
+use super::kernels;
 use super::losses::{self, Losses};
 use super::proxies::Proxies;
 use crate::bootstrap::{AbortHandle, Bootstrap, aborted};
@@ -9,7 +10,7 @@ use crate::device::network::NetworkOptions;
 use crate::device::{self, Device, Fault, InFlight};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::memory::MemoryRegistry;
-use crate::p2p::{Path, Protocol};
+use crate::p2p::{Path, Protocol, TransferKernels};
 use crate::signal::SlotDirectory;
 use crate::threads;
 use crate::topology::TopologyClass;
@@ -32,6 +33,8 @@ pub(super) struct JobServices {
     pub(super) protocol: Protocol,
     pub(super) path: Option<Path>,
     pub(super) timeout: Duration,
+    /// Performance of transfers by kernels; equal on all ranks.
+    pub(super) kernels: Result<TransferKernels>,
     /// Topology class forced by the environment.
     pub(super) topology: Option<TopologyClass>,
 }
@@ -63,6 +66,8 @@ impl JobServices {
             }
         });
         let deadline = Deadline::after(config.timeout);
+        let described = kernels::publish(&*device, &bootstrap)
+            .inspect_err(|error| abort_join(&bootstrap, error))?;
         let secret = bootstrap.secret().clone();
         let memory = MemoryRegistry::start(
             rank,
@@ -74,6 +79,8 @@ impl JobServices {
         )
         .inspect_err(|error| abort_join(&bootstrap, error))?;
         let memory = Arc::new(memory);
+        let kernels = kernels::of_rank_0(described, &bootstrap, &memory, deadline)
+            .inspect_err(|error| abort_join(&bootstrap, error))?;
         let losses = Arc::new(Losses::default());
         let (recorder, forgetful) = (losses.clone(), Arc::downgrade(&memory));
         let joined = Arc::downgrade(&bootstrap);
@@ -134,6 +141,7 @@ impl JobServices {
             protocol: config.protocol,
             path: config.path,
             timeout: config.timeout,
+            kernels,
             topology: config.topology,
         }))
     }

@@ -31,7 +31,6 @@ mod transfer;
 
 pub(crate) use batch::post_stores_in_launch;
 pub use batch::{Batch, post_all, post_stores, wait_all};
-pub(crate) use exchange::PathModel;
 pub use exchange::TransferExchange;
 pub use path::{Path, TransferKernels};
 pub use protocol::Protocol;

@@ -4,46 +4,11 @@ use super::{EndOffer, RequestedTransfer, TransferExchange};
 use crate::device::{DeviceSlice, PacketLine, PacketShape, Word};
 use crate::error::{Error, Result};
 use crate::memory::{Region, RemoteRegion};
-use crate::p2p::path::{Flow, Path, TransferKernels};
+use crate::p2p::path::{Flow, Path};
 use crate::p2p::protocol::Protocol;
 use crate::p2p::request::{Direction, TransferRequest};
 use crate::signal::Slot;
 use std::borrow::Cow;
-use std::fmt;
-use std::sync::OnceLock;
-
-/// Reads the performance of transfers by kernels from the hardware model.
-type Find = dyn Fn() -> Result<TransferKernels> + Send + Sync;
-
-/// Source of the hardware model's data, read when a transfer first needs them.
-pub(crate) struct PathModel {
-    find: Box<Find>,
-    found: OnceLock<TransferKernels>,
-}
-
-impl PathModel {
-    pub(crate) fn new(find: impl Fn() -> Result<TransferKernels> + Send + Sync + 'static) -> Self {
-        Self {
-            find: Box::new(find),
-            found: OnceLock::new(),
-        }
-    }
-
-    fn kernels(&self) -> Result<&TransferKernels> {
-        if let Some(found) = self.found.get() {
-            return Ok(found);
-        }
-        let found = (self.find)()?;
-        // Only a success is kept, so that a model that could not be read is tried again.
-        Ok(self.found.get_or_init(|| found))
-    }
-}
-
-impl fmt::Debug for PathModel {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.found.fmt(f)
-    }
-}
 
 impl TransferExchange {
     /// Selects the flow of this end for `path`. The device must have signals.
@@ -68,7 +33,7 @@ impl TransferExchange {
                 Path::CopyEngine | Path::Fastest | Path::OneBlock => Ok(Flow::Streams),
             };
         }
-        let mut kernels = Cow::Borrowed(self.paths.kernels()?);
+        let mut kernels = Cow::Borrowed(self.kernels.as_ref().map_err(Error::clone)?);
         if let Some(most) = request.most_blocks {
             kernels = Cow::Owned(kernels.into_owned().at_most(most));
         }
@@ -157,7 +122,7 @@ pub(super) fn agreed(end: &RequestedTransfer, offer: &EndOffer) -> Result<Flow> 
             end.flow, offer.flow
         );
         return Err(Error::mismatch(what).with_help(
-            "give every rank the same hardware model and the same limit of multiprocessors",
+            "install NVRTC for every rank, or for none, and set the same limit of multiprocessors",
         ));
     }
     Ok(end.flow)

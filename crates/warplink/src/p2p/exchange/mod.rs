@@ -4,7 +4,7 @@ mod flow;
 mod matching;
 mod offer;
 
-use super::path::{Flow, Path};
+use super::path::{Flow, Path, TransferKernels};
 use super::progress::ProgressList;
 use super::protocol::{Protocol, Role};
 use super::request::{Direction, MatchKey, TransferRequest};
@@ -16,7 +16,6 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::exchange::{ExchangeServices, Matching, Missing, Offer, PairExchange, PublishedEnds};
 use crate::memory::Region;
 use crate::signal::Slot;
-pub(crate) use flow::PathModel;
 use offer::EndOffer;
 use std::sync::Arc;
 
@@ -26,7 +25,8 @@ pub struct TransferExchange {
     pairs: PairExchange<MatchKey>,
     default_protocol: Protocol,
     default_path: Path,
-    paths: PathModel,
+    /// Performance of transfers by kernels, equal on all ranks of the job, or why it is unknown.
+    kernels: Result<TransferKernels>,
     progress: ProgressList,
 }
 
@@ -43,19 +43,19 @@ pub(crate) struct RequestedTransfer {
 
 impl TransferExchange {
     /// Creates the exchange of `group`, whose waits end when `fault` is raised. Transfers without an explicit
-    /// protocol or path use `defaults`.
+    /// protocol or path use `defaults`; `kernels` is the same on all ranks.
     pub(crate) fn new(
         group: &Arc<Group>,
         fault: &Arc<Fault>,
         services: ExchangeServices,
         defaults: (Protocol, Path),
-        paths: PathModel,
+        kernels: Result<TransferKernels>,
     ) -> Self {
         Self {
             pairs: PairExchange::new(group, fault, services, "exchange transfers"),
             default_protocol: defaults.0,
             default_path: defaults.1,
-            paths,
+            kernels,
             progress: ProgressList::default(),
         }
     }
@@ -174,7 +174,7 @@ impl Matching for TransferExchange {
 
     fn describe(&self, offer: &mut Offer<RequestedTransfer>) -> Result<EndOffer> {
         let end = &mut offer.end;
-        // Chosen by each end for itself from the same model, and compared when they meet: no extra round trip.
+        // Chosen by each end for itself from the same figures, and compared when they meet: no extra round trip.
         end.flow = self.flow(&end.request, end.protocol, end.path)?;
         end.scratch = self.scratch(&end.request, end.flow, &end.slot)?;
         let buffer = match end.request.direction.role(end.protocol) {

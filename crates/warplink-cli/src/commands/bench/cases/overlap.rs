@@ -22,7 +22,6 @@ use measure::{ShapeTimes, Shared};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use warplink::device::Priority;
-use warplink::program::cost::{DeviceDescription, HardwareModel};
 use warplink::{Communicator, DType, DeviceKind};
 
 /// Measure GEMMs overlapped with their communication
@@ -154,9 +153,8 @@ impl Case for Overlap {
         let link = match self.link {
             Some(link) => link * 1e9,
             None => {
-                let device = DeviceDescription::of(&**comm.device());
-                let (model, _) = HardwareModel::find(&device, comm.world())?;
-                model.link.put.peak()
+                // The one that plans choose by, the same on all ranks.
+                comm.executor().hardware_model()?.link.put.peak()
             }
         };
         let shared = Shared {
