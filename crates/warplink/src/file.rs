@@ -1,13 +1,14 @@
-//! Reads files that a user or the environment names.
+//! Reads files that a user or the environment names, and replaces files of caches.
 
 #[cfg(doc)]
 use crate::error::ErrorKind;
 use crate::error::{Error, Result};
 use rustix::fs::OFlags;
-use std::fs::File;
-use std::io::{self, Read};
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Reads text of at most `limit` bytes from a file, pipe or device. Stops reading beyond the limit.
 ///
@@ -27,6 +28,29 @@ pub fn read_regular(path: &Path, limit: usize) -> Result<String> {
     let flags = OFlags::NONBLOCK.bits().cast_signed();
     let file = File::options().read(true).custom_flags(flags).open(path);
     read(path, limit, file.and_then(regular))
+}
+
+/// Replaces the file at `path` by one with `parts` in a row, and creates its directory. Writes to a temporary name and
+/// renames it, so that no reader sees a partial file; threads and processes may write one path at the same time.
+///
+/// # Errors
+/// Those of the system; nothing partial is left.
+pub(crate) fn replace(path: &Path, parts: &[&[u8]]) -> io::Result<()> {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    if let Some(directory) = path.parent() {
+        fs::create_dir_all(directory)?;
+    }
+    // Relaxed: only uniqueness within the process matters; the name also has the process id.
+    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+    let partial = path.with_extension(format!("{}-{number}.partial", std::process::id()));
+    let replaced = File::create(&partial)
+        .and_then(|mut file| parts.iter().try_for_each(|part| file.write_all(part)))
+        .and_then(|()| fs::rename(&partial, path));
+    if replaced.is_err() {
+        // Report the first error; the file may not exist.
+        let _ = fs::remove_file(&partial);
+    }
+    replaced
 }
 
 fn regular(file: File) -> io::Result<File> {
@@ -58,6 +82,24 @@ fn read(path: &Path, limit: usize, file: io::Result<File>) -> Result<String> {
 mod tests {
     use super::*;
     use crate::ErrorKind;
+
+    #[test]
+    fn writers_of_one_path_do_not_collide() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("below/file.json");
+        let write =
+            |text: String| (0..50).try_for_each(|_| replace(&path, &[b"x", text.as_bytes()]));
+        std::thread::scope(|scope| {
+            let writers = (0..4).map(|thread: u8| scope.spawn(move || write(thread.to_string())));
+            for writer in writers.collect::<Vec<_>>() {
+                writer.join().unwrap().unwrap();
+            }
+        });
+        assert_eq!(read_regular(&path, 2).unwrap().len(), 2);
+        assert!(replace(&path.join("below"), &[b""]).is_err());
+        let left = fs::read_dir(path.parent().unwrap()).unwrap().count();
+        assert_eq!(left, 1, "something partial is left");
+    }
 
     #[test]
     fn only_short_text_of_regular_files_is_read() {

@@ -2,11 +2,10 @@
 //! truncated or corrupted entries are recompiled.
 
 use crate::error::Result;
+use crate::file;
 use sha2::{Digest, Sha256};
 use std::fs;
-use std::io::Write;
 use std::path::Path;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Length of a digest in bytes.
 const DIGEST: usize = 32;
@@ -37,7 +36,7 @@ pub(crate) fn get_or_make(
         return Ok(content);
     }
     let content = make()?;
-    if let Err(error) = write(directory, &path, &content) {
+    if let Err(error) = file::replace(&path, &[&Sha256::digest(&content), &content]) {
         tracing::debug!(%error, path = %path.display(), "a kernel was not kept on disk");
     }
     Ok(content)
@@ -47,26 +46,6 @@ pub(crate) fn get_or_make(
 fn checked(bytes: &[u8]) -> Option<Vec<u8>> {
     let (digest, content) = bytes.split_at_checked(DIGEST)?;
     (!content.is_empty() && digest == Sha256::digest(content).as_slice()).then(|| content.to_vec())
-}
-
-/// Writes to a temporary name and renames it, so that no reader sees a partial entry.
-fn write(directory: &Path, path: &Path, content: &[u8]) -> std::io::Result<()> {
-    static NUMBER: AtomicU64 = AtomicU64::new(0);
-    fs::create_dir_all(directory)?;
-    // Relaxed: only uniqueness within the process matters; the name also has the process id.
-    let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    let temporary = path.with_extension(format!("{}-{number}", std::process::id()));
-    let result = fs::File::create(&temporary)
-        .and_then(|mut file| {
-            file.write_all(&Sha256::digest(content))?;
-            file.write_all(content)
-        })
-        .and_then(|()| fs::rename(&temporary, path));
-    if result.is_err() {
-        // Report the first error; the file may not exist.
-        let _ = fs::remove_file(&temporary);
-    }
-    result
 }
 
 #[cfg(test)]
