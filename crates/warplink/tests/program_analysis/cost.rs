@@ -38,6 +38,7 @@ pub(crate) fn machine() -> HardwareModel {
             ranks: 2,
             topology: String::new(),
             multiprocessors: 10,
+            link_rate: 0.0,
             shared: false,
         },
         source: Provenance::default(),

@@ -169,6 +169,7 @@ impl Tune {
                 ranks: comm.world(),
                 topology: "every rank to its right neighbour was measured".to_owned(),
                 multiprocessors: properties.multiprocessors,
+                link_rate: properties.link_rate,
                 shared: properties.shared,
             },
             // Ranks that share cores disturb trials more than estimates are off.

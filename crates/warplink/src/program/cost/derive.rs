@@ -57,6 +57,7 @@ impl HardwareModel {
             ranks: world,
             topology: if device.linked { "links" } else { "the bus" }.to_owned(),
             multiprocessors: device.multiprocessors.max(1),
+            link_rate: device.link_rate,
             shared: device.shared,
         };
         model

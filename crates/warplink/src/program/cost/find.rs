@@ -54,7 +54,7 @@ pub enum Origin {
 
 impl HardwareModel {
     /// The model for `world` ranks on such devices: the file named by `WARPLINK_MODEL`; otherwise, among the models
-    /// in [`directory`] that name the device, the one measured on the nearest number of ranks; otherwise the one
+    /// in [`directory`] of devices with the same name, multiprocessors and link rate, the one measured on the nearest number of ranks; otherwise the one
     /// derived from device properties ([`derived`](Self::derived)).
     ///
     /// Ranks that read different files get different models; if ranks have to make equal choices, they agree on one
@@ -109,14 +109,24 @@ impl HardwareModel {
         Self::from_named(&path.display().to_string(), &text)
     }
 
-    /// Whether it was measured on such devices.
+    /// Whether it was measured on such devices: of the same name, multiprocessors and link rate, as far as the model has
+    /// them.
     fn describes(&self, device: &DeviceDescription) -> bool {
-        let model = &self.device.model;
-        let named = device.properties.model.to_lowercase();
+        let (own, properties) = (&self.device, &device.properties);
+        // Rates are read from text, and reported in steps that are coarser than this.
+        let close = |rate: f64| (rate - properties.link_rate).abs() <= 0.01 * rate;
+        self.names(device)
+            && own.model.to_lowercase() == properties.model.to_lowercase()
+            && own.multiprocessors == properties.multiprocessors
+            && (own.link_rate <= 0.0 || close(own.link_rate))
+    }
+
+    /// Whether its name is a part of the device's.
+    fn names(&self, device: &DeviceDescription) -> bool {
+        let name = self.device.model.to_lowercase();
         self.device.kind == device.kind.to_string()
-            && !model.is_empty()
-            // A part of the name suffices: vendors append memory sizes and form factors to it.
-            && named.contains(&model.to_lowercase())
+            && !name.is_empty()
+            && device.properties.model.to_lowercase().contains(&name)
     }
 }
 
@@ -179,7 +189,8 @@ fn models_in(directory: &Path) -> Vec<Arc<HardwareModel>> {
     paths.iter().filter_map(read).collect()
 }
 
-/// Among the `models` that describe such devices, the one measured on the nearest number of ranks.
+/// Among the `models` that describe such devices, the one measured on the nearest number of ranks. Warns of models of
+/// similar devices where there is none.
 fn nearest(
     models: &[Arc<HardwareModel>],
     device: &DeviceDescription,
@@ -187,7 +198,22 @@ fn nearest(
 ) -> Option<Arc<HardwareModel>> {
     let distance = |model: &&Arc<HardwareModel>| model.device.ranks.abs_diff(world);
     let fitting = models.iter().filter(|model| model.describes(device));
-    fitting.min_by_key(distance).cloned()
+    let found = fitting.min_by_key(distance).cloned();
+    if let (None, Some(similar)) = (&found, models.iter().find(|model| model.names(device))) {
+        let (its, own) = (&similar.device, &device.properties);
+        tracing::warn!(
+            model = %similar.name,
+            "the tuned model is of another device and is passed over: {}, {} multiprocessors, link {:.0} MB/s; this one is \
+             {}, {}, {:.0}; run `warplink tune`",
+            its.model,
+            its.multiprocessors,
+            its.link_rate / 1e6,
+            own.model,
+            own.multiprocessors,
+            own.link_rate / 1e6,
+        );
+    }
+    found
 }
 
 #[cfg(test)]
@@ -201,7 +227,7 @@ mod tests {
             properties: DeviceProperties {
                 model: model.to_owned(),
                 version: String::new(),
-                multiprocessors: 100,
+                multiprocessors: 132,
                 cluster_blocks: 1,
                 clock: 0.0,
                 products: [0.0; 2],
@@ -220,10 +246,29 @@ mod tests {
     }
 
     #[test]
-    fn a_model_is_for_the_devices_that_it_names() {
-        let of = |text: &str| nearest(all_shipped(), &device(text), 4);
-        assert!(of("NVIDIA H200").unwrap().name.contains("H200"));
-        assert!(of("something new").is_none());
+    fn a_model_is_for_devices_that_are_the_same() {
+        let mut model = (*all_shipped()[0]).clone();
+        model.device.model = "NVIDIA H100 80GB HBM3".to_owned();
+        model.device.link_rate = 450e9;
+        let models = [Arc::new(model)];
+        let of = |name: &str, multiprocessors, link_rate| {
+            let mut device = device(name);
+            device.properties.multiprocessors = multiprocessors;
+            device.properties.link_rate = link_rate;
+            nearest(&models, &device, 4).is_some()
+        };
+        let name = "NVIDIA H100 80GB HBM3";
+        assert!(of(name, 132, 450e9) && of(name, 132, 449e9));
+        for (other, multiprocessors, link_rate) in [
+            ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 16, 0.0),
+            ("NVIDIA H100 80GB HBM3 MIG 7g.80gb", 132, 450e9),
+            ("NVIDIA H100 PCIe", 114, 450e9),
+            (name, 114, 450e9),
+            (name, 132, 63e9),
+            ("something new", 132, 450e9),
+        ] {
+            assert!(!of(other, multiprocessors, link_rate), "{other}");
+        }
     }
 
     #[test]
@@ -231,6 +276,7 @@ mod tests {
         let of_ranks = |ranks| {
             let mut model = (*all_shipped()[0]).clone();
             model.device.ranks = ranks;
+            model.device.model = "NVIDIA H200".to_owned();
             Arc::new(model)
         };
         let models = [of_ranks(2), of_ranks(8)];

@@ -59,7 +59,7 @@ pub struct HardwareModel {
 pub struct DeviceMatch {
     /// Kind of device, as [`DeviceKind`](crate::device::DeviceKind) is printed.
     pub kind: String,
-    /// Substring of the model name that the device reports; empty for any device.
+    /// Model name that the device reports, which tells form factors, memory sizes and slices apart; empty if unknown.
     pub model: String,
     /// Number of ranks that were measured together.
     pub ranks: usize,
@@ -67,6 +67,9 @@ pub struct DeviceMatch {
     pub topology: String,
     /// Multiprocessors of a device; processors of the machine if ranks share them.
     pub multiprocessors: usize,
+    /// Rate of its links to peers in bytes per second and direction, as the device reports it; 0 if unknown.
+    #[serde(default)]
+    pub link_rate: f64,
     /// Whether all ranks share the same multiprocessors and memory, like processes of one machine.
     pub shared: bool,
 }
@@ -367,6 +370,8 @@ impl HardwareModel {
             ("device.ranks", self.device.ranks as f64),
         ];
         check(&counts, 1.0..=MAX_COUNT, &format!("1 to {MAX_COUNT:e}"))?;
+        let rate = [("device.link_rate", self.device.link_rate)];
+        check(&rate, 0.0..=1e18, "0 to 1e18 bytes a second")?;
         for (name, curve) in [
             ("memory.copy", &self.memory.copy),
             ("link.kernel_put", &self.link.kernel_put),
