@@ -358,10 +358,10 @@ fn a_folder_of_results_is_a_folder() {
 }
 
 /// A file system with no room left: a file that says so, and one with `before`. Only root can make one.
-struct FullDisk(tempfile::TempDir);
+pub(crate) struct FullDisk(tempfile::TempDir);
 
 impl FullDisk {
-    fn new() -> Option<Self> {
+    pub(crate) fn new() -> Option<Self> {
         let folder = tempfile::tempdir().unwrap();
         let mounted = Command::new("mount")
             .args(["-t", "tmpfs", "-o", "size=64k", "tmpfs"])
@@ -379,7 +379,7 @@ impl FullDisk {
         Some(disk)
     }
 
-    fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         self.0.path()
     }
 }

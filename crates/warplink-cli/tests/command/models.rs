@@ -1,6 +1,7 @@
 //! Which hardware model decides, whatever is where models are kept: ranks always choose alike.
 
 use crate::common::{assert_contains, command, example, launch, run, stderr, stdout, succeeded};
+use crate::files::FullDisk;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Output;
@@ -11,6 +12,11 @@ const BENCH: &str =
 fn bench(cache: &Path) -> Output {
     let mut command = command(BENCH);
     command.env("WARPLINK_CACHE_DIR", cache).output().unwrap()
+}
+
+fn doctor(cache: &Path) -> String {
+    let mut command = command("doctor --device host");
+    succeeded(&command.env("WARPLINK_CACHE_DIR", cache).output().unwrap())
 }
 
 /// The files of measurements below a cache's directory.
@@ -30,11 +36,29 @@ fn assert_right(output: &Output, case: &str) {
 #[test]
 fn a_machine_is_measured_once() {
     let cache = tempfile::tempdir().unwrap();
-    assert_right(&bench(cache.path()), "an empty cache");
+    assert_contains(&doctor(cache.path()), &["not measured yet"]);
+    let mut logged = command(BENCH);
+    logged
+        .env("WARPLINK_CACHE_DIR", cache.path())
+        .env("WARPLINK_LOG", "warplink=debug");
+    let output = logged.output().unwrap();
+    assert_right(&output, "an empty cache");
+    let log = stderr(&output);
+    let (_, seconds) = log.split_once("measured the machine").unwrap();
+    let (_, seconds) = seconds.split_once("seconds").unwrap();
+    let seconds = seconds.trim_start_matches(|sign: char| !sign.is_ascii_digit());
+    let end = seconds.find(|sign: char| !sign.is_ascii_digit() && sign != '.');
+    let seconds: f64 = seconds[..end.unwrap_or(seconds.len())].parse().unwrap();
+    // Samples end after 0.4 s; some more where the machine is busy.
+    assert!(seconds < 2.0, "{seconds}: {log}");
     let [file] = &measured(cache.path())[..] else {
         panic!("{:?}", measured(cache.path()));
     };
     let first = fs::read_to_string(file).unwrap();
+    assert_contains(
+        &doctor(cache.path()),
+        &["2 ranks have memory ", " GB/s, and a launch in "],
+    );
     let again = bench(cache.path());
     assert_right(&again, "a cache");
     assert_eq!(fs::read_to_string(file).unwrap(), first);
@@ -74,6 +98,12 @@ fn a_cache_that_cannot_be_written_stops_nobody() {
     assert_right(&output, "a file in the place of the directory");
     assert_contains(&stderr(&output), &["cannot be cached"]);
     assert_right(&bench(Path::new("/dev/full")), "a device");
+    if let Some(disk) = FullDisk::new() {
+        let output = bench(disk.path());
+        assert_right(&output, "a full disk");
+        assert_contains(&stderr(&output), &["cannot be cached", "No space left"]);
+        assert_eq!(measured(disk.path()), [PathBuf::new(); 0]);
+    }
 }
 
 /// Each rank finds another model: rank 0's is used on both, for collectives, plans and transfers, and the other one says

@@ -14,7 +14,7 @@ use crate::names::name_of;
 use crate::options::Options;
 use crate::report::progress::Progress;
 use crate::report::table::{Align, Table};
-use crate::report::{self, Object};
+use crate::report::{self, Object, counted};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
@@ -22,7 +22,8 @@ use std::process::ExitCode;
 use warplink::DeviceKind;
 use warplink::device::cuda::{self, Capabilities};
 use warplink::device::{self, DeviceConfig};
-use warplink::program::cost::{DeviceDescription, HardwareModel, Origin, find};
+use warplink::program::cost::calibration::{self, CachedFigures};
+use warplink::program::cost::{DeviceDescription, Figures, HardwareModel, Origin, find};
 
 /// Check this machine, and explain how to fix problems
 ///
@@ -166,24 +167,27 @@ impl Doctor {
 
 /// The hardware model in use on this machine, and why.
 fn model(kind: DeviceKind) -> Found {
-    let found = device::open(&DeviceConfig::new(kind, 0))
-        .and_then(|device| HardwareModel::find(&DeviceDescription::of(&*device), 2));
+    let found = device::open(&DeviceConfig::new(kind, 0)).and_then(|device| {
+        let found = HardwareModel::find(&DeviceDescription::of(&*device), 2)?;
+        Ok((found, calibration::measurements(&*device)))
+    });
     let measure = "measure this machine with `warplink tune`";
     match found {
         Err(error) => Found::warning(error.to_string(), error.help().unwrap_or(measure)),
-        Ok((model, Origin::Named)) => Found::ok(format!(
+        Ok(((model, Origin::Named), _)) => Found::ok(format!(
             "'{}', of the file that {} names",
             model.name,
             find::MODEL_VARIABLE
         )),
-        Ok((model, Origin::Tuned)) => Found::ok(format!(
+        Ok(((model, Origin::Tuned), _)) => Found::ok(format!(
             "'{}', measured by `{}` on {}",
             model.name, model.source.command, model.source.date
         )),
-        Ok((_, Origin::Derived)) => match find::calibrations() {
+        Ok(((_, Origin::Derived), measured)) => match find::calibrations() {
             Some(directory) => Found::ok(format!(
-                "from the device's specifications and a short measurement by the first job of several ranks, cached in {}",
-                directory.display()
+                "from the device's specifications and a short measurement by the first job of several ranks, cached in {}: {}",
+                directory.display(),
+                known(&measured)
             )),
             None => Found::warning(
                 "from the device's specifications and a short measurement repeated by each job, since there is no cache directory",
@@ -191,6 +195,33 @@ fn model(kind: DeviceKind) -> Found {
             ),
         },
     }
+}
+
+/// The cached figures, by number of ranks.
+fn known(measured: &[CachedFigures]) -> String {
+    if measured.is_empty() {
+        return "not measured yet".to_owned();
+    }
+    let text = |one: &CachedFigures| {
+        let Figures {
+            memory,
+            put,
+            stored,
+            loaded,
+            launch,
+            ..
+        } = one.figures;
+        format!(
+            "{} have memory {:.1}, put {:.1}, stores {:.1} and loads {:.1} GB/s, and a launch in {:.1} us",
+            counted(one.ranks, "rank"),
+            memory / 1e9,
+            put / 1e9,
+            stored / 1e9,
+            loaded / 1e9,
+            launch * 1e6
+        )
+    };
+    measured.iter().map(text).collect::<Vec<_>>().join("; ")
 }
 
 /// Vendor libraries. Transfers need only the driver, which the GPU checks cover.

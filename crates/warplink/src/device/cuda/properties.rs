@@ -20,11 +20,15 @@ pub(super) fn of(
         / 8.0;
     let all = clock * f64::from(capabilities.multiprocessors);
     let products = operations(capabilities.compute_capability).map(|each| each * all);
-    let (link_rate, linked) = link_rate(address);
+    let nvml = address.and_then(|address| NvmlGpu::open(address).ok());
+    let (link_rate, linked) = link_rate(nvml.as_ref());
     let (major, minor) = capabilities.driver_version;
+    // Releases with the same version of CUDA differ in speed.
+    let release = nvml.as_ref().and_then(NvmlGpu::driver_release);
+    let release = release.map_or_else(String::new, |release| format!(", driver {release}"));
     DeviceProperties {
         model: capabilities.name.clone(),
-        version: format!("CUDA {major}.{minor}"),
+        version: format!("CUDA {major}.{minor}{release}"),
         multiprocessors: capabilities.multiprocessors as usize,
         cluster_blocks: cluster_blocks(capabilities.compute_capability),
         clock,
@@ -56,8 +60,8 @@ const fn operations((major, minor): (u32, u32)) -> [f64; 2] {
 }
 
 /// Bandwidth to all peers in one direction in bytes per second, and whether it comes from links.
-fn link_rate(address: Option<PciAddress>) -> (f64, bool) {
-    let Some(nvml) = address.and_then(|address| NvmlGpu::open(address).ok()) else {
+fn link_rate(nvml: Option<&NvmlGpu>) -> (f64, bool) {
+    let Some(nvml) = nvml else {
         return (0.0, false);
     };
     let links = nvml.links().map(|links| links.links).unwrap_or_default();

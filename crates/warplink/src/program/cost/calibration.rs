@@ -2,15 +2,15 @@
 
 use super::figures::Figures;
 use super::find;
+use crate::device::{Device, DeviceIdentity, DeviceProperties, PeerAccess};
 use crate::error::{Error, Result};
 use crate::file;
 use crate::sync::lock;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::collections::HashMap;
-use std::fs::{self, File};
+use std::fs;
 use std::io::ErrorKind::NotFound;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
@@ -29,6 +29,71 @@ struct Calibration {
     /// Cache key: identifies the machine by every rank's device, its driver, and its links.
     machine: String,
     figures: Figures,
+}
+
+/// Between the identities of two ranks' devices in a key.
+const BETWEEN: &str = "; ";
+
+/// Cache key of a machine: the identity of each rank's device, in rank order.
+pub(crate) fn machine<'a>(devices: impl Iterator<Item = &'a str>) -> String {
+    devices.collect::<Vec<_>>().join(BETWEEN)
+}
+
+/// Identity of a device, including everything that its figures depend on: also its access to the `others`' memory.
+pub(crate) fn identity(
+    identity: DeviceIdentity,
+    properties: &DeviceProperties,
+    others: &[PeerAccess],
+) -> String {
+    // The identity of a host's processors changes with every boot.
+    let device = if properties.shared {
+        String::new()
+    } else {
+        format!("{identity:?}")
+    };
+    let reached = others.iter().map(|access| match access {
+        PeerAccess { mapped: false, .. } => '-',
+        PeerAccess { atomics: false, .. } => 'm',
+        _ => 'a',
+    });
+    format!(
+        "{} {device} {} {} {:.0} {:.0} {}",
+        properties.model,
+        properties.version,
+        properties.multiprocessors,
+        properties.link_rate / 1e6,
+        properties.clock / 1e6,
+        reached.collect::<String>()
+    )
+}
+
+/// Figures that a job measured.
+#[derive(Clone, Debug, PartialEq)]
+pub struct CachedFigures {
+    /// Number of ranks of the job.
+    pub ranks: usize,
+    /// The figures of its slowest rank.
+    pub figures: Figures,
+}
+
+/// The cached measurements of jobs whose rank 0 had `device`, by number of ranks. Reads the files of the cache; unusable
+/// ones are left out.
+pub fn measurements(device: &dyn Device) -> Vec<CachedFigures> {
+    let own = identity(device.identity(), &device.properties(), &[]);
+    let files = find::calibrations().and_then(|directory| fs::read_dir(directory).ok());
+    let files = files.into_iter().flatten().flatten();
+    let read = files.filter_map(|file| {
+        let text = file::read_regular(&file.path(), MAX_BYTES).ok()?;
+        let read: Calibration = serde_json::from_str(&text).ok()?;
+        let known = read.format == FORMAT && read.figures.check().is_ok();
+        (known && read.machine.starts_with(&own)).then(|| CachedFigures {
+            ranks: read.machine.split(BETWEEN).count(),
+            figures: read.figures,
+        })
+    });
+    let mut all: Vec<_> = read.collect();
+    all.sort_by_key(|one| one.ranks);
+    all
 }
 
 /// Cached figures for the key `machine`, if it was measured. An invalid file is ignored with a warning.
@@ -84,7 +149,6 @@ fn read(path: &Path, machine: &str) -> Result<Option<Figures>> {
     Ok(Some(read.figures))
 }
 
-/// Writes to a temporary name and renames it, so that no reader sees a partial file.
 fn write(path: &Path, machine: &str, figures: &Figures) -> Result<()> {
     let calibration = Calibration {
         format: FORMAT,
@@ -93,26 +157,77 @@ fn write(path: &Path, machine: &str, figures: &Figures) -> Result<()> {
     };
     let text =
         serde_json::to_string(&calibration).map_err(|error| Error::internal(error.to_string()))?;
-    let io = |error: std::io::Error| Error::io(format!("write {}", path.display()), &error);
-    if let Some(directory) = path.parent() {
-        fs::create_dir_all(directory).map_err(io)?;
-    }
-    // By process: jobs on one machine may write at the same time.
-    let partial = path.with_extension(format!("{}.partial", std::process::id()));
-    let written = File::create(&partial).and_then(|mut file| {
-        file.write_all(text.as_bytes())?;
-        fs::rename(&partial, path)
-    });
-    written.map_err(|error| {
-        // On a full disk, a partial file may remain.
-        let _ = fs::remove_file(&partial);
-        io(error)
-    })
+    file::replace(path, &[text.as_bytes()])
+        .map_err(|error| Error::io(format!("write {}", path.display()), &error))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn properties() -> DeviceProperties {
+        DeviceProperties {
+            model: "NVIDIA H100".to_owned(),
+            version: "CUDA 13.0, driver 580.95.05".to_owned(),
+            multiprocessors: 132,
+            cluster_blocks: 8,
+            clock: 1.98e9,
+            products: [1e15, 5e13],
+            memory_rate: 3.3e12,
+            link_rate: 450e9,
+            linked: true,
+            shared: false,
+            kernel_copies: true,
+        }
+    }
+
+    /// Whatever changes the figures of a machine changes the key of its measurement.
+    #[test]
+    fn another_device_has_another_key() {
+        let of = |changed: &dyn Fn(&mut DeviceProperties)| {
+            let mut properties = properties();
+            changed(&mut properties);
+            identity(DeviceIdentity([1; 16]), &properties, &[PeerAccess::FULL; 3])
+        };
+        let keys = [
+            of(&|_| {}),
+            of(&|it| it.model = "NVIDIA H100 PCIe".to_owned()),
+            of(&|it| it.version = "CUDA 13.0, driver 580.105.08".to_owned()),
+            of(&|it| it.multiprocessors = 66),
+            of(&|it| it.link_rate = 300e9),
+            of(&|it| it.clock = 1.755e9),
+            identity(
+                DeviceIdentity([2; 16]),
+                &properties(),
+                &[PeerAccess::FULL; 3],
+            ),
+            identity(DeviceIdentity([1; 16]), &properties(), &[PeerAccess::FULL]),
+            identity(
+                DeviceIdentity([1; 16]),
+                &properties(),
+                &[PeerAccess::NONE; 3],
+            ),
+            identity(
+                DeviceIdentity([1; 16]),
+                &properties(),
+                &[PeerAccess {
+                    mapped: true,
+                    atomics: false,
+                }; 3],
+            ),
+        ];
+        for (index, key) in keys.iter().enumerate() {
+            assert!(!keys[..index].contains(key), "{key}");
+        }
+        assert_eq!(keys[0], of(&|_| {}));
+        // A host's identity is another one after every boot.
+        let host = DeviceProperties {
+            shared: true,
+            ..properties()
+        };
+        let key = |number| identity(DeviceIdentity([number; 16]), &host, &[]);
+        assert_eq!(key(1), key(2));
+    }
 
     fn figures() -> Figures {
         Figures {

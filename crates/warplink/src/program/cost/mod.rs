@@ -47,7 +47,7 @@
 
 mod bound;
 mod build;
-pub(crate) mod calibration;
+pub mod calibration;
 mod class;
 pub mod collective;
 pub mod curve;

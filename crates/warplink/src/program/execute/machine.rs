@@ -2,11 +2,12 @@
 //!
 //! Ranks exchange the models they found, and use rank 0's. If that is derived from device properties alone, the ranks
 //! measure the figures that choices depend on most together, once per machine: rank 0 saves the figures for later
-//! jobs (`cost/calibration.rs`).
+//! jobs (`cost/calibration.rs`). The measurement has a time limit, by rank 0's clock.
 
 use super::RankContext;
 use crate::device::{
-    AllocationKind, Device, DeviceSlice, Event, KernelCopy, MatmulSpec, Priority, Stream, StreamOp,
+    AllocationKind, DeviceSlice, Event, KernelCopy, MatmulSpec, PeerAccess, Priority, Stream,
+    StreamOp,
 };
 use crate::dtype::DType;
 use crate::error::Result;
@@ -15,6 +16,7 @@ use crate::program::cost::{DeviceDescription, Figures, HardwareModel, Origin, ca
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Bytes of a measured copy, with a device per rank and with shared processors. The time of a copy of one `PART`-th
 /// is subtracted, which cancels the startup time.
@@ -24,6 +26,9 @@ const PART: usize = 4;
 
 /// Repetitions of each measurement; the best counts, because disturbances only slow it down.
 const SAMPLES: usize = 4;
+
+/// Time for samples. When it has passed, each figure left has one sample after its warm-up, of the smaller copy.
+const LIMIT: Duration = Duration::from_millis(400);
 
 /// Launches per graph, and bytes copied by each.
 const LAUNCHES: usize = 16;
@@ -54,7 +59,11 @@ impl RankContext {
         let described = RankModel {
             origin,
             model: Sha256::digest(&text).into(),
-            device: identity(&*self.device, &description),
+            device: calibration::identity(
+                self.device.identity(),
+                &description.properties,
+                &self.accesses()?,
+            ),
         };
         let all = self.gather(&described)?;
         let first = &all[0];
@@ -75,8 +84,7 @@ impl RankContext {
         if first.origin != Origin::Derived || !self.can_measure(&all)? {
             return Ok(model);
         }
-        let machine: Vec<&str> = all.iter().map(|described| &*described.device).collect();
-        let machine = machine.join("; ");
+        let machine = calibration::machine(all.iter().map(|described| &*described.device));
         // Rank 0's file counts: others may have another home directory, or none.
         let cached = (self.rank() == 0)
             .then(|| calibration::known(&machine))
@@ -88,13 +96,13 @@ impl RankContext {
                 figures
             }
             None => {
-                let Some(figures) = self.measured(&description)? else {
+                let Some(measured) = self.measured(&description)? else {
                     return Ok(model);
                 };
-                if self.rank() == 0 {
-                    calibration::keep(&machine, &figures);
+                if self.rank() == 0 && measured.is_complete {
+                    calibration::keep(&machine, &measured.figures);
                 }
-                figures
+                measured.figures
             }
         };
         let source = "the device's properties and a short measurement; `warplink tune` refines it";
@@ -116,8 +124,17 @@ impl RankContext {
         Ok(near && alike && self.world() > 1 && self.ranks_per_device()? == 1)
     }
 
+    /// Access of this rank's device to the memory of every other rank's, in rank order.
+    fn accesses(&self) -> Result<Vec<PeerAccess>> {
+        let others = (0..self.world()).filter(|rank| *rank != self.rank());
+        others
+            .map(|rank| self.memory.access(self.group.job_rank(rank)?))
+            .collect()
+    }
+
     /// Measured figures of the slowest rank; `None` if a rank cannot allocate memory for the measurement.
-    fn measured(&self, description: &DeviceDescription) -> Result<Option<Figures>> {
+    fn measured(&self, description: &DeviceDescription) -> Result<Option<Measured>> {
+        let began = Instant::now();
         let shared = description.properties.shared;
         let bytes = if shared { SHARED_BYTES } else { BYTES };
         let allocate = || self.memory.allocate(bytes, AllocationKind::Plain);
@@ -129,41 +146,47 @@ impl RankContext {
             );
             return Ok(None);
         };
-        let own = Measurement::new(self, regions)?.figures(description)?;
+        let own = Measurement::new(self, regions, began)?.measured(description)?;
         let all = self.gather(&own)?;
-        all.iter().try_for_each(Figures::check)?;
-        // The slowest rank determines the time of a joint operation.
-        let least = |of: fn(&Figures) -> f64| all.iter().map(of).fold(f64::INFINITY, f64::min);
+        let measured = Measured::of_all(&all)?;
+        tracing::debug!(
+            seconds = began.elapsed().as_secs_f64(),
+            is_complete = measured.is_complete,
+            "measured the machine"
+        );
+        Ok(Some(measured))
+    }
+}
+
+/// Figures of a measurement.
+#[derive(Clone, Serialize, Deserialize)]
+struct Measured {
+    figures: Figures,
+    /// Whether all of them were measured. Expected ones take the place of others, for this communicator alone.
+    is_complete: bool,
+}
+
+impl Measured {
+    /// Figures of the slowest rank, which determines the time of a joint operation.
+    fn of_all(all: &[Self]) -> Result<Self> {
+        all.iter().try_for_each(|one| one.figures.check())?;
+        let figures = || all.iter().map(|one| &one.figures);
+        let least = |of: fn(&Figures) -> f64| figures().map(of).fold(f64::INFINITY, f64::min);
         let figures = Figures {
             memory: least(|one| one.memory),
             put: least(|one| one.put),
             stored: least(|one| one.stored),
             loaded: least(|one| one.loaded),
             products: least(|one| one.products),
-            launch: all.iter().map(|one| one.launch).fold(0.0, f64::max),
+            launch: figures().map(|one| one.launch).fold(0.0, f64::max),
         };
         figures.check()?;
-        Ok(Some(figures))
+        let is_complete = all.iter().all(|one| one.is_complete);
+        Ok(Self {
+            figures,
+            is_complete,
+        })
     }
-}
-
-/// Identity of a device, including everything that its figures depend on.
-fn identity(device: &dyn Device, description: &DeviceDescription) -> String {
-    let properties = &description.properties;
-    // The identity of a host's processors changes with every boot.
-    let device = if properties.shared {
-        String::new()
-    } else {
-        format!("{:?}", device.identity())
-    };
-    format!(
-        "{} {device} {} {} {:.0} {:.0}",
-        properties.model,
-        properties.version,
-        properties.multiprocessors,
-        properties.link_rate / 1e6,
-        properties.clock / 1e6
-    )
 }
 
 /// Description of a rank.
@@ -187,10 +210,11 @@ struct Measurement<'a> {
     begin: Event,
     end: Event,
     counter: DeviceSlice,
+    began: Instant,
 }
 
 impl<'a> Measurement<'a> {
-    fn new(context: &'a RankContext, [own, into]: [Region; 2]) -> Result<Self> {
+    fn new(context: &'a RankContext, [own, into]: [Region; 2], began: Instant) -> Result<Self> {
         let device = &context.device;
         let neighbour = neighbours(context, &into)?;
         let stream = device.create_stream(Priority::Normal)?;
@@ -206,6 +230,14 @@ impl<'a> Measurement<'a> {
             end: device.create_event(true)?,
             counter: device.allocate_signals(SHORT)?,
             stream,
+            began,
+        })
+    }
+
+    fn measured(&self, description: &DeviceDescription) -> Result<Measured> {
+        Ok(Measured {
+            figures: self.figures(description)?,
+            is_complete: self.neighbour.is_some(),
         })
     }
 
@@ -263,6 +295,9 @@ impl<'a> Measurement<'a> {
             source.slice(0..bytes / PART)?,
         );
         let some = self.best(&|| copy(&part.0, &part.1))?;
+        if !self.continues(false)? {
+            return Ok((bytes / PART) as f64 / some);
+        }
         let all = self.best(&|| copy(target, source))?;
         // If the copy of the part was disturbed, the difference is unreliable; use the whole copy alone.
         Ok(if all > 2.0 * some {
@@ -315,8 +350,11 @@ impl<'a> Measurement<'a> {
     fn best(&self, work: &dyn Fn() -> Result<()>) -> Result<f64> {
         let mut best = f64::INFINITY;
         for sample in 0..=SAMPLES {
-            // Ranks measure together, so that figures include contention for links and host memory.
-            self.context.barrier()?;
+            // Ranks measure together, so that figures include contention for links and host memory: the exchange is
+            // their barrier too.
+            if !self.continues(sample < 2)? {
+                break;
+            }
             self.stream.record(&self.begin)?;
             work()?;
             self.stream.record(&self.end)?;
@@ -329,6 +367,13 @@ impl<'a> Measurement<'a> {
         // Clocks have a finite resolution, so avoid a time of 0.
         Ok(best.max(1e-9))
     }
+
+    /// Whether the ranks take another sample: while rank 0 has time, or if it is `needed`. Blocks until every rank has
+    /// called it.
+    fn continues(&self, needed: bool) -> Result<bool> {
+        let own = needed || self.began.elapsed() < LIMIT;
+        Ok(self.context.gather(&own)?[0])
+    }
 }
 
 /// Memory of the next rank, if every rank maps its next rank's.
@@ -337,8 +382,42 @@ fn neighbours(context: &RankContext, into: &Region) -> Result<Option<RemoteRegio
     let shared = context
         .exchange()
         .share(&context.memory, &[into], |rank| rank == next);
-    let opened = shared.ok().and_then(|mut regions| regions[next].pop());
+    let opened = shared.map(|mut regions| regions[next].pop());
+    let opened = opened.unwrap_or_else(|error| {
+        tracing::warn!(
+            %error,
+            "a peer's memory cannot be mapped; the link's rates are estimated from the devices' properties"
+        );
+        None
+    });
     // All or none: the copies of all ranks are timed at the same time.
     let all = context.all_have(opened.is_some())?;
     Ok(opened.filter(|_| all))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The slowest rank counts, and a figure that one rank has not measured makes the whole a guess.
+    #[test]
+    fn all_ranks_decide_together() {
+        let one = |put, launch, is_complete| Measured {
+            figures: Figures {
+                memory: 1e12,
+                put,
+                stored: put,
+                loaded: put,
+                products: 5e14,
+                launch,
+            },
+            is_complete,
+        };
+        let all = Measured::of_all(&[one(3e11, 2e-6, true), one(2e11, 1e-6, true)]).unwrap();
+        assert!(all.is_complete);
+        assert_eq!((all.figures.put, all.figures.launch), (2e11, 2e-6));
+        let all = Measured::of_all(&[one(3e11, 2e-6, true), one(2e11, 1e-6, false)]).unwrap();
+        assert!(!all.is_complete);
+        assert!(Measured::of_all(&[one(3e11, 2e-6, true), one(0.0, 1e-6, true)]).is_err());
+    }
 }

@@ -80,6 +80,7 @@ function_table! {
     optional {
         nvmlDeviceGetMaxPcieLinkGeneration(NvmlHandle, *mut c_uint) -> c_int;
         nvmlDeviceGetMaxPcieLinkWidth(NvmlHandle, *mut c_uint) -> c_int;
+        nvmlSystemGetDriverVersion(*mut c_char, c_uint) -> c_int;
     }
 }
 

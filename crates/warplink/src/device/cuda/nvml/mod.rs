@@ -6,7 +6,7 @@ mod ffi;
 use self::ffi::{Nvml, NvmlHandle, PciInfo, code, p2p, remote};
 use crate::device::{DeviceLink, DeviceLinks, LinkEnd, PciAddress};
 use crate::error::Result;
-use std::ffi::{c_int, c_uint};
+use std::ffi::{CStr, c_int, c_uint};
 
 /// Upper bound of links, more than any GPU has, in case the library never reports an end.
 const MAX_LINKS: c_uint = 64;
@@ -53,6 +53,18 @@ impl NvmlGpu {
             }
         }
         Ok(DeviceLinks { links })
+    }
+
+    /// Release of the driver, such as `580.95.05`; `None` if NVML does not report it.
+    pub(super) fn driver_release(&self) -> Option<String> {
+        /// `NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE`.
+        const LENGTH: usize = 80;
+        let mut text = [0_u8; LENGTH];
+        let ask = self.nvml.nvmlSystemGetDriverVersion?;
+        // SAFETY: `text` has as many writable bytes as the call is told.
+        let status = unsafe { ask(text.as_mut_ptr().cast(), LENGTH as c_uint) };
+        let text = CStr::from_bytes_until_nul(&text).ok()?.to_str().ok()?;
+        (status == code::SUCCESS && !text.is_empty()).then(|| text.to_owned())
     }
 
     /// PCIe bandwidth in bytes per second in one direction; `None` if NVML does not report it.
