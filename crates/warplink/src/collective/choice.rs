@@ -29,7 +29,7 @@ const DIRECT_LANE_BYTES: usize = 128 << 10;
 const LANE_STORES: f64 = 5e9;
 const LANE_LOADS: f64 = 9.5e9;
 
-/// From this size on, twice as many lanes gain those 3 %.
+/// From this size on, twice as many lanes gain those 3 %, except for reductions on all ranks, which load.
 const LONG: usize = 128 << 20;
 
 /// Usual threads of a lane, and the number of lanes up to which each gets more, where it loads from peers.
@@ -334,7 +334,11 @@ impl Machine {
             stored / LANE_STORES
         };
         // Long transfers amortize more lanes. The root of a reduce has to take in what it loads and what others store.
-        let long = if bytes >= LONG { 2.0 } else { 1.0 };
+        let long = match call.kind {
+            CollectiveKind::AllReduce | CollectiveKind::ReduceScatter => 1.0,
+            _ if bytes >= LONG => 2.0,
+            _ => 1.0,
+        };
         let root = match call.kind {
             CollectiveKind::Reduce => 2.0,
             _ => 1.0,

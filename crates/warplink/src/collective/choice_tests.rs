@@ -123,7 +123,7 @@ fn every_call_is_chosen_on_every_machine() {
     }
 }
 
-/// docs/performance.md: few lanes saturate a link until data is long. A limit is used fully, even if that
+/// docs/performance.md: few lanes saturate a link, of reductions at any length and otherwise until data is long. A limit is used fully, even if that
 /// leaves one lane less than a power of two.
 #[test]
 fn lanes_follow_the_link_and_the_bound() {
@@ -133,8 +133,9 @@ fn lanes_follow_the_link_and_the_bound() {
         (128, AllGather, 128 * MIB, 128, 512),
         (128, AllGather, 32 * MIB, 64, 512),
         (128, AllReduce, 64 * MIB, 32, 512),
-        (128, AllReduce, 256 * MIB, 64, 512),
+        (128, AllReduce, 256 * MIB, 32, 512),
         (128, ReduceScatter, 32 * MIB, 32, 512),
+        (128, ReduceScatter, 256 * MIB, 32, 512),
         (107, AllGather, 128 * MIB, 64, 512),
         (63, AllGather, 128 * MIB, 63, 512),
         (31, AllGather, 128 * MIB, 31, 512),
