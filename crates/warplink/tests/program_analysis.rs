@@ -19,6 +19,8 @@ mod lowerings;
 mod messages;
 #[path = "program_analysis/parameters.rs"]
 mod parameters;
+#[path = "common/root.rs"]
+mod place;
 mod program_support;
 #[path = "program_analysis/random.rs"]
 mod random;
@@ -33,3 +35,5 @@ mod syntax;
 mod text;
 #[path = "program_analysis/verify.rs"]
 mod verify;
+
+use place::root;

@@ -45,11 +45,10 @@ use warplink::program::lower::{Decision, Problem};
 use warplink::program::{Bindings, PrepareOptions, Program};
 use warplink::{Communicator, DType, ErrorKind};
 
-/// The library's lowerings and the examples of an operation. A test that was carried to another machine has no examples.
+/// The library's lowerings and the examples of an operation.
 fn lowerings<P: Problem>(operation: &str) -> Vec<Lowering> {
     let mut all = P::lowerings().unwrap();
-    let folder = format!("{}/../../examples/programs", env!("CARGO_MANIFEST_DIR"));
-    for file in std::fs::read_dir(folder).into_iter().flatten() {
+    for file in std::fs::read_dir(common::root().join("../../examples/programs")).unwrap() {
         let path = file.unwrap().path();
         let name = path.file_stem().unwrap().to_string_lossy().into_owned();
         if name.starts_with(operation) {

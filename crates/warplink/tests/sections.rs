@@ -35,3 +35,5 @@ mod trace;
 mod values;
 #[path = "sections/verdicts.rs"]
 mod verdicts;
+
+use common::root;

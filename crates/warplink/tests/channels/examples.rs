@@ -3,7 +3,7 @@
 // Both examples have what joins their ranks as a module.
 #![allow(clippy::duplicate_mod)]
 
-use super::common::{processes, threads, world};
+use super::common::{processes, root, threads, world};
 
 #[path = "../../examples/halo_exchange.rs"]
 #[allow(dead_code)]
@@ -30,7 +30,7 @@ fn the_halo_exchange_example_is_right() {
         if (comm.rank(), comm.world()) == (0, 4) {
             let plate = halo_exchange::plate(4);
             let drawn = halo_exchange::picture::draw(&plate, &moments);
-            let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/halo-exchange.svg");
+            let file = root().join("../../docs/halo-exchange.svg");
             let shown = std::fs::read_to_string(file).unwrap();
             assert!(drawn == shown, "draw docs/halo-exchange.svg anew");
         }

@@ -2,8 +2,8 @@
 
 use crate::common::{
     Ranks, Stopwatch, TimedBarrier, allocate, assert_error, assert_names_peer, at_least, delayed,
-    kind, lose, share_gpus, threads, threads_that_end, threads_with, with_timeout, with_victim,
-    world, worlds,
+    kind, lose, root, share_gpus, threads, threads_that_end, threads_with, with_timeout,
+    with_victim, world, worlds,
 };
 use crate::data::calling;
 use crate::expected::{Case, Made, Random, kinds};
@@ -410,8 +410,8 @@ fn memory_that_peers_cannot_map_is_bound_all_the_same() {
     if kind() != DeviceKind::Host {
         return;
     }
-    let model = concat!(env!("CARGO_MANIFEST_DIR"), "/models/h200-2.json");
-    let ranks = Ranks::of(2).with_env("WARPLINK_MODEL", model);
+    let model = root().join("models/h200-2.json").display().to_string();
+    let ranks = Ranks::of(2).with_env("WARPLINK_MODEL", &model);
     ranks.run(|comm| {
         const COUNT: usize = 64 << 20;
         let collectives = comm.collectives().unwrap();

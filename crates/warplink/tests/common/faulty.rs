@@ -1,10 +1,11 @@
 //! The texts of faulty programs, each in a file whose comments say what is wrong with it.
 
+use crate::root;
 use warplink::program::{Diagnostic, DiagnosticKind, Program};
 
 /// The names and texts of the programs in `folder`, which lies beside the tests, by name.
 pub(crate) fn in_folder(folder: &str) -> Vec<(String, String)> {
-    let folder = format!("{}/tests/{folder}", env!("CARGO_MANIFEST_DIR"));
+    let folder = root().join("tests").join(folder);
     let files = std::fs::read_dir(folder).unwrap().map(|file| {
         let path = file.unwrap().path();
         let name = path.file_stem().unwrap().to_string_lossy().into_owned();

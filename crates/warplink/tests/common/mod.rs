@@ -14,6 +14,7 @@ mod network;
 mod processes;
 mod relay;
 mod room;
+mod root;
 mod shorthands;
 mod stopwatch;
 mod timed_barrier;
@@ -28,6 +29,7 @@ pub use room::{
     at_least, device_of_thread, runs_case, several, share_gpus, waiting_streams, world, worlds,
 };
 use room::{gpus, ranks_per_gpu};
+pub use root::root;
 pub use shorthands::{
     allocate, assert_error, assert_names_peer, assert_says, await_word, complete, downloaded,
     from_first, recorded, ring_requests, transfer_from_first, transfer_once, without_descriptors,

@@ -1,6 +1,7 @@
 //! The library's lowerings and the example programs: verified for many worlds, with every alternative,
 //! and chosen among by the cost model.
 
+use crate::root;
 use crate::stopwatch::time_on_processor;
 use warplink::program::cost::find::shipped;
 use warplink::program::lower::{
@@ -35,7 +36,7 @@ fn scatter(world: usize, bias: bool) -> MatmulReduceScatter {
 
 /// The example programs whose names start with `operation`.
 fn examples(operation: &str) -> Vec<Lowering> {
-    let folder = format!("{}/../../examples/programs", env!("CARGO_MANIFEST_DIR"));
+    let folder = root().join("../../examples/programs");
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -117,10 +118,7 @@ fn every_lowering_and_example_passes_for_1_to_16_ranks() {
 
 #[test]
 fn the_smallest_example_passes() {
-    let path = format!(
-        "{}/../../examples/programs/ring_pass.wlp",
-        env!("CARGO_MANIFEST_DIR")
-    );
+    let path = root().join("../../examples/programs/ring_pass.wlp");
     let program = Program::parse(&std::fs::read_to_string(path).unwrap()).unwrap();
     for world in 2..=16 {
         verify(&program, world, 1, &[("n", 16)].into()).unwrap();

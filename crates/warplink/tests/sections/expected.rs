@@ -1,6 +1,6 @@
 //! `expect` statements of programs.
 
-use crate::common::{encode, kind, threads, values, world};
+use crate::common::{encode, kind, root, threads, values, world};
 use crate::play::{Launches, play};
 use std::collections::BTreeSet;
 use warplink::DeviceKind;
@@ -19,13 +19,14 @@ const FOLDERS: [&str; 4] = [
 
 /// The names and programs of a folder.
 fn programs(folder: &str) -> Vec<(String, Program)> {
-    let folder = format!("{}/{folder}", env!("CARGO_MANIFEST_DIR"));
-    let files = std::fs::read_dir(folder).unwrap().filter_map(|file| {
-        let path = file.unwrap().path();
-        let name = path.to_string_lossy().strip_suffix(".wlp")?.to_owned();
-        let text = std::fs::read_to_string(&path).unwrap();
-        Some((name, Program::parse(&text).unwrap()))
-    });
+    let files = std::fs::read_dir(root().join(folder))
+        .unwrap()
+        .filter_map(|file| {
+            let path = file.unwrap().path();
+            let name = path.to_string_lossy().strip_suffix(".wlp")?.to_owned();
+            let text = std::fs::read_to_string(&path).unwrap();
+            Some((name, Program::parse(&text).unwrap()))
+        });
     let mut all: Vec<_> = files.collect();
     all.sort_by(|a, b| a.0.cmp(&b.0));
     all
