@@ -139,7 +139,7 @@ fn matrix(random: &mut Random, ranks: usize, kind: usize, max: usize) -> Matrix 
 }
 
 /// Calls of which several are under way at a time.
-fn rounds(comm: &Communicator, collectives: &Collectives, seed: u64) {
+pub(crate) fn rounds(comm: &Communicator, collectives: &Collectives, seed: u64) {
     let stream = comm.create_stream(Priority::Normal).unwrap();
     let mut random = Random::new(seed);
     for (number, (dtype, max, shift)) in [

@@ -1,5 +1,6 @@
 //! Elements of every type as bytes.
 
+use half::{bf16, f16};
 use warplink::DType;
 use warplink::dtype::{F8E4M3, F8E5M2};
 
@@ -12,9 +13,17 @@ pub fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
         }
         bytes
     }
+    // From f64, `half` drops the lower 32 bits, and takes what is next to a tie for the tie.
+    let single = |value: f64| Some(value as f32).filter(|single| f64::from(*single) == value);
     match dtype {
-        DType::F16 => all(values, |value| half::f16::from_f64(value).to_le_bytes()),
-        DType::BF16 => all(values, |value| half::bf16::from_f64(value).to_le_bytes()),
+        DType::F16 => all(values, |value| {
+            let near = single(value).map_or_else(|| f16::from_f64(value), f16::from_f32);
+            near.to_le_bytes()
+        }),
+        DType::BF16 => all(values, |value| {
+            let near = single(value).map_or_else(|| bf16::from_f64(value), bf16::from_f32);
+            near.to_le_bytes()
+        }),
         DType::F32 => all(values, |value| (value as f32).to_le_bytes()),
         DType::F64 => all(values, f64::to_le_bytes),
         DType::I32 => all(values, |value| (value as i32).to_le_bytes()),
@@ -32,8 +41,8 @@ pub fn encode(dtype: DType, values: &[f64]) -> Vec<u8> {
 pub fn decode(dtype: DType, bytes: &[u8]) -> Vec<f64> {
     let each = |chunk: &[u8]| -> f64 {
         match dtype {
-            DType::F16 => half::f16::from_le_bytes(chunk.try_into().unwrap()).to_f64(),
-            DType::BF16 => half::bf16::from_le_bytes(chunk.try_into().unwrap()).to_f64(),
+            DType::F16 => f16::from_le_bytes(chunk.try_into().unwrap()).to_f64(),
+            DType::BF16 => bf16::from_le_bytes(chunk.try_into().unwrap()).to_f64(),
             DType::F32 => f32::from_le_bytes(chunk.try_into().unwrap()).into(),
             DType::F64 => f64::from_le_bytes(chunk.try_into().unwrap()),
             DType::I32 => i32::from_le_bytes(chunk.try_into().unwrap()).into(),
