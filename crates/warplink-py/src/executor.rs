@@ -103,8 +103,10 @@ impl Executor {
     ///
     /// Collective: every rank calls this with the same sizes. Blocks until the peers have exchanged handles. `lowering`
     /// is the only one allowed, by name; with `trials`, lowerings of similar predicted cost are timed on the machine.
+    /// Kernels that wait for other ranks occupy at most `multiprocessors` at a time, the same on all ranks; without a limit
+    /// by default. With one, the vendor's library executes collectives, which it does not bind.
     /// Raises InvalidArgumentError if sizes do not match.
-    #[pyo3(signature = (a, b, c, *, bias=None, gathered=None, dim=0, transposed_b=false, lowering=None, streams=2, trials=true))]
+    #[pyo3(signature = (a, b, c, *, bias=None, gathered=None, dim=0, transposed_b=false, lowering=None, streams=2, trials=true, multiprocessors=None))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn all_gather_matmul(
         &self,
@@ -119,6 +121,7 @@ impl Executor {
         lowering: Option<&str>,
         streams: usize,
         trials: bool,
+        multiprocessors: Option<usize>,
     ) -> PyResult<OverlapPlan> {
         let (executor, sources) = (self.inner.get()?, Reader::new(&self.place, None));
         let targets = sources.for_targets();
@@ -160,7 +163,7 @@ impl Executor {
             keep: gathered.is_some(),
         };
         let lowering = lowering.map(|name| name.parse::<AllGatherMatmulLowering>()?.lowering());
-        let options = plan_options(lowering, leading.outer, streams, trials)?;
+        let options = plan_options(lowering, leading.outer, streams, trials, multiprocessors)?;
         let buffers = AllGatherMatmulBuffers {
             a: a.slice,
             b: slices(b),
@@ -177,7 +180,7 @@ impl Executor {
     /// `a` is `[.., m, .., k / size]`, `b` is `[k / size, n]` (`[n, k / size]` if `transposed_b`), and `c`, this rank's
     /// part of the sum over the ranks, is `[.., m / size, .., n]`, divided along dimension `dim` (any but the last).
     /// `bias`, a vector of `n`, is the same on every rank and added once. Otherwise as `all_gather_matmul`.
-    #[pyo3(signature = (a, b, c, *, bias=None, dim=0, transposed_b=false, lowering=None, streams=2, trials=true))]
+    #[pyo3(signature = (a, b, c, *, bias=None, dim=0, transposed_b=false, lowering=None, streams=2, trials=true, multiprocessors=None))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn matmul_reduce_scatter(
         &self,
@@ -191,6 +194,7 @@ impl Executor {
         lowering: Option<&str>,
         streams: usize,
         trials: bool,
+        multiprocessors: Option<usize>,
     ) -> PyResult<OverlapPlan> {
         let (executor, sources) = (self.inner.get()?, Reader::new(&self.place, None));
         let (a, b) = (sources.read(a, "an array")?, sources.read(b, "an array")?);
@@ -221,7 +225,7 @@ impl Executor {
             bias: bias.is_some(),
         };
         let lowering = lowering.map(|name| name.parse::<MatmulReduceScatterLowering>()?.lowering());
-        let options = plan_options(lowering, leading.outer, streams, trials)?;
+        let options = plan_options(lowering, leading.outer, streams, trials, multiprocessors)?;
         let buffers = MatmulReduceScatterBuffers {
             a: a.slice,
             b: b.slice,
@@ -346,12 +350,14 @@ fn plan_options(
     outer: usize,
     streams: usize,
     trials: bool,
+    multiprocessors: Option<usize>,
 ) -> PyResult<Options> {
     Ok(Options {
         lowering: lowering.transpose().map_err(raise)?,
         streams,
         outer,
         trials,
+        multiprocessors,
         ..Options::default()
     })
 }

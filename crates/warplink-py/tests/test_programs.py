@@ -9,7 +9,7 @@ import time
 import numpy
 import pytest
 import warplink
-from warplink.errors import ParseError, VerificationError
+from warplink.errors import MismatchError, ParseError, VerificationError
 
 from conftest import as_ranks
 
@@ -137,7 +137,7 @@ def test_overlapped_matmuls(rank, world, meeting, dim):
         part = typed(comm, (*own.shape[:-1], 8), 0)
         right = numpy.ascontiguousarray(rights[0][rank * k : rank * k + k])
         plan = executor.matmul_reduce_scatter(
-            typed(comm, left.shape, left), right, part, dim=dim, lowering="push"
+            typed(comm, left.shape, left), right, part, dim=dim, lowering="push", multiprocessors=4
         )
         assert plan.lowering == "push"
         captured = plan.capture()
@@ -145,6 +145,10 @@ def test_overlapped_matmuls(rank, world, meeting, dim):
         stream.synchronize()
         expected = numpy.split(whole @ rights[0], world, dim)[rank]
         numpy.testing.assert_allclose(numpy.asarray(part), expected, rtol=1e-4, atol=1e-4)
+        with pytest.raises(MismatchError, match=f"multiprocessors = {2 + rank}"):
+            executor.all_gather_matmul(
+                typed(comm, own.shape, own), rights, results, dim=dim, multiprocessors=2 + rank
+            )
         with pytest.raises(ValueError, match="expected \\[16, n\\]"):
             executor.all_gather_matmul(typed(comm, own.shape, own), [rights[0][:8]], results[:1], dim=dim)
         comm.barrier()

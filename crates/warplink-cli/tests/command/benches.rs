@@ -21,7 +21,7 @@ const BENCHES: [(&str, &str); 9] = [
         "eager: us",
     ),
     (
-        "overlap --shape 16,16,16 --lowerings push",
+        "overlap --shape 16,16,16 --lowerings push --multiprocessors 4",
         "GEMM in chunks",
     ),
     ("program --lowerings push", "time of the host"),

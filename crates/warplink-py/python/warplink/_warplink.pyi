@@ -606,6 +606,7 @@ class Executor:
         lowering: str | None = None,
         streams: int = 2,
         trials: bool = True,
+        multiprocessors: int | None = None,
     ) -> OverlapPlan: ...
     def matmul_reduce_scatter(
         self,
@@ -619,6 +620,7 @@ class Executor:
         lowering: str | None = None,
         streams: int = 2,
         trials: bool = True,
+        multiprocessors: int | None = None,
     ) -> OverlapPlan: ...
 
 @final

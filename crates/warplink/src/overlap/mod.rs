@@ -64,6 +64,10 @@ pub struct Options {
     pub verify: bool,
     /// Whether the vendor's library executes collectives; see [`PrepareOptions::library`](crate::program::PrepareOptions).
     pub library: bool,
+    /// Most multiprocessors that kernels which wait for other ranks may occupy at a time, equal on all ranks; without a
+    /// limit by default. The matmuls have no limit, nor has the vendor's library, which then executes collectives; see
+    /// [`PrepareOptions::multiprocessors`](crate::program::PrepareOptions::multiprocessors).
+    pub multiprocessors: Option<usize>,
 }
 
 impl Default for Options {
@@ -77,6 +81,7 @@ impl Default for Options {
             trials: true,
             verify: true,
             library: false,
+            multiprocessors: None,
         }
     }
 }

@@ -73,7 +73,13 @@ impl OverlapPlan {
                 let lowered = &choice.lowered;
                 let digest = Digest::of(lowered.program(), &lowered.parameters, lowered.streams)?;
                 let names: Vec<_> = choice.estimates.iter().map(|one| one.name()).collect();
+                // These select whose collectives all ranks join.
+                let digest = match options.multiprocessors {
+                    Some(most) => digest.with("multiprocessors", most),
+                    None => digest,
+                };
                 Ok(digest
+                    .with("library", options.library)
                     // Not part of the program, but of the number of collective calls that follow, as are trials and
                     // the candidates.
                     .with("outer", outer)
@@ -83,12 +89,16 @@ impl OverlapPlan {
         executor.agree(digest.as_ref())?;
         let (choice, tensors, parts, model) = local?;
         let prepare = || {
-            let mut choice = available(executor, problem, options, &model, choice)?;
             let prepare = PrepareOptions {
                 streams: choice.lowered.streams,
                 verify: options.verify,
                 library: options.library,
-                ..PrepareOptions::default()
+                multiprocessors: options.multiprocessors,
+            };
+            let mut choice = available(executor, problem, (options, &prepare), &model, choice)?;
+            let prepare = PrepareOptions {
+                streams: choice.lowered.streams,
+                ..prepare
             };
             // A requested lowering has no competitor.
             if options.trials && choice.decision != Decision::Request {
@@ -248,7 +258,7 @@ fn choose_first<P: Problem>(
 fn available<P: Problem>(
     executor: &Executor,
     problem: &P,
-    options: &Options,
+    (options, prepare): (&Options, &PrepareOptions),
     model: &HardwareModel,
     choice: Choice,
 ) -> Result<Choice> {
@@ -259,7 +269,7 @@ fn available<P: Problem>(
         return Ok(choice);
     }
     // Only if there is no engine here at all; other errors would recur with any lowering that needs one.
-    match executor.join_collectives() {
+    match executor.join_collectives(prepare) {
         Err(error) if is_unavailable(&error) => {
             let without: Vec<Lowering> = choice
                 .estimates

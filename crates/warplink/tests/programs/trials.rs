@@ -1,8 +1,9 @@
 //! Plans whose lowering is decided by times on the machine.
 
-use super::common::{downloaded, threads, world};
+use super::common::{assert_says, downloaded, threads, world};
 use super::matmul::{Case, Inputs, Memory};
 use std::sync::Arc;
+use warplink::ErrorKind;
 use warplink::device::Priority;
 use warplink::overlap::{Decision, Options};
 use warplink::program::cost::find::shipped;
@@ -65,6 +66,34 @@ fn plans_are_decided_by_trials() {
         plan.run(&stream).unwrap();
         comm.synchronize(&stream).unwrap();
         memory.check(comm, &case, &inputs, choice.name());
+        comm.barrier().unwrap();
+    });
+}
+
+/// A limit of multiprocessors is one of the plan, the same on all ranks, and results are right with it.
+#[test]
+fn plans_have_a_limit_of_multiprocessors() {
+    threads(2, |comm| {
+        let executor = comm.executor();
+        let stream = comm.create_stream(Priority::Normal).unwrap();
+        let case = Case::of::<f32>(comm, true);
+        let inputs = Inputs::<f32>::draw(&case, 7);
+        let memory = Memory::gather(comm, &case);
+        memory.fill(comm, &case, &inputs);
+        let buffers = memory.gather_buffers(&case);
+        let plan = |most| {
+            let options = Options {
+                multiprocessors: Some(most),
+                ..Options::default()
+            };
+            case.gather().plan(&executor, &options, &buffers)
+        };
+        let error = plan(2 + comm.rank()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+        assert_says(&error, &["multiprocessors = 2", "multiprocessors = 3"]);
+        plan(2).unwrap().run(&stream).unwrap();
+        comm.synchronize(&stream).unwrap();
+        memory.check(comm, &case, &inputs, "with a limit");
         comm.barrier().unwrap();
     });
 }

@@ -75,11 +75,19 @@ pub struct PrepareOptions {
     /// limit by default. Lanes of kernel sections count by the streams that they run on, and a program with more is
     /// refused; transfers, which any stream may have at a time, share the limit, one multiprocessor each at least. Matmuls,
     /// copies and sums do not wait and have no limit. The collective engine, which executes the collectives of a
-    /// program with a limit, has its own.
+    /// program with a limit, is not bound by it (NCCL by `NCCL_MAX_CTAS`).
     pub multiprocessors: Option<usize>,
     /// Whether the engine executes collectives in any case, for comparisons; by default the communicator's own do, if ranks
     /// can map one another's memory.
     pub library: bool,
+}
+
+impl PrepareOptions {
+    /// Whether the communicator's own collectives may execute those of the program.
+    fn allows_own_collectives(&self) -> bool {
+        // They have one bound for calls of all programs; operations of several would need an order.
+        !self.library && self.multiprocessors.is_none()
+    }
 }
 
 impl Default for PrepareOptions {
@@ -162,9 +170,10 @@ impl Executor {
         Ok(self.model.get_or_init(|| found))
     }
 
-    /// Joins the collectives of programs: the communicator's own, or else the vendor's. Collective on the first call.
-    pub(crate) fn join_collectives(&self) -> Result<()> {
-        if self.collectives.join(&self.context)?.is_none() {
+    /// Joins the collectives of programs with these options: the communicator's own, or else the vendor's. Collective on
+    /// the first call.
+    pub(crate) fn join_collectives(&self, options: &PrepareOptions) -> Result<()> {
+        if !options.allows_own_collectives() || self.collectives.join(&self.context)?.is_none() {
             self.context.engines.of_all()?;
         }
         Ok(())
@@ -260,8 +269,7 @@ impl Executor {
         if options.library {
             digest = digest.with("library", true);
         }
-        // Own collectives have a bound for calls of all programs; operations of both would need an order.
-        let direct = !(needs_library || options.library) && options.multiprocessors.is_none();
+        let direct = !needs_library && options.allows_own_collectives();
         // The caller's stream can have a transfer as well.
         let per_transfer = |most: usize| most / (options.streams + 1);
         Ok(Prepared {

@@ -79,6 +79,10 @@ pub(crate) struct Overlap {
     /// Streams that GEMMs alternate on [default: 2]
     #[arg(long, value_name = "N", value_parser = between::<u8>(1, 32))]
     streams: Option<u8>,
+    /// Maximum multiprocessors of kernels that wait for other ranks; the vendor's library, which then executes
+    /// collectives, is not bound by it
+    #[arg(long, value_name = "N", value_parser = at_least::<u16>(1))]
+    multiprocessors: Option<u16>,
     /// Link rate in GB/s (10^9 bytes), for the link limit [default: from the hardware model]
     #[arg(long, value_name = "GB/S", value_parser = positive)]
     link: Option<f64>,
@@ -190,6 +194,7 @@ impl Case for Overlap {
             object: Object::default()
                 .key("nccl", nccl)
                 .key("streams", self.streams)
+                .optional("multiprocessors", self.multiprocessors)
                 .key("samples", samples)
                 .key("link", link)
                 .key("seed", seed)

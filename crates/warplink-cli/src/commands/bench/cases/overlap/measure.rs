@@ -155,6 +155,7 @@ pub(super) fn measure(
     let options = |lowering: Option<Lowering>| Options {
         lowering,
         streams: overlap.streams.map_or(DEFAULT_STREAMS, usize::from),
+        multiprocessors: overlap.multiprocessors.map(usize::from),
         ..Options::default()
     };
     // Including the collective if there is an engine, as for every caller.
