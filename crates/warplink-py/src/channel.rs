@@ -8,12 +8,14 @@ use crate::place::Place;
 use crate::region::Region;
 use crate::stream::Stream;
 use pyo3::prelude::*;
-use warplink::channel::{self, ConnectionRequest};
+use warplink::channel::{self, ConnectionRequest, Transport};
 use warplink::device::{Argument, At};
 
 /// Request for one end of a connection: to `peer`, a rank of the communicator, with `tag`, between `region` here and
 /// the region that the peer passes, which may have another length. `transport` is "direct", "proxied" or "network", the
 /// same on both ranks; None selects "direct" on one machine and "network" otherwise.
+/// `network_devices` uses the network, by these devices of this rank only: names of the network library, separated by
+/// commas, such as "mlx5_0:1" or "eth0". Raises InvalidArgumentError with another transport.
 #[pyclass(frozen, module = "warplink")]
 #[derive(Debug)]
 pub(crate) struct Connect(ConnectionRequest);
@@ -39,17 +41,27 @@ pub(crate) struct Connections {
 #[pymethods]
 impl Connect {
     #[new]
-    #[pyo3(signature = (region, peer, tag=0, transport=None))]
+    #[pyo3(signature = (region, peer, tag=0, transport=None, network_devices=None))]
     fn new(
         region: &Region,
         #[pyo3(from_py_with = whole)] peer: usize,
         #[pyo3(from_py_with = whole)] tag: u64,
         transport: Option<&str>,
+        network_devices: Option<&str>,
     ) -> PyResult<Self> {
         let request = ConnectionRequest::new(peer, tag, &region.registered()?);
-        Ok(Self(match transport {
-            None => request,
-            Some(name) => request.with_transport(name.parse().map_err(raise)?),
+        let transport = transport.map(str::parse::<Transport>).transpose();
+        Ok(Self(match (transport.map_err(raise)?, network_devices) {
+            (None, None) => request,
+            (Some(transport), None) => request.with_transport(transport),
+            (None | Some(Transport::Network), Some(devices)) => {
+                request.with_network_devices(devices)
+            }
+            (Some(transport), Some(_)) => {
+                return Err(invalid(format!(
+                    "network_devices is set for the {transport} transport; expected network"
+                )));
+            }
         }))
     }
 }

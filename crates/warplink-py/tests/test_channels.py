@@ -151,6 +151,10 @@ def test_wrong_use_of_kernels(comm, rank):
         kernel.launch(stream, [numpy.int16(1)])
     with pytest.raises(ValueError, match="unknown transport 'carrier'"):
         warplink.Connect(comm.alloc(8), rank, transport="carrier")
+    with pytest.raises(ValueError, match="for the proxied transport; expected network"):
+        warplink.Connect(comm.alloc(8), rank, transport="proxied", network_devices="eth0")
+    for transport in (None, "network"):
+        warplink.Connect(comm.alloc(8), rank, transport=transport, network_devices="eth0")
     kernel.launch(stream, [2])
     stream.synchronize()
     with pytest.raises(ValueError, match="the block does not run on this thread"):

@@ -264,7 +264,12 @@ class Transfer:
 @final
 class Connect:
     def __new__(
-        cls, region: Region, peer: int, tag: int = 0, transport: str | None = None
+        cls,
+        region: Region,
+        peer: int,
+        tag: int = 0,
+        transport: str | None = None,
+        network_devices: str | None = None,
     ) -> Connect: ...
 
 @final
