@@ -44,13 +44,15 @@ pub(super) struct Direct {
 
 impl Direct {
     /// Allocates a workspace and maps the peers'. Collective: all ranks succeed or none. Blocks until all
-    /// have called it.
+    /// have called it. Fails where no kernels can be compiled for a rank's device.
     pub(super) fn join(
         context: &RankContext,
         machine: &Machine,
         launch_bytes: usize,
     ) -> Result<Self> {
         let rank = context.rank();
+        // Here rather than at the first call, of which some ranks may have none.
+        context.agree_on(context.device.check_compiler())?;
         // One program of each workspace part declares all scratch that the others use.
         let mut scratch = Vec::new();
         let algorithms: &[Algorithm] = if machine.cube.is_some() {

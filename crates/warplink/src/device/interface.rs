@@ -239,6 +239,15 @@ pub trait Device: LinkQuery + Send + Sync + fmt::Debug {
         Ok(())
     }
 
+    /// Whether kernels can be compiled for this device, without compiling one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::LibraryMissing`](crate::ErrorKind::LibraryMissing) without the compiler,
+    /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) if it has no such device.
+    fn check_compiler(&self) -> Result<()> {
+        Ok(())
+    }
+
     /// Loads user code: on a GPU compiles CUDA C++ (or takes the result from the on-disk cache) or takes
     /// machine code; on the host device takes closures. Blocks, on a GPU possibly until all running kernels
     /// are done, so load modules before anything waits for a peer.

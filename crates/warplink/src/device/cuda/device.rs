@@ -2,6 +2,7 @@
 
 use super::compute::CudaCompute;
 use super::gpu::Gpu;
+use super::kernels::nvrtc;
 use super::kernels::transfer::TransferKernel;
 use super::kernels::user::UserModule;
 use super::memory::borrowed;
@@ -244,6 +245,11 @@ impl Device for CudaDevice {
 
     fn after_unmapping(&self, then: Box<dyn FnOnce() + Send>) {
         self.gpu.reaper.after(then);
+    }
+
+    fn check_compiler(&self) -> Result<()> {
+        nvrtc::check_capability(self.gpu.capabilities.compute_capability)
+            .map_err(|error| error.with_device(self.gpu.name()))
     }
 
     unsafe fn load_module(&self, source: &ModuleSource) -> Result<Module> {

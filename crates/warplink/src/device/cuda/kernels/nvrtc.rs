@@ -83,7 +83,10 @@ function_table! {
         nvrtcGetProgramLog(nvrtcProgram, *mut c_char) -> c_int;
         nvrtcDestroyProgram(*mut nvrtcProgram) -> c_int;
     }
-    optional {}
+    optional {
+        nvrtcGetNumSupportedArchs(*mut c_int) -> c_int;
+        nvrtcGetSupportedArchs(*mut c_int) -> c_int;
+    }
 }
 
 impl Compiler {
@@ -103,6 +106,24 @@ impl Compiler {
         let code = unsafe { (self.nvrtcVersion)(&mut major, &mut minor) };
         self.check(code, "ask for NVRTC's version")?;
         Ok((major, minor))
+    }
+
+    /// The compute capabilities that it compiles for, as 10 × major + minor; `None` if it does not tell.
+    fn capabilities(&self) -> Option<Vec<c_int>> {
+        let (count, list) = (
+            self.nvrtcGetNumSupportedArchs?,
+            self.nvrtcGetSupportedArchs?,
+        );
+        let mut number = 0;
+        // SAFETY: `number` points to a writable integer.
+        let code = unsafe { count(&mut number) };
+        let mut all: Vec<c_int> = vec![0; usize::try_from(number).ok()?];
+        if code != 0 || all.is_empty() {
+            return None;
+        }
+        // SAFETY: `all` has as many writable integers as the compiler said that there are.
+        let code = unsafe { list(all.as_mut_ptr()) };
+        (code == 0).then_some(all)
     }
 
     /// Compiles `text` as file `name` with `options` for `architecture`, such as `sm_90`, to machine code.
@@ -220,6 +241,32 @@ fn options(architecture: &str, further: &[String]) -> Vec<String> {
         .collect()
 }
 
+/// Whether NVRTC compiles for GPUs of a compute capability.
+///
+/// # Errors
+/// [`ErrorKind::LibraryMissing`] without NVRTC, [`ErrorKind::Unsupported`] if it does not. A version that does not tell
+/// is assumed to.
+pub(crate) fn check_capability((major, minor): (u32, u32)) -> Result<()> {
+    let compiler = Compiler::get()?;
+    let Some(all) = compiler.capabilities() else {
+        return Ok(());
+    };
+    let own = c_int::try_from(10 * major + minor).unwrap_or(c_int::MAX);
+    if all.contains(&own) {
+        return Ok(());
+    }
+    let known = all.iter().map(|one| format!("{}.{}", one / 10, one % 10));
+    let version = compiler.version()?;
+    Err(Error::unsupported(format!(
+        "NVRTC {}.{} compiles no kernels for GPUs of compute capability {major}.{minor}; expected one of {}",
+        version.0,
+        version.1,
+        known.collect::<Vec<_>>().join(", ")
+    ))
+    .with_operation("compile a kernel")
+    .with_help("install an NVRTC that supports this GPU (a newer one for a newer GPU): `pip install nvidia-cuda-nvrtc`"))
+}
+
 /// Machine code of `source` for `architecture`, from the disk cache if present.
 pub(crate) fn machine_code(source: &KernelSource, architecture: &str) -> Result<Vec<u8>> {
     machine_code_of(source.name, source.text, &[], architecture)
@@ -290,4 +337,24 @@ pub fn compile_all(architectures: &[&str], further: &[String]) -> Result<Vec<Com
             })
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_that_the_compiler_lacks_is_named() {
+        let refused = |capability| check_capability(capability).unwrap_err();
+        if refused((0, 1)).kind() == ErrorKind::LibraryMissing {
+            println!("NVRTC is not installed");
+            return;
+        }
+        let text = refused((0, 1)).to_string();
+        assert!(
+            text.contains("capability 0.1; expected one of ") && text.contains("9.0"),
+            "{text}"
+        );
+        check_capability((9, 0)).unwrap();
+    }
 }
