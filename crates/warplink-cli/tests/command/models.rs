@@ -102,7 +102,7 @@ fn a_cache_that_cannot_be_written_stops_nobody() {
         let output = bench(disk.path());
         assert_right(&output, "a full disk");
         assert_contains(&stderr(&output), &["cannot be cached", "No space left"]);
-        assert_eq!(measured(disk.path()), [PathBuf::new(); 0]);
+        assert!(measured(disk.path()).is_empty());
     }
 }
 
