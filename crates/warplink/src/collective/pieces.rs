@@ -2,18 +2,22 @@
 //! reduced in rank order whatever the length.
 //!
 //! Calls with one part are split along it. A reduce-scatter becomes a reduction to each rank in turn. Calls
-//! that only move parts become one group of messages, which may have any length.
+//! that only move parts become one group of messages, which may have any length, and an all-to-all in place several
+//! groups, whose messages arrive in staging memory.
 
 use super::call::{Call, CollectiveKind};
 use super::enqueue::Uses;
 use super::join::CallPath;
 use super::launches::Overlap;
 use super::{Collectives, Message};
-use crate::device::{DeviceSlice, Stream};
+use crate::device::{AllocationKind, DeviceSlice, Stream};
 use crate::error::{Error, Rank, Result};
 
 /// Pieces are multiples of this many elements, so that all are aligned like the whole.
 const UNIT: usize = 256;
+
+/// Staging memory of an all-to-all in place, whatever its length.
+const STAGED: usize = 64 << 20;
 
 impl Collectives {
     /// Maximum bytes of a launch, if a validated call on the direct path exceeds it.
@@ -66,6 +70,9 @@ impl Collectives {
         let input = if uses.reads { input } else { output };
         let output = if uses.writes { output } else { input };
         let Some(piece) = self.piece(call, bytes) else {
+            if uses.overlap == Overlap::Shared && call.kind == CollectiveKind::AllToAll {
+                return self.exchange_in_place(call, output, bytes.min(STAGED), stream);
+            }
             return self.move_parts(call, uses, (output, input), stream);
         };
         let size = call.dtype.size();
@@ -105,12 +112,6 @@ impl Collectives {
         stream: &Stream,
     ) -> Result<()> {
         let in_place = uses.overlap == Overlap::Shared;
-        if in_place && call.kind == CollectiveKind::AllToAll {
-            let text = format!("{call} in place is longer than one launch takes");
-            return Err(Error::unsupported(text)
-                .with_operation(call.kind.name())
-                .with_help("pass a separate output, or split the call"));
-        }
         let (rank, world) = (self.0.context.rank(), self.0.machine.world);
         let [mut sent, mut received] = moved_parts(call, (rank, world), (output, input))?;
         // In place, its own part is already there.
@@ -125,6 +126,53 @@ impl Collectives {
         let messages: Vec<Message<'_>> = sent.chain(received).collect();
         self.send_receive(&messages, stream)
             .map_err(|error| error.with_operation(call.kind.name()))
+    }
+
+    /// Exchanges the parts of `memory` with those of the other ranks, in pieces that arrive in staging memory of at most
+    /// `bytes`, and are copied in place once this rank's have been sent.
+    fn exchange_in_place(
+        &self,
+        call: &Call,
+        memory: &DeviceSlice,
+        bytes: usize,
+        stream: &Stream,
+    ) -> Result<()> {
+        let device = &self.0.context.device;
+        if stream.is_capturing()? {
+            // The graph would have to keep the staging memory.
+            let text = format!("{call} in place is longer than one launch takes, in a graph");
+            return Err(Error::unsupported(text)
+                .with_operation(call.kind.name())
+                .with_help("pass a separate output, or split the call"));
+        }
+        let (rank, world) = (self.0.context.rank(), self.0.machine.world);
+        let size = call.dtype.size();
+        let most = (bytes / size / world / UNIT * UNIT).clamp(1, call.count);
+        let staging = device.allocate(world * most * size, AllocationKind::Plain)?;
+        for from in (0..call.count).step_by(most) {
+            let count = most.min(call.count - from);
+            // Each rank starts with another peer, to spread the load over links.
+            let peers = (1..world).map(|step| (rank + step) % world);
+            let parts = peers.map(|peer| {
+                let first = (peer * call.count + from) * size;
+                let staged = peer * count * size;
+                let part = memory.slice(first..first + count * size)?;
+                Ok((peer, part, staging.slice(staged..staged + count * size)?))
+            });
+            let parts = parts.collect::<Result<Vec<_>>>()?;
+            let sent = parts
+                .iter()
+                .map(|(peer, part, _)| Message::send(*peer, part));
+            let received = parts.iter();
+            let received = received.map(|(peer, _, staged)| Message::receive(*peer, staged));
+            let messages: Vec<Message<'_>> = sent.chain(received).collect();
+            self.send_receive(&messages, stream)
+                .map_err(|error| error.with_operation(call.kind.name()))?;
+            for (_, part, staged) in &parts {
+                stream.copy(part, staged)?;
+            }
+        }
+        Ok(())
     }
 }
 
