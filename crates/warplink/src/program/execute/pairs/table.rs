@@ -55,10 +55,13 @@ impl<'a> PairMessage<'a> {
         [Some(self.data), self.count].into_iter().flatten()
     }
 
-    fn line(&self) -> (usize, Rank) {
+    fn line(&self) -> Line {
         (self.role, self.peer)
     }
 }
+
+/// A line: this rank's role, and the peer.
+type Line = (usize, Rank);
 
 /// Blocks of a line in a launch: `first`, and every `stride`-th after it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -112,18 +115,18 @@ pub(super) fn encode(
 /// program's first rank to its second, then by lane, then by the first rank. Of all lanes that are not done, the first
 /// in this order has a block at both ends.
 fn divide(
-    messages: impl Iterator<Item = ((usize, Rank), u64)>,
+    messages: impl Iterator<Item = (Line, u64)>,
     rank: u64,
     world: u64,
-) -> (Vec<((usize, Rank), LineBlocks)>, u64) {
-    let order = |(role, peer): (usize, Rank)| {
+) -> (Vec<(Line, LineBlocks)>, u64) {
+    let order = |(role, peer): Line| {
         let mut ends = [rank, peer as u64];
         ends.rotate_left(role);
         let [first, second] = ends;
         ((world + second - first) % world, first, role)
     };
     // The line gets the lanes of its largest message; smaller ones leave some of them idle.
-    let mut lines: Vec<((usize, Rank), u64)> = Vec::new();
+    let mut lines: Vec<(Line, u64)> = Vec::new();
     for (line, lanes) in messages {
         match lines.iter_mut().find(|(known, _)| *known == line) {
             Some((_, most)) => *most = lanes.max(*most),
