@@ -34,6 +34,26 @@ fn each_is_refused_for_its_violation() {
     });
 }
 
+/// Faults that were public are among them, as their comments say.
+#[test]
+fn public_faults_are_among_them() {
+    let texts = in_folder("faulty-sections");
+    let lines = texts.iter().flat_map(|(_, text)| text.lines());
+    let comments: Vec<&str> = lines.filter(|line| line.starts_with('#')).collect();
+    for fault in [
+        "mscclpp 807",
+        "rccl 1654",
+        "pytorch 192581",
+        "vLLM 0.33",
+        "vllm 2760",
+        "flashinfer 3053",
+        "nccl 1417",
+    ] {
+        let named = comments.iter().any(|comment| comment.contains(fault));
+        assert!(named, "no program shows {fault}");
+    }
+}
+
 /// The announced tensors that a text says are out of reach, where it does.
 fn unreachable(text: &str) -> Vec<String> {
     let line = text
