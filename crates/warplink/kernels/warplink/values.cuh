@@ -12,8 +12,8 @@ namespace warplink {
 namespace detail {
 
 // Offset of the record of an out-of-range value, from the end of a rank's verdicts, and its words of 8 bytes: the
-// position in the program's text, the value, the maximum, the lane, and whether a lane has claimed the record. Must
-// match the host.
+// position in the program's text, the value, the maximum, the lane, whether a lane has claimed the record, and the address
+// that the value was read from, or 0 if it is no word. Must match the host.
 constexpr u32 value_note_offset = 8;
 
 // Loads a word; a CONSTANT one is stored by no rank during the launch, so that the multiprocessor may cache it.
@@ -42,9 +42,9 @@ template <typename T, bool CONSTANT> __device__ __forceinline__ FourWords<T> loa
     return {{(T)a, (T)b, (T)c, (T)d}};
 }
 
-// The value, if it is from 0 to `most`. If not, records it, ends the lane, which stores nothing from here on, and
+// The value, if it is from 0 to `most`. If not, records it with `at`, ends the lane, which stores nothing from here on, and
 // aborts the waits of this rank's other lanes.
-__device__ __forceinline__ Index checked(Lane &lane, i64 value, i64 most, u64 place, u64 note) {
+__device__ __forceinline__ Index checked(Lane &lane, u64 at, i64 value, i64 most, u64 place, u64 note) {
     if (value >= 0 && value <= most) return (Index)value;
     // What an aborted lane reads may not be what it waited for.
     if (lane.ended) return 0;
@@ -55,6 +55,7 @@ __device__ __forceinline__ Index checked(Lane &lane, i64 value, i64 most, u64 pl
         words[1] = (u64)value;
         words[2] = (u64)most;
         words[3] = blockIdx.x;
+        words[5] = at;
         // The host takes the record as complete once it has a place.
         __threadfence_system();
         words[0] = place;
@@ -70,7 +71,7 @@ __device__ __forceinline__ Index checked(Lane &lane, i64 value, i64 most, u64 pl
 // The integer at `at`, from 0 to `most`; `place` is the position of the step that reads it.
 template <typename T, bool CONSTANT = false>
 __device__ __forceinline__ Index value(Lane &lane, u64 at, i64 most, u64 place, u64 note) {
-    return detail::checked(lane, detail::load_word<T, CONSTANT>(at), most, place, note);
+    return detail::checked(lane, at, detail::load_word<T, CONSTANT>(at), most, place, note);
 }
 
 // The same for an integer at the start of a packet with `DATA` bytes of data, which is waited for; 0 if the lane has
@@ -82,7 +83,7 @@ template <typename T, u32 DATA> __device__ __forceinline__ Index packet_value(La
     if (lane.agree()) return 0;
     i64 word = (T)packet.unit.word[0];
     if constexpr (sizeof(T) == 8) word = (i64)((u64)packet.unit.word[1] << 32 | packet.unit.word[0]);
-    return detail::checked(lane, word, most, place, note);
+    return detail::checked(lane, at, word, most, place, note);
 }
 
 // Rows of `row` words among which a lane looks for those with a word from `from` to `to`, exclusive, or for all others.
@@ -231,7 +232,7 @@ __device__ __forceinline__ Index position(Lane &lane, Search &search, const Word
         search.left = __ballot_sync(~0u, words.holds(own));
         search.next += 32;
     }
-    return detail::checked(lane, position, most, place, note);
+    return detail::checked(lane, 0, position, most, place, note);
 }
 
 // Stores an integer in one element. The lane's last thread stores all of them, so that they need no barrier among themselves; the

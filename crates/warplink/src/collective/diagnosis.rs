@@ -65,7 +65,7 @@ impl JoinedCollectives {
         explained.or_else(|| all.iter().find_map(|one| unfinished(one)))
     }
 
-    /// Fails if a kernel or another rank has detected different calls.
+    /// Fails if a kernel or another rank has detected different calls, or a kernel a value that is out of range.
     pub(crate) fn check_agreement(&self) -> Result<()> {
         for collectives in self.all() {
             if let Some(error) = disagreement(&collectives)? {
@@ -77,7 +77,7 @@ impl JoinedCollectives {
     }
 }
 
-/// Error of different calls that a kernel or another rank has detected.
+/// Error of different calls that a kernel or another rank has detected, or of a value that a kernel has refused.
 fn disagreement(collectives: &Inner) -> Result<Option<Error>> {
     let of_engine = collectives.comparison();
     if let Some(error) = of_engine.and_then(CallComparison::disagreement) {
@@ -87,9 +87,10 @@ fn disagreement(collectives: &Inner) -> Result<Option<Error>> {
     if let Some(error) = messages.map_or(Ok(None), Messages::disagreement)? {
         return Ok(Some(error.with_rank(collectives.context.rank())));
     }
-    let direct = collectives.path.direct();
-    let found = direct.map_or(Ok(None), |direct| direct.workspace.disagreement())?;
-    Ok(found.map(|(peer, announced)| {
+    let Some(direct) = collectives.path.direct() else {
+        return Ok(None);
+    };
+    direct.workspace.noted(|peer, announced| {
         let error = match announced {
             Announced::Other { own, theirs } => {
                 calls_differ(format!("in a collective, {}", difference(&own, &theirs)))
@@ -97,7 +98,7 @@ fn disagreement(collectives: &Inner) -> Result<Option<Error>> {
             Announced::UnknownMemory => unknown_memory("a collective"),
         };
         error.with_operation("synchronize").with_peer(peer)
-    }))
+    })
 }
 
 /// Error of a timed-out wait for a rank that has not arrived at a message or collective on the direct path.

@@ -9,6 +9,7 @@ mod proxies;
 mod services;
 mod threads;
 mod topology;
+mod waiting;
 
 use crate::bootstrap::{AbortHandle, Bootstrap, Group};
 use crate::channel::{Connection, ConnectionExchange, ConnectionRequest, Connections};
@@ -23,7 +24,7 @@ use crate::exchange::{ExchangeServices, GroupExchange};
 use crate::memory::{ExportedHandle, HANDLE_BYTES, Region, RemoteRegion};
 use crate::p2p::{Batch, Path, StreamBarrier, Transfer, TransferExchange, TransferRequest};
 use crate::program::Executor;
-use crate::program::execute::{EngineSource, RankContext, ValueNotes};
+use crate::program::execute::{EngineSource, KernelNotes, RankContext};
 use crate::signal::Signals;
 use crate::sync::lock;
 use crate::topology::Topology;
@@ -60,8 +61,8 @@ pub struct Communicator {
     topology: Arc<Mutex<Option<Arc<Topology>>>>,
     /// Those with default options, once joined.
     collectives: Arc<Mutex<Option<Collectives>>>,
-    /// Integers out of range that kernels of its plans have read.
-    value_notes: Arc<ValueNotes>,
+    /// What kernels of its plans have noted.
+    kernel_notes: Arc<KernelNotes>,
     /// Registry of all joined collectives.
     joined_collectives: Arc<collective::JoinedCollectives>,
 }
@@ -159,7 +160,7 @@ impl Communicator {
             made: Arc::default(),
             topology: Arc::default(),
             collectives: Arc::default(),
-            value_notes: Arc::default(),
+            kernel_notes: Arc::default(),
             joined_collectives,
         }
     }
@@ -376,8 +377,8 @@ impl Communicator {
     /// tag, or a rank that has not called a collective; [`ErrorKind::Mismatch`], with the peer and both
     /// calls, if ranks call different collectives. Calls on the engine path are compared here,
     /// asynchronously, so an earlier call may be reported. [`ErrorKind::InvalidArgument`], with its place, if a
-    /// kernel of a plan read an integer that is out of range, until that plan is dropped. After a timeout,
-    /// querying the other ranks takes up to a second.
+    /// kernel read an integer that is out of range; the communicator then fails on all of its ranks. After a
+    /// timeout, querying the other ranks takes up to a second.
     pub fn synchronize(&self, stream: &Stream) -> Result<()> {
         self.synchronize_until(stream, self.deadline())
     }
@@ -399,38 +400,7 @@ impl Communicator {
             .map_err(|error| error.with_rank(self.rank()))?;
         // A fault aborts waits, so work that ended because of it must not count as done.
         self.fault.check()?;
-        self.value_notes
-            .check(&**self.device())
-            .map_err(|error| error.with_rank(self.rank()))
-    }
-
-    /// Blocks until `stream` is done; meanwhile exchanges call statements with other ranks.
-    fn wait_for(&self, stream: &Stream, deadline: Deadline) -> Result<()> {
-        // In two steps: wait until the moment at which a statement is due, send it, wait on.
-        if let Some(moment) = self.joined_collectives.send_statements()
-            && moment < deadline.remaining()
-        {
-            match stream.synchronize(Deadline::after(moment)) {
-                Err(error) if error.kind() == ErrorKind::Timeout => {}
-                ended => return ended,
-            }
-            self.joined_collectives.send_statements();
-        }
-        stream.synchronize(deadline)
-    }
-
-    /// Replaces a timeout or secondary failure by its cause, as far as this rank can determine it.
-    fn explained(&self, error: Error) -> Error {
-        // What this rank detected itself is more specific than reports of others.
-        if let Err(found) = self.joined_collectives.check_agreement() {
-            return found;
-        }
-        if error.kind() != ErrorKind::Timeout {
-            return self.joined_collectives.explain_failure().unwrap_or(error);
-        }
-        let explained = self.transfers.explain_timeout(&error);
-        let explained = explained.or_else(|| self.joined_collectives.explain_timeout());
-        explained.unwrap_or(error)
+        self.kernel_notes.check(&**self.device(), &self.fault)
     }
 
     /// Blocks until every rank has called it. Orders hosts, not streams.
@@ -500,7 +470,7 @@ impl Communicator {
             fault: self.fault.clone(),
             timeout: self.job.timeout,
             path: self.job.path,
-            value_notes: self.value_notes.clone(),
+            kernel_notes: self.kernel_notes.clone(),
         }
     }
 

@@ -1,11 +1,15 @@
 //! Kernels whose lanes read counts and rows from memory: what they give, and what ends a launch.
 
-use crate::common::{decode, delayed, encode, kind, threads, threads_with, worlds};
+use crate::common::{
+    Stopwatch, TimedBarrier, assert_says, decode, delayed, encode, several, threads,
+    threads_that_end, threads_with, with_timeout, worlds,
+};
 use crate::play::{Launches, play_with};
+use std::time::Duration;
 use warplink::device::{AllocationKind, Priority};
 use warplink::program::ir::Role;
 use warplink::program::{Bindings, Parameters, PrepareOptions, Program, TensorInstance};
-use warplink::{Communicator, DType, DeviceKind};
+use warplink::{Communicator, DType, Error, ErrorKind};
 
 const ALL_TO_ALL_V: &str = include_str!("../../../../examples/programs/all_to_all_v.wlp");
 const DISPATCH: &str = include_str!("../../../../examples/programs/dispatch.wlp");
@@ -178,10 +182,8 @@ fn a_value_out_of_range_ends_the_launch_and_names_its_word() {
         for wrong in [most + 1, 1000, -1, i32::MIN, i32::MAX] {
             threads(1, |comm| {
                 let (ended, written) = launch(comm, &program, wrong);
-                let said = ended.expect_err("the launch ends");
-                // Devices that take code do not know its name.
-                let word = Some(word).filter(|_| kind() == DeviceKind::Host);
-                let expected = format!("{} {wrong}; expected 0 to {most}", word.unwrap_or("is"));
+                let said = ended.expect_err("the launch ends").to_string();
+                let expected = format!("{word} {wrong}; expected 0 to {most}");
                 assert!(
                     said.contains(&expected) && said.contains("line "),
                     "{name}: {said}"
@@ -196,8 +198,53 @@ fn a_value_out_of_range_ends_the_launch_and_names_its_word() {
     }
 }
 
+/// Ranks that wait for one whose word is out of range, or is not theirs, soon learn what is wrong, and on which rank.
+#[test]
+fn a_wrong_word_of_one_rank_ends_the_launch_on_all() {
+    let refused = "let m = C[1] at most 5\n for j in 0..m { Y[j] = copy(X[j]) }\n barrier";
+    let announced = "let m = C[1] at most 9\n if lane == 0 {\n announce m in A[epoch % 2]\n \
+                     agree m in A[epoch % 2]\n for j in 0..m { Y[j] = copy(X[j]) }\n }";
+    for (body, kind, says) in [
+        (
+            refused,
+            ErrorKind::InvalidArgument,
+            "C[1] is 7; expected 0 to 5",
+        ),
+        (announced, ErrorKind::Mismatch, "the peer announces"),
+    ] {
+        let text = format!(
+            "program wrong() {{\n input X: f32[9, 20]\n input C: i32[3]\n output Y: f32[9, 20]\n \
+             scratch A: packets16 i32[2, world, 1]\n kernel lane in 0..2 threads 32 {{\n{body}\n}}\n}}"
+        );
+        let program = Program::parse(&text).unwrap();
+        let Some(ranks) = several(3) else { return };
+        let all = TimedBarrier::new(ranks);
+        threads_that_end(ranks, with_timeout(Duration::from_secs(60)), |comm| {
+            let own = if comm.rank() == 1 { 7 } else { 3 };
+            let (right, _) = launch(&comm, &program, 3);
+            right.unwrap();
+            let started = Stopwatch::start();
+            let error = launch(&comm, &program, own).0.unwrap_err();
+            let took = started.elapsed();
+            all.wait();
+            comm.abort("the test is over");
+            assert!(took < Duration::from_secs(5), "{error}, after {took:?}");
+            assert_says(&error, &[says]);
+            // Either rank of a difference may find it first.
+            if comm.rank() == 1 && kind == ErrorKind::InvalidArgument {
+                assert_eq!(error.kind(), kind, "{error}");
+                assert_eq!(error.rank(), Some(1), "{error}");
+            } else {
+                let kinds = [kind, ErrorKind::PeerFailed];
+                assert!(kinds.contains(&error.kind()), "{error}");
+                assert!(error.peer().is_some(), "{error}");
+            }
+        });
+    }
+}
+
 /// Launches a program with a word of this value; whether that ends, and whether anything was written.
-fn launch(comm: &Communicator, program: &Program, word: i32) -> (Result<(), String>, bool) {
+fn launch(comm: &Communicator, program: &Program, word: i32) -> (Result<(), Error>, bool) {
     let device = comm.device();
     // Not all rows of the output are written.
     let options = PrepareOptions {
@@ -227,7 +274,6 @@ fn launch(comm: &Communicator, program: &Program, word: i32) -> (Result<(), Stri
     let ended = plan.run(&stream).and_then(|()| comm.synchronize(&stream));
     let mut bytes = vec![0; output.bytes()];
     device.download(&output, &mut bytes).unwrap();
-    let ended = ended.map_err(|error| error.to_string());
     (ended, !is_untouched(&bytes))
 }
 

@@ -141,11 +141,11 @@ impl Prepared {
             let kernels = kernels.transpose()?;
             let mut sections = self.program.sections();
             if let Some(kernels) = &kernels
-                && sections.any(|section| !section.read_as_values().is_empty())
+                && sections.any(|section| section.may_note())
             {
-                // Only kernels that read integers can leave a note, and each watched plan costs a read from the
-                // device per synchronization.
-                self.context.value_notes.watch(&kernels.reach);
+                // Each watched plan costs a read from the device per synchronization.
+                let notes = &self.context.kernel_notes;
+                notes.watch(&kernels.reach, &self.program);
             }
             self.resolve(memory, transfers?, &engines, kernels)
         });

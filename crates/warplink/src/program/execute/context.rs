@@ -1,6 +1,6 @@
 //! Services that an executor uses on its rank.
 
-use super::value_notes::ValueNotes;
+use super::kernel_notes::KernelNotes;
 use crate::bootstrap::Group;
 use crate::deadline::Deadline;
 use crate::device::{CollectiveEngine, CollectiveRequest, Device, Fault, InFlight, Stream};
@@ -69,8 +69,8 @@ pub(crate) struct RankContext {
     pub(crate) engines: Arc<dyn EngineSource>,
     /// Aborts waits on the communicator's signals.
     pub(crate) fault: Arc<Fault>,
-    /// Integers out of range that its kernels have read.
-    pub(crate) value_notes: Arc<ValueNotes>,
+    /// What kernels of its plans have noted.
+    pub(crate) kernel_notes: Arc<KernelNotes>,
     pub(crate) timeout: Duration,
     /// Transfer path that the communicator prescribes, if it does.
     pub(crate) path: Option<Path>,

@@ -10,8 +10,8 @@ use super::lane_times::LaneTimes;
 use super::memory::PlanMemory;
 use super::reach::Reach;
 use crate::device::{
-    AllocationKind, Argument, Device, DeviceSlice, Kernel, KernelResources, Launch, Priority,
-    Stream,
+    AllocationKind, Argument, Device, DeviceSlice, Fault, Kernel, KernelResources, Launch,
+    Priority, Stream,
 };
 use crate::error::{Error, Rank, Result};
 use crate::memory::{Region, RemoteRegion};
@@ -29,6 +29,7 @@ pub(super) struct KernelMemory {
     workspace: Option<Region>,
     signals: Signals,
     state: DeviceSlice,
+    fault: Arc<Fault>,
     /// Largest number of lanes of a kernel.
     lanes: usize,
     ranks_per_device: usize,
@@ -42,6 +43,8 @@ pub(super) struct BoundKernels {
     pub(super) reach: Arc<Reach>,
     _own: Vec<Region>,
     pub(super) signals: Signals,
+    /// The communicator's.
+    fault: Arc<Fault>,
     _peers: Vec<RemoteRegion>,
 }
 
@@ -145,6 +148,7 @@ impl KernelMemory {
             workspace,
             signals,
             state,
+            fault: context.fault.clone(),
             lanes,
             ranks_per_device: context.ranks_per_device()?,
             shared,
@@ -213,6 +217,7 @@ impl KernelMemory {
                 .chain(self.shared.into_iter().map(|(_, region)| region))
                 .collect(),
             signals: self.signals,
+            fault: self.fault,
             _peers: peers.into_iter().flatten().collect(),
         }
     }
@@ -252,7 +257,7 @@ impl BoundKernels {
             reach: self.reach.clone(),
             tell: Arc::new(tell_difference),
             launched: None,
-            fault: None,
+            fault: self.fault.clone(),
             times: times.map(LaneTimes::clock),
             cache: StepCache::default(),
         };

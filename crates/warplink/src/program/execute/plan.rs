@@ -89,20 +89,24 @@ impl Plan {
         self.parts.program.is_output(name)
     }
 
-    /// Returns an out-of-range integer that a kernel of an earlier run has read from memory, as an error that names
-    /// its location. The lane that read it has stored nothing more, and waits of this rank's lanes are aborted; peers
-    /// that wait for them time out. Blocks for the time of a small read from the device. On devices that take
-    /// closures, the stream fails with that error instead.
-    /// [`Communicator::synchronize`](crate::Communicator::synchronize) calls this for all plans; it is for callers
-    /// who synchronize by other means.
+    /// Returns an out-of-range integer that a kernel of an earlier run has read from memory, or a peer's announcement that
+    /// differs from this rank's, as an error that names its location. The lane that found it has stored nothing more, and
+    /// waits of this rank's lanes are aborted; this call then fails the communicator on all ranks, so that those of the
+    /// peers end, too. Blocks for the time of a small read from the device. On devices that take closures, the stream fails
+    /// with that error instead. [`Communicator::synchronize`](crate::Communicator::synchronize) does the same for all plans;
+    /// this is for callers who synchronize by other means.
     ///
     /// # Errors
     /// The device's, if the read fails.
     pub fn refused_value(&self) -> Result<Option<Error>> {
-        match &self.parts.kernels {
-            Some(kernels) => kernels.reach.refused_value(&*self.parts.context.device),
-            None => Ok(None),
-        }
+        let Some(kernels) = &self.parts.kernels else {
+            return Ok(None);
+        };
+        let context = &self.parts.context;
+        let found = kernels
+            .reach
+            .noted_in(&self.parts.program, &*context.device)?;
+        Ok(found.inspect(|error| context.fault.fail(error.clone())))
     }
 
     /// Its kernels, in launch order.

@@ -25,8 +25,8 @@ const VERDICT_WORDS_BYTES: usize = 64;
 /// Bytes of the count of lanes that found all announced tensors reachable; it follows the verdicts.
 pub(super) const DIRECT_BYTES: usize = 8;
 
-/// Bytes of the note of a value that is out of range; it follows that count. Must match `value` in the kernels.
-pub(super) const VALUE_NOTE_BYTES: usize = 40;
+/// Bytes of the note of a value that is out of range; it follows that count. Must match `checked` in the kernels.
+pub(super) const VALUE_NOTE_BYTES: usize = 48;
 
 /// A mismatched announcement of another rank.
 #[derive(Debug)]
@@ -51,8 +51,13 @@ impl Announced {
     ) -> Result<Option<(usize, Self)>> {
         let mut bytes = vec![0; verdicts.bytes()];
         device.download(verdicts, &mut bytes)?;
-        let mut verdicts = bytes.chunks_exact(VERDICT_BYTES).enumerate();
-        Ok(verdicts.find_map(|(number, verdict)| Some((number, Self::read(verdict)?))))
+        Ok(Self::first_of(&bytes))
+    }
+
+    /// The first difference in the bytes of verdicts, with its number.
+    pub(super) fn first_of(verdicts: &[u8]) -> Option<(usize, Self)> {
+        let mut verdicts = verdicts.chunks_exact(VERDICT_BYTES).enumerate();
+        verdicts.find_map(|(number, verdict)| Some((number, Self::read(verdict)?)))
     }
 
     /// Reads a verdict. `None` if kernels have recorded no difference there.

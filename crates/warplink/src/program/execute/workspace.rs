@@ -8,11 +8,10 @@
 
 use super::context::RankContext;
 use super::kernel::{BoundKernels, KernelMemory};
+use super::kernel_notes::Note;
 use super::lane::{SectionLanes, TellDifference};
 use super::publication::{Publication, Published, Tables};
-use super::reach::{
-    Announced, DIRECT_BYTES, EPOCH_BYTES, Reach, VERDICT_BYTES, has_announced, read_words,
-};
+use super::reach::{Announced, DIRECT_BYTES, EPOCH_BYTES, Reach, has_announced, read_words};
 use crate::device::{
     Device, DeviceSlice, Fault, Launch, Readying, SerialArguments, SerialKernel, SerialKernels,
     Stream, Word,
@@ -256,7 +255,7 @@ impl SharedWorkspace {
             reach: self.kernels.reach.clone(),
             tell,
             launched: Some((self.publication.tables().clone(), bound.first_place)),
-            fault: Some(self.fault.clone()),
+            fault: self.fault.clone(),
             times: None,
             cache: StepCache::default(),
         };
@@ -325,14 +324,21 @@ impl SharedWorkspace {
         Ok(if is_in_launch { absent } else { Vec::new() })
     }
 
-    /// Another rank's announcement that does not match this rank's, if a kernel has recorded one. Blocks for the time
-    /// of a small read from the device. Devices that take closures fail the stream instead.
-    pub(crate) fn disagreement(&self) -> Result<Option<(Rank, Announced)>> {
-        let reach = &self.kernels.reach;
-        let from = EPOCH_BYTES * reach.lanes;
-        let verdicts = from..from + VERDICT_BYTES * self.world;
-        let first = Announced::first(&*self.device, &reach.state.slice(verdicts)?)?;
-        Ok(first.map(|(place, announced)| ((self.rank + 1 + place) % self.world, announced)))
+    /// What a kernel has noted: another rank's announcement that does not match this rank's, for which `tell` makes an
+    /// error, or an integer out of range. Blocks for the time of a small read from the device. Devices that take closures
+    /// fail the stream instead.
+    pub(crate) fn noted(
+        &self,
+        tell: impl FnOnce(Rank, Announced) -> Error,
+    ) -> Result<Option<Error>> {
+        let noted = self.kernels.reach.noted(&*self.device)?;
+        Ok(noted.map(|note| match note {
+            Note::Difference(number, announced) => {
+                tell((self.rank + 1 + number) % self.world, announced)
+            }
+            // The tensors are others in each launch, so the address alone names the word.
+            Note::Value(value) => value.error(None).with_rank(self.rank),
+        }))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::compile;
 use super::function::RowFunction;
-use super::ir::{Packing, Section};
+use super::ir::{Packing, Section, Step};
 use super::lane::Part;
 use super::layout::{ScratchId, ScratchInstance};
 use super::names::FreeNames;
@@ -185,6 +185,13 @@ impl SectionInstance {
     pub(crate) fn read_as_values(&self) -> Vec<usize> {
         let names = FreeNames::of(&self.section).values;
         names.iter().filter_map(|name| self.tensor(name)).collect()
+    }
+
+    /// Whether its lanes may note a value that is out of range, or an announcement that differs.
+    pub(crate) fn may_note(&self) -> bool {
+        let mut actions = Step::actions(&self.section.body);
+        actions.any(|(_, kind)| kind.compares_announcements())
+            || !FreeNames::of(&self.section).values.is_empty()
     }
 
     /// Whether nothing writes an operand during the launch, so that this rank's lanes may read it at any time.

@@ -119,6 +119,11 @@ impl StepKind {
         }
     }
 
+    /// Whether it compares announcements of peers with this rank's.
+    pub(super) const fn compares_announcements(&self) -> bool {
+        matches!(self, Self::Agree(_))
+    }
+
     /// Whether it synchronizes the threads of a lane.
     pub(super) const fn synchronizes(&self) -> bool {
         match self {

@@ -62,8 +62,8 @@ pub(super) struct SectionLanes {
     /// For launches with tensors of their own: the tables of announced tensors, and the index of the first launch
     /// word that gives their locations.
     pub(super) launched: Option<(Arc<Tables>, usize)>,
-    /// Raised if ranks make different calls, to abort waits that would never end.
-    pub(super) fault: Option<Arc<Fault>>,
+    /// Raised if ranks make different calls or a value is refused, to abort waits that would never end.
+    pub(super) fault: Arc<Fault>,
     pub(super) times: Option<LaneClock>,
     pub(super) cache: StepCache,
 }
@@ -95,11 +95,14 @@ impl SectionLanes {
             times: self.times.as_ref(),
             cache: &self.cache,
         };
-        run_lane(block, input).await.inspect_err(|error| {
-            if let (ErrorKind::Mismatch, Some(fault)) = (error.kind(), &self.fault) {
-                // Other lanes, on this rank and on peers, may wait for data that will never arrive.
-                fault.fail(error.clone());
-            }
+        run_lane(block, input).await.map_err(|error| {
+            let (ErrorKind::Mismatch | ErrorKind::InvalidArgument) = error.kind() else {
+                return error;
+            };
+            let error = error.with_rank(self.section.rank);
+            // Other lanes, on this rank and on peers, may wait for data that will never arrive.
+            self.fault.fail(error.clone());
+            error
         })
     }
 }

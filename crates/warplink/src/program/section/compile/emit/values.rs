@@ -78,12 +78,15 @@ impl Emitter<'_> {
             let name = Scope::spell(&it.name);
             code.line(format!("// {}: {it}", self.position));
             code.line(format!(
-                "const i64 word_{name} = detail::load_word<{}>({});",
-                self.loaded_word(&word),
+                "const u64 at_{name} = {};",
                 self.address("plain", &word)
             ));
+            code.line(format!(
+                "const i64 word_{name} = detail::load_word<{}>(at_{name});",
+                self.loaded_word(&word)
+            ));
             checks.push(format!(
-                "const Index {name} = detail::checked(self, word_{name}, {});",
+                "const Index {name} = detail::checked(self, at_{name}, word_{name}, {});",
                 self.bound(&most)
             ));
         }
