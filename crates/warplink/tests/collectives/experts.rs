@@ -259,10 +259,25 @@ fn more_rows_than_the_limit_are_told_on_both_ranks() {
 #[test]
 fn ranks_with_other_options_are_named() {
     let last = world(3) - 1;
-    failing(
-        |rank| small(None, if rank == last { 13 } else { 12 }),
-        &[(last, usize::MAX, "as this rank")],
-    );
+    for layout in RowLayout::ALL {
+        let usual = ExpertOptions {
+            layout,
+            ..small(Some(32), 12)
+        };
+        let (elements, experts, top_k) = (13, 2 * usual.experts, 1);
+        for other in [
+            ExpertOptions { elements, ..usual },
+            ExpertOptions { experts, ..usual },
+            ExpertOptions { top_k, ..usual },
+        ] {
+            let says = format!(
+                "expected a dispatch of up to 16 tokens of {} of {} experts, 32 rows of a rank, of {} bf16",
+                other.top_k, other.experts, other.elements
+            );
+            let options = |rank| if rank == last { other } else { usual };
+            failing(options, &[(last, usize::MAX, &says)]);
+        }
+    }
 }
 
 /// Each rank of `told` gets a mismatch with a peer, any where it is none, that says this; the others hear that they
@@ -384,6 +399,17 @@ fn layers_that_cannot_be_are_refused() {
         for (options, says) in [
             (ExpertOptions { experts: 5, ..good }, "5 experts on 2 ranks"),
             (ExpertOptions { top_k: 0, ..good }, "at least one of each"),
+            (
+                ExpertOptions { top_k: 256, ..good },
+                "256 experts of a token; expected at most 255",
+            ),
+            (
+                ExpertOptions {
+                    experts: 1 << 16,
+                    ..good
+                },
+                "65536 experts; expected at most 65535",
+            ),
             (ExpertOptions { dtype, ..good }, "rows of i32"),
             (ExpertOptions { max_tokens, ..good }, "2^32 rows"),
             (

@@ -25,21 +25,31 @@ pub(in crate::collective) const COMBINE: u32 = 0xe;
 pub(in crate::collective) const DISPATCH: u32 = 0xd;
 pub(in crate::collective) const EXCEEDED: u32 = DISPATCH - 1;
 
-/// Bit offsets in the first announced word, behind the call's kind: the element type, and the experts of a token.
+/// Bit offsets in the first announced word, behind the call's kind: the element type, and the number of experts.
 const DTYPE: u32 = 4;
-const TOP_K: u32 = 8;
+const EXPERTS: u32 = 8;
 
 /// Bit offset of options in that word: layout, overflow, quantisation and the type of tokens; and whether sums are weighted.
 const FLAGS: u32 = 24;
 pub(super) const UNWEIGHTED: u32 = 1 << 31;
 
+/// Bit offset of the experts of a token in the last announced word, behind the elements of a row.
+const TOP_K: u32 = 24;
+
+/// The most experts, experts of a token and elements of a row that these words hold.
+pub(super) const MAX_EXPERTS: usize = (1 << (FLAGS - EXPERTS)) - 1;
+pub(super) const MAX_TOP_K: usize = (1 << (u32::BITS - TOP_K)) - 1;
+pub(super) const MAX_ELEMENTS: usize = (1 << TOP_K) - 1;
+
 /// Integers that must be equal on all ranks; otherwise the layers differ. `kind` is that of the call.
 pub(super) fn announced(kind: u32, options: &ExpertOptions, max_rows: usize) -> [i64; 4] {
     let words = [
-        kind | (options.dtype as u32) << DTYPE | (options.top_k as u32) << TOP_K | flags(options),
+        kind | (options.dtype as u32) << DTYPE
+            | (options.experts as u32) << EXPERTS
+            | flags(options),
         options.max_tokens as u32,
         max_rows as u32,
-        options.elements as u32,
+        options.elements as u32 | (options.top_k as u32) << TOP_K,
     ];
     // As signed words, which is how the scratch of announcements holds them.
     words.map(|word| i64::from(word as i32))
@@ -77,7 +87,7 @@ fn described_flags(word: u32) -> String {
 
 /// Description of a dispatch or combine from its announcement.
 pub(in crate::collective) fn describe_layer(words: &[u32]) -> String {
-    let [what, tokens, rows, elements] = [0, 1, 2, 3].map(|at| words.get(at).copied().unwrap_or(0));
+    let [what, tokens, rows, row] = [0, 1, 2, 3].map(|at| words.get(at).copied().unwrap_or(0));
     let call = match what & 0xf {
         EXCEEDED => {
             let (rank, to) = (rows >> 16, rows & 0xffff);
@@ -88,8 +98,10 @@ pub(in crate::collective) fn describe_layer(words: &[u32]) -> String {
     };
     let dtype = DType::ALL.get((what >> DTYPE & 0xf) as usize);
     format!(
-        "a {call} of up to {tokens} tokens of {} experts, {rows} rows of a rank, of {elements} {}{}",
-        what >> TOP_K & 0xffff,
+        "a {call} of up to {tokens} tokens of {} of {} experts, {rows} rows of a rank, of {} {}{}",
+        row >> TOP_K,
+        what as usize >> EXPERTS & MAX_EXPERTS,
+        row as usize & MAX_ELEMENTS,
         dtype.map_or("?", |dtype| dtype.name()),
         described_flags(what)
     )

@@ -1,5 +1,6 @@
 //! Options of a layer of experts, and sizes that follow from them.
 
+use super::launch::{MAX_ELEMENTS, MAX_EXPERTS, MAX_TOP_K};
 use crate::collective::fused::Quantization;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
@@ -206,6 +207,19 @@ impl ExpertOptions {
                     .to_owned(),
                 "give sizes above 0",
             );
+        }
+        // Ranks compare these in words of so many bits.
+        for (name, given, most) in [
+            ("experts", self.experts, MAX_EXPERTS),
+            ("experts of a token", self.top_k, MAX_TOP_K),
+            ("elements of a row", self.elements, MAX_ELEMENTS),
+        ] {
+            if given > most {
+                return refused(
+                    format!("{given} {name}; expected at most {most}"),
+                    "give smaller sizes",
+                );
+            }
         }
         // Kernels index rows with 32 bits.
         let slots = self
