@@ -592,7 +592,7 @@ typedef struct {
     /// The most tokens per rank in one call.
     uint64_t max_tokens;
     /// The most rows that one rank sends to one other rank in a call; 0 for the upper bound that follows from the other
-    /// options.
+    /// options, which every routing fits.
     uint64_t max_rows;
     /// Elements of a row.
     uint64_t elements;

@@ -27,7 +27,7 @@ pub struct ExpertOptions {
     /// The most tokens per rank in one call.
     pub max_tokens: u64,
     /// The most rows that one rank sends to one other rank in a call; 0 for the upper bound that follows from the other
-    /// options.
+    /// options, which every routing fits.
     pub max_rows: u64,
     /// Elements of a row.
     pub elements: u64,
@@ -166,7 +166,7 @@ impl ExpertsObject {
     /// # Safety The memory of `dispatched` must have the lengths that follow from the layer's options.
     unsafe fn rows(&self, dispatched: &Dispatched) -> Outcome<Rows> {
         let (world, options) = (self.job.communicator.world(), &self.options);
-        let rows = world * options.rows_per_peer(world);
+        let rows = world * options.rows_per_peer();
         pointer::check(dispatched.experts, "experts")?;
         pointer::check(dispatched.counts, "counts")?;
         // SAFETY: guaranteed by the caller.
@@ -243,9 +243,7 @@ pub extern "C" fn warplink_experts_free(experts: Experts) -> Status {
 pub unsafe extern "C" fn warplink_experts_max_rows(experts: Experts, max_rows: *mut u64) -> Status {
     entry("get the rows of a layer", || {
         let object = experts.get()?;
-        let rows = object
-            .options
-            .rows_per_peer(object.job.communicator.world());
+        let rows = object.options.rows_per_peer();
         // SAFETY: the caller passes null or a pointer valid for a write.
         unsafe { pointer::store(max_rows, "max_rows", rows as u64) }
     })
@@ -331,7 +329,7 @@ pub unsafe extern "C" fn warplink_experts_combine(
         same_job(&object.job, &routing.job, "routing")?;
         let (world, options) = (object.job.communicator.world(), &object.options);
         let tokens = routing.routing.tokens();
-        let rows = (world * options.rows_per_peer(world) * options.row_bytes()) as u64;
+        let rows = (world * options.rows_per_peer() * options.row_bytes()) as u64;
         let columns = options.rows_per_token(world);
         // SAFETY: the caller passes device addresses of that many bytes, and keeps them allocated.
         let (output, results, weights) = unsafe {

@@ -19,7 +19,7 @@ type Arrays<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 /// A layer of experts: sends rows of tokens to the ranks of their experts, and returns weighted sums.
 ///
 /// Created by Collectives.experts. `max_rows` is the most rows that one rank sends to one other in a call; None selects the
-/// upper bound that follows from the other options. `layout` orders the received rows. "by_source": by source rank, a row for each expert of a
+/// upper bound that follows from the other options, which every routing fits. `layout` orders the received rows. "by_source": by source rank, a row for each expert of a
 /// token. "by_expert": the same rows by local expert, contiguous, as a grouped matmul reads them. "once_per_rank": by source
 /// rank, a row for each token, however many of this rank's experts it has. `overflow` is "fail", or "drop": rows beyond
 /// `max_rows` are dropped, and counted by expert. `quantization` ("per_token", "per_block" of 128 elements,
@@ -206,7 +206,7 @@ impl Experts {
     /// The most rows that one rank sends to one other rank in a call.
     #[getter]
     fn max_rows(&self) -> usize {
-        self.options.rows_per_peer(self.world)
+        self.options.rows_per_peer()
     }
 
     /// Allocates device memory for the result of `dispatch`: a Dispatched, whose documentation has the shapes. The content

@@ -50,15 +50,14 @@ def test_tokens_go_to_their_experts_and_come_back_as_weighted_sums(comm, rank, w
     dtype = numpy.dtype(kind)
     name = {"float32": "f32", "float16": "f16"}[kind]
     elements = 37
-    # A random token may go to one expert in each of its slots.
     layer = collectives.experts(
         experts=EACH * world,
         top_k=TOP_K,
         max_tokens=MAX_TOKENS,
         elements=elements,
         dtype=name,
-        max_rows=TOP_K * MAX_TOKENS,
     )
+    # A random token may go to one expert in each of its slots.
     rows = layer.max_rows
     assert rows == TOP_K * MAX_TOKENS and f"max_rows={rows}" in repr(layer)
     held = warplink.Dispatched(

@@ -182,7 +182,8 @@ static void layers(warplink_collectives collectives, const warplink_expert_optio
     uint64_t rows = 0;
     OK(warplink_experts_create(collectives, options, &layer));
     OK(warplink_experts_max_rows(layer, &rows));
-    HOLDS(rows == options->max_rows);
+    /* A token may choose one expert in each slot. */
+    HOLDS(rows == TOP_K * MAX_TOKENS);
     for (int turn = 0; turn < TURNS; turn++) {
         const int count = tokens_of(rank, turn);
         const size_t row = ELEMENTS * sizeof(float);
@@ -374,8 +375,6 @@ int main(int argc, char **argv) {
     experts.experts = (uint64_t)size * EACH;
     experts.top_k = TOP_K;
     experts.max_tokens = MAX_TOKENS;
-    /* A token may choose one expert twice. */
-    experts.max_rows = TOP_K * MAX_TOKENS;
     experts.elements = ELEMENTS;
     experts.element_type = WARPLINK_ELEMENT_TYPE_F32;
     OK(warplink_collectives_join(comm, NULL, &collectives));

@@ -29,8 +29,6 @@ fn tokens_go_to_their_experts_and_come_back_as_weighted_sums() {
                     experts: 4 * ranks,
                     top_k: 3,
                     max_tokens: 29,
-                    // A careless token may go to one expert three times.
-                    max_rows: (choices == Choices::Careless).then_some(3 * 29),
                     elements,
                     dtype,
                     ..ExpertOptions::default()
@@ -86,6 +84,38 @@ fn every_layout_drops_what_overflows_and_quantizes() {
             }
         });
     }
+}
+
+/// Every number of experts of a token that models have, of few and of many experts. All slots of a token may name one expert,
+/// so that there are as many rows as there can be.
+#[test]
+fn every_number_of_experts_of_a_token_is_served() {
+    let ranks = world(2);
+    calling(ranks, |comm, collectives, stream| {
+        let mut number = 0;
+        for (top_k, experts) in (1..=8).flat_map(|top_k| [8, 64, 256].map(|all| (top_k, all))) {
+            for layout in RowLayout::ALL {
+                number += 1;
+                if !runs_case(number, 6) {
+                    continue;
+                }
+                let options = ExpertOptions {
+                    experts,
+                    top_k,
+                    max_tokens: 3,
+                    elements: 16,
+                    layout,
+                    overflow: [Overflow::Drop, Overflow::Fail][number % 2],
+                    ..ExpertOptions::default()
+                };
+                let layer = Layer::new(comm, collectives.experts(&options).unwrap(), options);
+                for choices in [Choices::Random, Choices::OneExpert(experts - 1)] {
+                    let all = inputs(&options, choices, ranks, number);
+                    layer.round(&all, stream);
+                }
+            }
+        }
+    });
 }
 
 /// Several dispatches may wait for their combines, which take their routings in any order.

@@ -19,6 +19,8 @@ pub(crate) enum Choices {
     Random,
     /// All experts of the tokens are those of one rank.
     AllToOne(usize),
+    /// One expert in all slots of all tokens.
+    OneExpert(usize),
     /// Any number, also the same one twice, and some that are none.
     Careless,
     /// None at all.
@@ -55,6 +57,7 @@ impl Input {
                 let expert = match choices {
                     Choices::Random => all.swap_remove(random.below(all.len())),
                     Choices::AllToOne(one) => (one * each + slot % each) as i32,
+                    Choices::OneExpert(one) => one as i32,
                     Choices::Careless => random.below(options.experts + 4) as i32 - 2,
                     Choices::Nobody => -1,
                 };
@@ -111,7 +114,7 @@ fn wanted(options: &ExpertOptions, input: &Input, to: usize, ranks: usize) -> Ve
 /// The rows that arrive.
 fn sent(options: &ExpertOptions, input: &Input, to: usize, ranks: usize) -> Vec<Row> {
     let mut rows = wanted(options, input, to, ranks);
-    rows.truncate(options.rows_per_peer(ranks));
+    rows.truncate(options.rows_per_peer());
     rows
 }
 
@@ -120,9 +123,8 @@ fn placed<'a>(
     options: &ExpertOptions,
     rows: &'a [Vec<Row>],
     inputs: &[Input],
-    ranks: usize,
 ) -> Vec<(usize, &'a Row, usize)> {
-    let limit = options.rows_per_peer(ranks);
+    let limit = options.rows_per_peer();
     let all = rows.iter().enumerate().flat_map(|(from, rows)| {
         let numbered = rows.iter().enumerate();
         numbered.map(move |(number, row)| (from, row, from * limit + number))
@@ -275,7 +277,7 @@ pub(crate) struct Layer<'a> {
 impl<'a> Layer<'a> {
     pub(crate) fn new(comm: &'a Communicator, experts: Experts, options: ExpertOptions) -> Self {
         let ranks = comm.world();
-        let rows = ranks * options.rows_per_peer(ranks);
+        let rows = ranks * options.rows_per_peer();
         let (tokens, slots) = (options.max_tokens, options.max_tokens * options.top_k);
         // Rows start at any element, numbers at any word.
         let [element, token, dispatched] = [
@@ -411,13 +413,13 @@ impl<'a> Layer<'a> {
         let of_rows = |memory: &Option<DeviceSlice>| memory.as_ref().map(|it| download(comm, it));
         let (scales, weights) = (of_rows(&self.scales), of_rows(&self.row_weights));
         let got = download(comm, &self.rows);
-        let (limit, row) = (options.rows_per_peer(ranks), options.row_bytes());
+        let (limit, row) = (options.rows_per_peer(), options.row_bytes());
         let bytes_of_row = options.elements * options.dispatched_dtype().size();
         let all: Vec<Vec<Row>> = inputs
             .iter()
             .map(|input| sent(options, input, rank, ranks))
             .collect();
-        let placed = placed(options, &all, inputs, ranks);
+        let placed = placed(options, &all, inputs);
         let mut expected = vec![0; options.counts(ranks)];
         let mut results = vec![GUARD_BYTE; ranks * limit * row];
         let mut unused = vec![true; ranks * limit];
@@ -485,7 +487,7 @@ impl<'a> Layer<'a> {
         let mut expected = vec![0; options.experts];
         for to in 0..ranks {
             let rows = wanted(options, input, to, ranks);
-            for row in rows.iter().skip(options.rows_per_peer(ranks)) {
+            for row in rows.iter().skip(options.rows_per_peer()) {
                 for slot in &row.slots {
                     expected[chosen(options, input, *slot).unwrap()] += 1;
                 }

@@ -91,7 +91,7 @@ impl Combine {
     ) -> Result<Self> {
         Ok(Self {
             options: *options,
-            max_rows: options.rows_per_peer(machine.world),
+            max_rows: options.rows_per_peer(),
             rank,
             columns: options.rows_per_token(machine.world),
             programs: [

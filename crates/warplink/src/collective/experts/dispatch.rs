@@ -77,7 +77,7 @@ impl Dispatch {
     ) -> Result<Self> {
         Ok(Self {
             options: *options,
-            max_rows: options.rows_per_peer(machine.world),
+            max_rows: options.rows_per_peer(),
             rank,
             program: program(options, machine.world)?,
             shape: Shape::new(options, machine, shared)?,

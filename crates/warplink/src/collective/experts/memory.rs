@@ -97,7 +97,7 @@ impl<'a> Dispatched<'a> {
     }
 
     pub(super) fn check(&self, options: &ExpertOptions, world: usize) -> Result<()> {
-        let rows = world * options.rows_per_peer(world);
+        let rows = world * options.rows_per_peer();
         let dtype = options.dispatched_dtype();
         let bytes = rows * options.elements * dtype.size();
         check_bytes("the dispatched rows", self.rows, bytes, dtype.size())?;

@@ -207,7 +207,7 @@ impl Experts {
         let (options, world) = (&layer.options, layer.world());
         let tokens = rows_in("the output", output, options.row_bytes(), options)?;
         routing.check(self, tokens)?;
-        let rows = world * options.rows_per_peer(world);
+        let rows = world * options.rows_per_peer();
         let element = options.dtype.size();
         check_bytes("the results", results, rows * options.row_bytes(), element)?;
         let mut read = vec![("results", results)];

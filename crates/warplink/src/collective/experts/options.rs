@@ -42,9 +42,9 @@ pub struct ExpertOptions {
     pub top_k: usize,
     /// Maximum tokens of a rank in one call.
     pub max_tokens: usize,
-    /// Maximum rows from one rank to another in a call, which determines the memory. By default the worst
-    /// case: every token goes to `top_k` experts of one rank, or to all of its experts if these are fewer; to one rank once
-    /// with [`RowLayout::OncePerRank`].
+    /// Maximum rows from one rank to another in a call, which determines the memory. By default the worst case, which every
+    /// routing fits: every slot of every token names an expert of one rank, possibly the same; with
+    /// [`RowLayout::OncePerRank`] every token goes to one rank.
     pub max_rows: Option<usize>,
     /// Elements of a row.
     pub elements: usize,
@@ -112,14 +112,19 @@ impl ExpertOptions {
             .map_or(0, |of| self.elements.div_ceil(block(of)))
     }
 
-    /// Maximum rows from one of `world` ranks to another.
-    pub fn rows_per_peer(&self, world: usize) -> usize {
-        // A token has at most as many experts on a rank as the rank has.
+    /// Maximum rows from one rank to another.
+    pub fn rows_per_peer(&self) -> usize {
+        self.max_rows.unwrap_or(self.worst_rows())
+    }
+
+    /// As many rows as a rank can have for another one.
+    fn worst_rows(&self) -> usize {
         let of_token = match self.layout {
             RowLayout::OncePerRank => 1,
-            _ => self.top_k.min(self.experts / world.max(1)),
+            // Not bounded by the experts of a rank: slots may name the same one.
+            _ => self.top_k,
         };
-        self.max_rows.unwrap_or(self.max_tokens * of_token)
+        self.max_tokens.saturating_mul(of_token)
     }
 
     /// Number of [`Dispatched::counts`](super::Dispatched::counts) on one of `world` ranks.
@@ -149,8 +154,8 @@ impl ExpertOptions {
     /// Rows of a rank among which a position counts: those from one source, or all.
     pub(super) fn span(&self, world: usize) -> usize {
         match self.layout {
-            RowLayout::ByExpert => world * self.rows_per_peer(world),
-            _ => self.rows_per_peer(world),
+            RowLayout::ByExpert => world * self.rows_per_peer(),
+            _ => self.rows_per_peer(),
         }
     }
 
@@ -225,7 +230,7 @@ impl ExpertOptions {
         let slots = self
             .max_tokens
             .checked_mul(self.rows_per_token(world).max(self.top_k));
-        let rows = slots.and_then(|_| self.rows_per_peer(world).checked_mul(world));
+        let rows = slots.and_then(|_| self.rows_per_peer().checked_mul(world));
         let places = rows.and_then(|_| self.span(world).checked_mul(world));
         let bytes = rows.and_then(|rows| rows.checked_mul(self.elements)?.checked_mul(4));
         if bytes.is_none() || slots.max(rows).max(places) >= Some(u32::MAX as usize) {

@@ -127,7 +127,7 @@ impl Case for ExpertParallel {
         );
         let layer = self.layer(setup);
         let row = layer.row_bytes() as u128;
-        let rows = (layer.rows_per_peer(world) * world) as u128;
+        let rows = (layer.rows_per_peer() * world) as u128;
         let tokens = setup.largest() as u128 * row;
         // Received rows in both directions; tokens, the output, and the peer's packed rows.
         let quantized = u128::from(self.quantization.is_some());

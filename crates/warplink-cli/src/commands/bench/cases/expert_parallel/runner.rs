@@ -80,7 +80,7 @@ impl<'a> ExpertRunner<'a> {
     ) -> Result<Self> {
         let world = comm.world();
         let allocate = |bytes| allocate(comm, bytes);
-        let rows = world * layer.rows_per_peer(world);
+        let rows = world * layer.rows_per_peer();
         let received = allocate(rows * layer.row_bytes())?;
         let stored = rows * layer.elements * layer.dispatched_dtype().size();
         let slots = layer.max_tokens * layer.top_k;
