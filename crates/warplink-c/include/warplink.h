@@ -275,10 +275,10 @@ typedef enum {
 
 /// Treatment of rows from one rank to another beyond the maximum of a layer of experts.
 typedef enum {
-    /// The call fails.
-    WARPLINK_OVERFLOW_FAIL = 0,
     /// They are dropped and counted: those of the last tokens.
-    WARPLINK_OVERFLOW_DROP = 1,
+    WARPLINK_OVERFLOW_DROP = 0,
+    /// The call fails, and ends the communicator.
+    WARPLINK_OVERFLOW_FAIL = 1,
 } warplink_overflow;
 
 /// Wire format of the rows of a fused collective. All ranks get bit-identical results with either.
@@ -601,7 +601,7 @@ typedef struct {
     int32_t element_type;
     /// Order of the received rows, a `warplink_row_layout`; 0 is by source rank.
     int32_t layout;
-    /// Treatment of rows beyond `max_rows`, a `warplink_overflow`; 0 fails the call.
+    /// Treatment of rows beyond `max_rows`, a `warplink_overflow`; 0 drops them.
     int32_t overflow;
     /// How rows are quantised, a `warplink_quantization`: none (0), PER_TOKEN, PER_BLOCK or PER_BLOCK_POWER_OF_TWO.
     int32_t quantization;
@@ -643,8 +643,8 @@ typedef struct {
     float *scales;
     /// With the layout ONCE_PER_RANK, the weights of a row's token: `[size, max_rows, top_k]`. Else null.
     float *weights;
-    /// With the overflow DROP, how many rows of this rank's tokens were dropped for each of all experts: `[experts]`. Else
-    /// null.
+    /// With the overflow DROP, how many rows of this rank's tokens were dropped for each of all experts: `[experts]`. May be
+    /// null, and is with FAIL.
     int32_t *dropped;
 } warplink_dispatched;
 

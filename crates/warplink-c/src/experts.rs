@@ -36,7 +36,7 @@ pub struct ExpertOptions {
     pub element_type: i32,
     /// Order of the received rows, a `warplink_row_layout`; 0 is by source rank.
     pub layout: i32,
-    /// Treatment of rows beyond `max_rows`, a `warplink_overflow`; 0 fails the call.
+    /// Treatment of rows beyond `max_rows`, a `warplink_overflow`; 0 drops them.
     pub overflow: i32,
     /// How rows are quantised, a `warplink_quantization`: none (0), PER_TOKEN, PER_BLOCK or PER_BLOCK_POWER_OF_TWO.
     pub quantization: i32,
@@ -77,8 +77,8 @@ pub struct Dispatched {
     pub scales: *mut f32,
     /// With the layout ONCE_PER_RANK, the weights of a row's token: `[size, max_rows, top_k]`. Else null.
     pub weights: *mut f32,
-    /// With the overflow DROP, how many rows of this rank's tokens were dropped for each of all experts: `[experts]`. Else
-    /// null.
+    /// With the overflow DROP, how many rows of this rank's tokens were dropped for each of all experts: `[experts]`. May be
+    /// null, and is with FAIL.
     pub dropped: *mut i32,
 }
 

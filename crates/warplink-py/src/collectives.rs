@@ -547,7 +547,7 @@ impl Collectives {
     /// Raises InvalidArgumentError for inconsistent options, ParseError for an unknown type or name, UnsupportedError if
     /// `path` is "engine" or rows are longer than a chunk of the workspace, and OutOfMemoryError.
     #[pyo3(signature = (*, experts, top_k, max_tokens, elements, dtype, max_rows=None, layout="by_source",
-                        overflow="fail", quantization=None, quantized_tokens=false))]
+                        overflow="drop", quantization=None, quantized_tokens=false))]
     #[allow(clippy::too_many_arguments, reason = "they are Python's keywords")]
     fn experts(
         &self,

@@ -21,8 +21,8 @@ type Arrays<'py> = (Bound<'py, PyAny>, Bound<'py, PyAny>, Bound<'py, PyAny>);
 /// Created by Collectives.experts. `max_rows` is the most rows that one rank sends to one other in a call; None selects the
 /// upper bound that follows from the other options, which every routing fits. `layout` orders the received rows. "by_source": by source rank, a row for each expert of a
 /// token. "by_expert": the same rows by local expert, contiguous, as a grouped matmul reads them. "once_per_rank": by source
-/// rank, a row for each token, however many of this rank's experts it has. `overflow` is "fail", or "drop": rows beyond
-/// `max_rows` are dropped, and counted by expert. `quantization` ("per_token", "per_block" of 128 elements,
+/// rank, a row for each token, however many of this rank's experts it has. With the `overflow` "drop", rows beyond `max_rows`
+/// are dropped, and counted by expert if the target has an array for that; with "fail" they end the communicator. `quantization` ("per_token", "per_block" of 128 elements,
 /// "per_block_power_of_two") sends rows as f8e4m3, in arrays of u8, with f32 scales; with `quantized_tokens`, tokens arrive so.
 ///
 /// The routing is known only in device memory, and no host waits for it. Calls of one

@@ -168,7 +168,6 @@ def layouts(rank, world, meeting, layout):
             dtype="f32",
             max_rows=limit,
             layout=layout,
-            overflow="drop",
         )
         buffer = warplink.ExpertBuffer(layer, stream)
         seed = shared_seed(comm)
@@ -294,7 +293,7 @@ def test_layers_and_arrays_that_do_not_fit_are_refused(rank, world, meeting):
         layer_refused("unknown layout 'rows'; expected by_source", layout="rows", kind=ParseError)
         refused("read tokens: .*strides", layer.dispatch, to, numpy.zeros((8, 12), numpy.float32)[:, ::2], experts)
         # More rows for a rank than there is room for, reported on both ranks.
-        layer = collectives.experts(**good, max_rows=3)
+        layer = collectives.experts(**good, max_rows=3, overflow="fail")
         experts[:] = 2
         with pytest.raises(MismatchError, match="rank 0 has 16 rows for rank 1; expected at most 3"):
             own = slice(8 if rank == 0 else 1)

@@ -321,6 +321,7 @@ static void misuse(warplink_collectives collectives, warplink_expert_options opt
     options.element_type = WARPLINK_ELEMENT_TYPE_I32;
     FAILS(warplink_experts_create(collectives, &options, &layer), invalid, "rows of i32");
     options.element_type = WARPLINK_ELEMENT_TYPE_F32;
+    options.overflow = WARPLINK_OVERFLOW_FAIL;
     OK(warplink_experts_create(collectives, &options, &layer));
     memset(&dispatched, 0, sizeof dispatched);
     FAILS(warplink_experts_dispatch(layer, NULL, &dispatched, &handle, stream), invalid, "tokens is null");

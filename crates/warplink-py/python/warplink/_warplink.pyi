@@ -500,7 +500,7 @@ class Collectives:
         dtype: _Type,
         max_rows: int | None = None,
         layout: str = "by_source",
-        overflow: str = "fail",
+        overflow: str = "drop",
         quantization: str | None = None,
         quantized_tokens: bool = False,
     ) -> Experts: ...

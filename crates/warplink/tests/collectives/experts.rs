@@ -283,7 +283,11 @@ fn dispatch_to_one(
 #[test]
 fn more_rows_than_the_limit_are_told_on_both_ranks() {
     let says = "rank 0 has 20 rows for rank 1; expected at most 7";
-    failing(|_| small(Some(7), 12), &[(0, 1, says), (1, 0, says)]);
+    let options = |_| ExpertOptions {
+        overflow: Overflow::Fail,
+        ..small(Some(7), 12)
+    };
+    failing(options, &[(0, 1, says), (1, 0, says)]);
 }
 
 #[test]
@@ -411,11 +415,27 @@ fn only_what_was_dispatched_is_combined() {
     });
 }
 
+/// A single rank has no peer to agree with that a call fails.
+#[test]
+fn a_single_rank_may_drop_rows_only() {
+    calling(1, |_, collectives, _| {
+        let options = |max_rows| ExpertOptions {
+            overflow: Overflow::Fail,
+            ..small(Some(max_rows), 8)
+        };
+        let error = collectives.experts(&options(31)).unwrap_err();
+        let says = "max_rows is 31; expected at least 32";
+        assert_error(&error, ErrorKind::InvalidArgument, &[says]);
+        collectives.experts(&options(32)).unwrap();
+    });
+}
+
 #[test]
 fn layers_that_cannot_be_are_refused() {
     calling(world(2), |comm, collectives, stream| {
         let good = ExpertOptions {
             experts: 4,
+            overflow: Overflow::Fail,
             ..small(None, 8)
         };
         let refused = |options: ExpertOptions, kind: ErrorKind, says: &str| {

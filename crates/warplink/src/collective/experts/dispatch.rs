@@ -40,6 +40,8 @@ pub(super) struct Routed<'a> {
     /// Number of tokens.
     pub(super) count: &'a DeviceSlice,
     pub(super) to: &'a Dispatched<'a>,
+    /// Counts of dropped rows, if any may be.
+    pub(super) dropped: Option<&'a DeviceSlice>,
     /// `[tokens, top_k]`, or `[tokens, world]`.
     pub(super) places: &'a DeviceSlice,
 }
@@ -111,7 +113,7 @@ impl Dispatch {
             Some(call.places),
             to.scales,
             to.weights,
-            to.dropped,
+            call.dropped,
         ];
         let tensors: Vec<&DeviceSlice> = tensors.into_iter().flatten().collect();
         // Two kernels and not one for each combination of addresses: the key is the same for all tensors.

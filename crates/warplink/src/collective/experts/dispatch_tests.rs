@@ -84,7 +84,8 @@ fn dispatch_is_verified_for_every_world() {
         (2, 2, (2, 1), 2),
         (3, 1, (1, 1), 1),
     ] {
-        check_verified(&options(world, shape, max_rows), world, lanes);
+        let options = varied(variants()[0], options(world, shape, max_rows));
+        check_verified(&options, world, lanes);
     }
 }
 

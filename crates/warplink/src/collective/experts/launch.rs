@@ -76,7 +76,7 @@ fn described_flags(word: u32) -> String {
         layout
             .filter(|it| **it != RowLayout::default())
             .map(|it| it.name()),
-        (all >> 2 & 1 == 1).then(|| Overflow::Drop.name()),
+        (all >> 2 & 1 == 1).then(|| Overflow::Fail.name()),
         quantization.map(|it| it.name()),
         (all >> 6 & 1 == 1).then_some("quantized tokens"),
         (word & UNWEIGHTED != 0).then_some("unweighted"),

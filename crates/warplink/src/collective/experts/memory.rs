@@ -37,8 +37,8 @@ pub struct Dispatched<'a> {
     /// Number of rows from each rank: `i32[world]`. By expert, the number of rows of each local expert:
     /// `i32[experts / world]`.
     pub counts: &'a DeviceSlice,
-    /// With [`Overflow::Drop`](super::Overflow::Drop), how many rows of this rank's own tokens were dropped for each of all
-    /// experts: `i32[experts]`. Expert e is one of rank `e / (experts / world)`.
+    /// With [`Overflow::Drop`](super::Overflow::Drop), and if it is of interest, how many rows of this rank's own tokens were
+    /// dropped for each of all experts: `i32[experts]`. Expert e is one of rank `e / (experts / world)`.
     pub dropped: Option<&'a DeviceSlice>,
 }
 
@@ -109,12 +109,13 @@ impl<'a> Dispatched<'a> {
         check_given("the scales of rows", self.scales, scales)?;
         let weights = options.sends_weights().then(|| rows * options.top_k);
         check_given("the weights of rows", self.weights, weights)?;
+        // Not everyone looks at them.
+        let Some(dropped) = self.dropped else {
+            return Ok(());
+        };
         let drops = options.overflow == super::Overflow::Drop;
-        check_given(
-            "the counts of dropped rows",
-            self.dropped,
-            drops.then_some(options.experts),
-        )
+        let experts = drops.then_some(options.experts);
+        check_given("the counts of dropped rows", Some(dropped), experts)
     }
 
     /// All memory, with its names.

@@ -62,6 +62,8 @@ struct Layer {
     places: Places,
     /// Positions of the rows of a token without experts.
     nothing: DeviceSlice,
+    /// Counts of dropped rows that no caller looks at; `None` if none may be.
+    dropped: Option<DeviceSlice>,
 }
 
 impl Collectives {
@@ -112,6 +114,8 @@ impl Collectives {
         let all = (0..=options.max_tokens as u32).flat_map(u32::to_le_bytes);
         let numbers = memory(WORD * (options.max_tokens + 1))?;
         device.upload(&numbers, &all.collect::<Vec<u8>>())?;
+        let drops = options.overflow == Overflow::Drop;
+        let dropped = drops.then(|| memory(WORD * options.experts)).transpose()?;
         let layer = Layer {
             collectives: self.clone(),
             options: *options,
@@ -120,6 +124,7 @@ impl Collectives {
             numbers,
             places: Places::new(device, options, world)?,
             nothing,
+            dropped,
         };
         let in_flight = &inner.context.in_flight;
         Ok(Experts(Arc::new(InUse::new(layer, in_flight))))
@@ -134,8 +139,7 @@ impl Experts {
     /// # Errors
     /// [`ErrorKind::InvalidArgument`] for memory of wrong length or alignment, or overlapping outputs. More
     /// rows for a rank than `max_rows`, unless they are dropped, and differing options of two ranks, fail the streams of at
-    /// least both ranks ([`ErrorKind::Mismatch`]), and no row of that call arrives. A single rank leaves out its rows that do
-    /// not fit.
+    /// least both ranks ([`ErrorKind::Mismatch`]), and no row of that call arrives.
     pub fn dispatch(
         &self,
         tokens: &Tokens<'_>,
@@ -186,6 +190,7 @@ impl Experts {
             tokens,
             count: &layer.number(count)?,
             to,
+            dropped: to.dropped.or(layer.dropped.as_ref()),
             places: &routing.places,
         };
         self.enqueue(stream, |is_recorded| {

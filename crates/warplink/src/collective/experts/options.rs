@@ -25,11 +25,11 @@ named! {
     /// Treatment of rows from one rank to another beyond `max_rows`.
     #[derive(Default)]
     pub enum Overflow: "overflow" {
-        /// The call fails.
-        #[default]
-        Fail = "fail" (0),
         /// They are dropped and counted: those of the last tokens.
-        Drop = "drop" (1),
+        #[default]
+        Drop = "drop" (0),
+        /// The call fails, and ends the communicator.
+        Fail = "fail" (1),
     }
 }
 
@@ -62,7 +62,7 @@ pub struct ExpertOptions {
 }
 
 impl Default for ExpertOptions {
-    /// Rows of bf16 by source rank; all sizes are 0, and have to be given.
+    /// Rows of bf16 by source rank, of which those beyond `max_rows` are dropped; all sizes are 0, and have to be given.
     fn default() -> Self {
         Self {
             experts: 0,
@@ -72,7 +72,7 @@ impl Default for ExpertOptions {
             elements: 0,
             dtype: DType::BF16,
             layout: RowLayout::BySource,
-            overflow: Overflow::Fail,
+            overflow: Overflow::Drop,
             quantization: None,
             quantized_tokens: false,
         }
@@ -211,6 +211,18 @@ impl ExpertOptions {
                 "a layer of no tokens, slots, rows or elements; expected at least one of each"
                     .to_owned(),
                 "give sizes above 0",
+            );
+        }
+        if world == 1 && self.overflow == Overflow::Fail && self.rows_per_peer() < self.worst_rows()
+        {
+            return refused(
+                format!(
+                    "rows that do not fit are to fail the call of a single rank, which has no peer to agree with, \
+                     and max_rows is {}; expected at least {}",
+                    self.rows_per_peer(),
+                    self.worst_rows()
+                ),
+                "drop rows that do not fit, or leave max_rows out",
             );
         }
         // Ranks compare these in words of so many bits.
