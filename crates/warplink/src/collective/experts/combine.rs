@@ -11,6 +11,7 @@ use crate::device::{DeviceSlice, Readying, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::program::execute::{SharedKernel, SharedWorkspace};
 use crate::program::section::MAX_LANE_STEPS;
+use crate::program::section::function::MAX_ROW_ARGUMENTS;
 use crate::program::{Parameters, Program};
 use std::sync::Arc;
 
@@ -18,9 +19,6 @@ const TEXT: &str = include_str!("combine.wlp");
 
 /// Maximum rows that a step adds up: more would not fit into registers.
 const ADDED_AT_ONCE: usize = 8;
-
-/// Maximum rows of the function that states the result, whose arguments are limited.
-const MAX_STATED: usize = 12;
 
 /// Threads of a lane, or twice as many for [`MANY`] tokens.
 const THREADS: usize = 512;
@@ -360,7 +358,7 @@ pub(super) fn text(options: &ExpertOptions, world: usize, weighted: bool) -> Str
         let p = format!("p{k}");
         format!("{}[piece] on {}", row(&p, "rank"), owner(&p))
     };
-    let expected = if rows <= MAX_STATED {
+    let expected = if it.can_be_stated() {
         let stated = it.arguments(0..rows, &direct);
         format!("for piece in 0..parts {{ expect Y[t][piece] = stated({stated}) }}")
     } else {
@@ -398,6 +396,12 @@ pub(super) fn text(options: &ExpertOptions, world: usize, weighted: bool) -> Str
 }
 
 impl Added {
+    /// Whether one function has few enough arguments to state the result.
+    const fn can_be_stated(&self) -> bool {
+        let of_row = if self.weighted { 2 } else { 1 };
+        of_row * self.rows <= MAX_ROW_ARGUMENTS
+    }
+
     /// The functions of each step, and the one that states the result.
     fn functions(&self) -> String {
         let function = |name: &str, first: &str, rows: std::ops::Range<usize>| {
@@ -423,7 +427,7 @@ impl Added {
             let these = from..self.rows.min(from + ADDED_AT_ONCE);
             all.push(function(&format!("added{number}"), first, these));
         }
-        if self.rows <= MAX_STATED {
+        if self.can_be_stated() {
             all.push(function("stated", "0", 0..self.rows));
         }
         all.join("\n")

@@ -98,6 +98,7 @@ fn combine_meets_its_expectation() {
         (2, 9, 1, PLAIN),
         (3, 2, 0, PLAIN),
         (2, 2, 0, (RowLayout::BySource, false)),
+        (2, 20, 0, (RowLayout::BySource, false)),
         (3, 2, 1, (RowLayout::ByExpert, true)),
         (2, 3, 0, (RowLayout::OncePerRank, false)),
         (3, 1, 0, (RowLayout::OncePerRank, true)),
