@@ -281,4 +281,7 @@ impl fmt::Debug for Experts {
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used, clippy::panic)]
+mod overwritten_tests;
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic)]
 mod tests;
