@@ -57,6 +57,11 @@ fn every_layout_drops_what_overflows_and_quantizes() {
                     (Overflow::Fail, Some(Quantization::PerBlock), false),
                     (Overflow::Drop, Some(Quantization::PerToken), false),
                     (Overflow::Drop, Some(Quantization::PerBlock), true),
+                    (
+                        Overflow::Drop,
+                        Some(Quantization::PerBlockPowerOfTwo),
+                        false,
+                    ),
                 ] {
                     number += 1;
                     if !runs_case(number, 4) {

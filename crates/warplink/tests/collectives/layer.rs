@@ -4,7 +4,7 @@ use crate::common::{decode, downloaded, encode};
 use crate::expected::Random;
 use std::sync::Mutex;
 use warplink::collective::{
-    Dispatched, ExpertOptions, Experts, Overflow, Routing, RowLayout, Tokens,
+    Dispatched, ExpertOptions, Experts, Overflow, Quantization, Routing, RowLayout, Tokens,
 };
 use warplink::device::{AllocationKind, DeviceSlice, Stream};
 use warplink::{Communicator, DType, Error};
@@ -196,7 +196,10 @@ fn quantized(options: &ExpertOptions, values: &[f64]) -> (Vec<u8>, Vec<f32>) {
         let most = block
             .iter()
             .fold(0_f32, |most, value| most.max(value.abs() as f32));
-        let scale = (most / 448.0).max(1e-10);
+        let mut scale = (most / 448.0).max(1e-10);
+        if options.quantization == Some(Quantization::PerBlockPowerOfTwo) {
+            scale = scale.log2().ceil().exp2();
+        }
         let divided: Vec<f64> = block
             .iter()
             .map(|value| f64::from(*value as f32 / scale))

@@ -27,6 +27,7 @@ fn variants() -> Vec<(RowLayout, Overflow, Option<Quantization>, bool)> {
     use Overflow::{Drop, Fail};
     use RowLayout::{ByExpert, BySource, OncePerRank};
     let (row, block) = (Some(Quantization::PerToken), Some(Quantization::PerBlock));
+    let power_of_two = Some(Quantization::PerBlockPowerOfTwo);
     vec![
         (BySource, Fail, None, false),
         (BySource, Drop, None, false),
@@ -40,6 +41,7 @@ fn variants() -> Vec<(RowLayout, Overflow, Option<Quantization>, bool)> {
         (OncePerRank, Drop, None, false),
         (OncePerRank, Fail, block, true),
         (OncePerRank, Drop, row, false),
+        (BySource, Drop, power_of_two, false),
     ]
 }
 
@@ -70,7 +72,12 @@ fn made(options: &ExpertOptions, machine: &Machine, from: usize) -> (Program, Pa
 }
 
 fn check_verified(options: &ExpertOptions, world: usize, lanes: usize) {
-    let (program, given) = made(options, &with_lanes(world, lanes), 0);
+    check_verified_with(options, world, (lanes, 1));
+}
+
+fn check_verified_with(options: &ExpertOptions, world: usize, (lanes, depth): (usize, i64)) {
+    let (program, mut given) = made(options, &with_lanes(world, lanes), 0);
+    given.insert("depth", depth);
     if let Err(found) = verify(&program, world, 1, &given) {
         panic!("{world}, {given}: {}\n{program}", found[0]);
     }
@@ -105,6 +112,17 @@ fn every_variant_is_verified() {
             let max_rows = if drops { 1 } else { 2 };
             check_verified(&varied(variant, options(2, (2, 1), max_rows)), 2, 1);
         }
+    }
+}
+
+/// Each layout on four ranks, and with quantised rows on two of which two are on their way at a time.
+#[test]
+fn each_layout_is_verified_for_more_ranks_and_rows() {
+    for (plain, quantized) in [(0, 2), (4, 6), (8, 11)] {
+        let most = varied(variants()[plain], options(4, (1, 1), 1));
+        check_verified(&most, 4, 1);
+        let deep = varied(variants()[quantized], options(2, (2, 1), 2));
+        check_verified_with(&deep, 2, (1, 2));
     }
 }
 

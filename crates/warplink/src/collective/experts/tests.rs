@@ -81,6 +81,9 @@ fn combine_is_verified_for_every_world() {
         (3, (1, 1, 0), (RowLayout::ByExpert, false)),
         (2, (3, 2, 0), (RowLayout::OncePerRank, false)),
         (3, (1, 1, 1), (RowLayout::OncePerRank, true)),
+        (4, (1, 1, 0), PLAIN),
+        (4, (1, 1, 0), (RowLayout::ByExpert, true)),
+        (4, (1, 1, 0), (RowLayout::OncePerRank, false)),
     ] {
         let (program, given) = made(world, shape, kind, 24);
         if let Err(found) = verify(&program, world, 1, &given) {
