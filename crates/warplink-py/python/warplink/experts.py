@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from warplink._warplink import Experts, Routing, Stream, View
+    from warplink._warplink import Experts, Routing, Stream
 
 
 class _Arrays(NamedTuple):
@@ -35,7 +35,7 @@ class Dispatched(_Arrays):
       each row, or for each 128 elements.
     - ``weights``: once per rank, the token's weights in all slots: f32 of ``[size, max_rows, top_k]``.
     - ``dropped``: where rows may be dropped, how many rows of this rank's tokens were, for each of all experts: i32 of
-      ``[experts]``. Expert e is one of rank ``e // (experts // size)``.
+      ``[experts]``, or None if that is of no interest. Expert e is one of rank ``e // (experts // size)``.
     """
 
     scales: Any
@@ -72,25 +72,32 @@ class ExpertBuffer:
 
     Results are arrays that PyTorch and other libraries take without a copy (``torch.from_dlpack``). All calls are
     enqueued on one stream and block nowhere, so sizes are those of the options: ``counts`` says on the device how many rows
-    there are.
+    there are. Calls that are given a target, such as those that a graph records, allocate nothing.
     """
 
     def __init__(self, layer: Experts, stream: Stream) -> None:
         self.layer, self.stream = layer, stream
 
-    def dispatch(self, tokens: Any, experts: Any, weights: Any = None, scales: Any = None) -> tuple[Any, View, Handle]:
+    def dispatch(
+        self, tokens: Any, experts: Any, weights: Any = None, scales: Any = None, *, target: Dispatched | None = None
+    ) -> tuple[Any, Any, Handle]:
         """Sends tokens to the ranks of their experts.
 
-        Returns the received rows, or ``(rows, scales)`` if the layer quantises; how many there are (by expert with the layout
+        With a ``target``, as of :meth:`warplink.Experts.allocate`, results are in its arrays. Returns the received rows, or ``(rows, scales)`` if the layer quantises; how many there are (by expert with the layout
         "by_expert", else by source rank); and the handle for :meth:`combine`.
         """
-        target = self.layer.allocate()
+        if target is None:
+            target = self.layer.allocate()
         routing = self.layer.dispatch(self.stream, target, tokens, experts, scales=scales, weights=weights)
         rows = target.rows if target.scales is None else (target.rows, target.scales)
         return rows, target.counts, Handle(routing, target.experts, target.weights, target.dropped)
 
-    def combine(self, results: Any, handle: Handle, weights: Any = None) -> View:
-        """Returns the sums of the experts' results, which have taken the place of the rows of a dispatch."""
-        target = self.layer.allocate_output(handle.routing.tokens)
+    def combine(self, results: Any, handle: Handle, weights: Any = None, *, target: Any = None) -> Any:
+        """Returns the sums of the experts' results, which have taken the place of the rows of a dispatch.
+
+        With a ``target``, as of :meth:`warplink.Experts.allocate_output`, they are there.
+        """
+        if target is None:
+            target = self.layer.allocate_output(handle.routing.tokens)
         self.layer.combine(self.stream, target, results, weights, routing=handle.routing)
         return target
