@@ -376,16 +376,9 @@ impl Collective {
         }
     }
 
-    /// Whether a rank reads the input and writes the output.
-    fn uses(&self, rank: usize) -> (bool, bool) {
-        let at_root = self.root.is_none_or(|root| root == rank);
-        let to_root = matches!(self.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
-        (at_root || to_root, at_root || !to_root)
-    }
-
     /// Fails if memory that the rank uses is null.
     fn check_memory(&self, rank: usize) -> Outcome {
-        let (reads, writes) = self.uses(rank);
+        let (reads, writes) = self.call().uses(rank);
         if reads && self.input == 0 {
             return Err(null("sendbuff"));
         }

@@ -40,6 +40,7 @@ use warplink::device::DeviceSlice;
 pub(crate) struct Collectives {
     pub(crate) inner: Detached<warplink::Collectives>,
     pub(crate) place: Place,
+    pub(crate) rank: Rank,
     pub(crate) world: usize,
     /// The memory of arrays without elements.
     pub(crate) nothing: DeviceSlice,

@@ -439,7 +439,7 @@ impl Communicator {
             } else {
                 inner.collectives_with(&options)?
             };
-            Collectives::new(joined, &self.place, inner.world())
+            Collectives::new(joined, &self.place, (inner.rank(), inner.world()))
         })
     }
 

@@ -21,13 +21,14 @@ impl Collectives {
     pub(crate) fn new(
         inner: warplink::Collectives,
         place: &Place,
-        world: usize,
+        (rank, world): (Rank, usize),
     ) -> warplink::Result<Self> {
         // Devices do not allocate empty memory; an empty part of some does.
         let nothing = place.device.allocate(NOTHING, AllocationKind::Plain)?;
         Ok(Self {
             inner: Detached::new(inner, || closed("collectives")),
             place: place.clone(),
+            rank,
             world,
             nothing: nothing.slice(0..0)?,
             watched: Arc::default(),
@@ -84,8 +85,18 @@ impl Collectives {
             self.place
                 .borrow_operand(address, bytes.ok_or_else(overflows)?)
         };
-        let source = memory(source, input_rows)?;
-        let target = memory(target, output_rows)?;
+        let (reads, writes) = call.uses(self.rank);
+        let place =
+            |used: bool, address: u64, rows: usize| used.then(|| memory(address, rows)).transpose();
+        let (source, target) = (
+            place(reads, source, input_rows)?,
+            place(writes, target, output_rows)?,
+        );
+        // A rank without a use for one of them has one for the other.
+        let (Some(source), Some(target)) = (source.clone().or(target.clone()), target.or(source))
+        else {
+            return Ok(());
+        };
         detached(py, || inner.enqueue(call, &target, &source, live))?;
         self.watched.made();
         Ok(())

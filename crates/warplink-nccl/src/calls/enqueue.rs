@@ -242,7 +242,7 @@ fn exchange(
 
 impl Collective {
     fn memory(&self, joined: &Joined, served: &Served, rank: usize) -> Outcome<CallMemory> {
-        let (reads, writes) = self.uses(rank);
+        let (reads, writes) = self.call().uses(rank);
         let (input_rows, output_rows) = self.kind.rows(joined.communicator.world());
         let place = |used: bool, address: u64, rows: usize| {
             used.then(|| joined.memory(served, address, rows * self.bytes()))
@@ -263,8 +263,8 @@ impl Collective {
         (output, input): &CallMemory,
         stream: &Stream,
     ) -> Outcome {
-        let (_, writes) = self.uses(rank);
         let call = self.call();
+        let (_, writes) = call.uses(rank);
         let multiplied = match self.op.and_then(Operator::scalar) {
             None => None,
             Some(scalar) => {

@@ -24,6 +24,14 @@ pub struct Call {
 }
 
 impl Call {
+    /// Whether `rank` reads its input and writes its output. Memory that a rank does not use may be anything.
+    pub fn uses(&self, rank: Rank) -> (bool, bool) {
+        // Without a root, every rank counts as one.
+        let at_root = self.root.is_none_or(|root| root == rank);
+        let to_root = matches!(self.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
+        (at_root || to_root, at_root || !to_root)
+    }
+
     /// Call with the operator if its kind [reduces](CollectiveKind::reduces), and the root if its kind
     /// [has one](CollectiveKind::has_root).
     pub fn new(kind: CollectiveKind, op: ReduceOp, dtype: DType, count: usize, root: Rank) -> Self {

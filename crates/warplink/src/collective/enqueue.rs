@@ -119,16 +119,7 @@ impl Collectives {
         let call = call.checked(world)?;
         let rank = self.0.context.rank();
         let (input_rows, output_rows) = call.kind.rows(world);
-        // Slices that a rank does not use may be anything.
-        // Without a root, every rank counts as one.
-        let at_root = call.root.is_none_or(|root| root == rank);
-        let reads = at_root
-            || !matches!(
-                call.kind,
-                CollectiveKind::Broadcast | CollectiveKind::Scatter
-            );
-        let writes =
-            at_root || !matches!(call.kind, CollectiveKind::Reduce | CollectiveKind::Gather);
+        let (reads, writes) = call.uses(rank);
         if reads {
             check_slice(&call, "input", input, input_rows)?;
         }

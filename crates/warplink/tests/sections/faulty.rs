@@ -83,7 +83,11 @@ fn failure(text: &str, world: usize, seed: u64) -> Option<String> {
                         seed: 64 * seed + rank as u64 + 1,
                         max: Duration::from_micros(40 << (seed % 4)),
                     });
-                    let comm = Communicator::join(&config).unwrap();
+                    let comm = match Communicator::join(&config) {
+                        Ok(comm) => comm,
+                        // Another rank has joined, and failed, before this one was done.
+                        Err(error) => return Some(error.to_string()),
+                    };
                     let launches = Launches {
                         eager: LAUNCHES,
                         captured: 0,
