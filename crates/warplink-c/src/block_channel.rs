@@ -70,7 +70,8 @@ fn on_channel(
 
 /// Reads a property of a channel and stores it to the caller's pointer.
 ///
-/// # Safety `place` must be null or valid for a write.
+/// # Safety
+/// `place` must be null or valid for a write.
 unsafe fn ask<T>(
     operation: &'static str,
     number: u32,

@@ -49,7 +49,8 @@ impl Setup {
 
     /// All connections.
     ///
-    /// # Errors `InvalidUsage` before the first setup.
+    /// # Errors
+    /// `InvalidUsage` before the first setup.
     pub(crate) fn all(&self) -> Outcome<&[Connection]> {
         if self.connections.is_empty() {
             return Err(Failure::usage(

@@ -108,7 +108,8 @@ pub(crate) struct CollectivesObject {
 impl CollectivesObject {
     /// Borrows `bytes` bytes at a device address.
     ///
-    /// # Safety They must be device memory that stays allocated until the stream has finished with it.
+    /// # Safety
+    /// They must be device memory that stays allocated until the stream has finished with it.
     unsafe fn memory(&self, address: u64, bytes: usize) -> Outcome<DeviceSlice> {
         if bytes == 0 {
             return Ok(self.nothing.clone());
@@ -120,7 +121,8 @@ impl CollectivesObject {
 
     /// Output and input of a call. For an operand that this rank does not use, the other is returned.
     ///
-    /// # Safety As for [`memory`](Self::memory), for the operands that this rank uses.
+    /// # Safety
+    /// As for [`memory`](Self::memory), for the operands that this rank uses.
     pub(crate) unsafe fn operands(
         &self,
         call: &Call,
@@ -168,7 +170,8 @@ impl CollectivesObject {
 
     /// As [`memory`](Self::memory), with `name` for error messages. Fails for null unless `bytes` is 0.
     ///
-    /// # Safety As for [`memory`](Self::memory).
+    /// # Safety
+    /// As for [`memory`](Self::memory).
     pub(crate) unsafe fn named(
         &self,
         address: u64,

@@ -128,7 +128,8 @@ impl ExpertOptions {
 impl ExpertsObject {
     /// Borrows memory of `count` tokens with `each` bytes per token at a device address.
     ///
-    /// # Safety As for [`CollectivesObject::named`].
+    /// # Safety
+    /// As for [`CollectivesObject::named`].
     unsafe fn of_tokens(
         &self,
         address: u64,
@@ -151,7 +152,8 @@ impl ExpertsObject {
 
     /// As [`named`](CollectivesObject::named) for memory that may be left out.
     ///
-    /// # Safety As for [`CollectivesObject::named`].
+    /// # Safety
+    /// As for [`CollectivesObject::named`].
     unsafe fn optional(
         &self,
         address: u64,
@@ -163,7 +165,8 @@ impl ExpertsObject {
         (address != 0).then(memory).transpose()
     }
 
-    /// # Safety The memory of `dispatched` must have the lengths that follow from the layer's options.
+    /// # Safety
+    /// The memory of `dispatched` must have the lengths that follow from the layer's options.
     unsafe fn rows(&self, dispatched: &Dispatched) -> Outcome<Rows> {
         let (world, options) = (self.job.communicator.world(), &self.options);
         let rows = world * options.rows_per_peer();

@@ -85,7 +85,8 @@ impl FusedCall {
         })
     }
 
-    /// # Safety The memory must be as the documentation of the struct requires.
+    /// # Safety
+    /// The memory must be as the documentation of the struct requires.
     unsafe fn enqueue(
         &self,
         object: &CollectivesObject,

@@ -307,7 +307,8 @@ pub unsafe extern "C" fn warplink_abort(comm: Comm, reason: *const c_char) -> St
 
 /// Joins, and stores the communicator.
 ///
-/// # Safety `comm` must be null or valid for a write, `options` null or a pointer to options.
+/// # Safety
+/// `comm` must be null or valid for a write, `options` null or a pointer to options.
 unsafe fn init(
     comm: *mut Comm,
     identity: Option<(i32, i32)>,
@@ -331,7 +332,8 @@ unsafe fn init(
 
 /// The configuration for joining; arguments take precedence over the environment.
 ///
-/// # Safety `options` must be null or point to options.
+/// # Safety
+/// `options` must be null or point to options.
 unsafe fn configuration(
     identity: Option<(i32, i32)>,
     meeting: &Meeting,
@@ -411,7 +413,8 @@ unsafe fn configuration(
 
 /// Options of a header that is not newer than this library.
 ///
-/// # Safety `options` must point to options of some version of the header, which begin with their size.
+/// # Safety
+/// `options` must point to options of some version of the header, which begin with their size.
 unsafe fn read_options(options: *const Options) -> Outcome<Options> {
     // SAFETY: the size comes first in every version.
     let size = unsafe { pointer::load(options.cast::<usize>(), "options") }?;

@@ -344,7 +344,8 @@ impl Argument {
 
 /// Converts a module source.
 ///
-/// # Safety The members of `source` must be null or valid as documented.
+/// # Safety
+/// The members of `source` must be null or valid as documented.
 unsafe fn read_source(source: &ModuleSource) -> Outcome<warplink::device::ModuleSource> {
     // SAFETY: guaranteed by the caller for all members, here and below.
     let name = unsafe { pointer::optional_text(source.name, "the name") }?;

@@ -45,7 +45,8 @@ struct Cut {
 impl Cut {
     /// Reads and checks the parts of memory called `name`, with elements of `element_bytes` bytes.
     ///
-    /// # Safety Pointers that are not null must point to one number for each of `world` ranks.
+    /// # Safety
+    /// Pointers that are not null must point to one number for each of `world` ranks.
     unsafe fn read(parts: Parts, world: usize, element_bytes: usize, name: &str) -> Outcome<Self> {
         // SAFETY: the caller vouches for the length.
         let counts = unsafe { pointer::values(parts.counts, world, &format!("{name}.counts")) }?;

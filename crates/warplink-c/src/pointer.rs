@@ -29,7 +29,8 @@ pub(crate) unsafe fn load<T: Copy>(pointer: *const T, name: &str) -> Outcome<T> 
 
 /// The text that `pointer` points to.
 ///
-/// # Safety A `pointer` that is not null must point to zero-terminated text that is not modified during `'a`.
+/// # Safety
+/// A `pointer` that is not null must point to zero-terminated text that is not modified during `'a`.
 pub(crate) unsafe fn text<'a>(pointer: *const c_char, name: &str) -> Outcome<&'a str> {
     check(pointer, name)?;
     // SAFETY: as above.
@@ -69,7 +70,8 @@ pub(crate) unsafe fn optional_text<'a>(
 
 /// The `count` values that `pointer` points to. `pointer` may be null if `count` is 0.
 ///
-/// # Safety If `count` is not zero, a `pointer` that is not null must point to `count` values that are not modified
+/// # Safety
+/// If `count` is not zero, a `pointer` that is not null must point to `count` values that are not modified
 /// during `'a`.
 pub(crate) unsafe fn values<'a, T>(
     pointer: *const T,
@@ -87,7 +89,8 @@ pub(crate) unsafe fn values<'a, T>(
 
 /// The `bytes` bytes that `pointer` points to, which may be uninitialized: they are set to zero.
 ///
-/// # Safety If `bytes` is not zero, a `pointer` that is not null must be valid for writes of `bytes` bytes, and nothing
+/// # Safety
+/// If `bytes` is not zero, a `pointer` that is not null must be valid for writes of `bytes` bytes, and nothing
 /// else may read or write them during `'a`.
 pub(crate) unsafe fn new_bytes<'a>(
     pointer: *mut c_void,

@@ -312,7 +312,8 @@ impl Simulation {
 impl Wishes {
     /// Reads a configuration of any version; null is the default configuration.
     ///
-    /// # Safety `config` must be null or point to a configuration of as many bytes as it states.
+    /// # Safety
+    /// `config` must be null or point to a configuration of as many bytes as it states.
     pub(crate) unsafe fn read(config: *const Config) -> Outcome<Self> {
         if config.is_null() {
             return Ok(Self::default());
@@ -382,7 +383,8 @@ pub(crate) fn check<T>(pointer: *const T, name: &str) -> Outcome {
 
 /// Stores a result to the caller's `place`, the argument `name`.
 ///
-/// # Safety `place` must be null or valid for a write of one `T`.
+/// # Safety
+/// `place` must be null or valid for a write of one `T`.
 pub(crate) unsafe fn store<T>(place: *mut T, name: &str, value: T) -> Outcome {
     check(place, name)?;
     // Not all callers are C: bindings of other languages may pass a pointer into a packed buffer.

@@ -118,7 +118,8 @@ fn collective(
 
 macro_rules! collectives {
     ($($function:ident $configured:ident: $name:ident $with_config:ident $kind:ident ($($op:ident)?; $($root:ident)?);)*) => {$(
-        /// # Safety The memory must be device memory, and stay allocated until the stream has finished with it.
+        /// # Safety
+        /// The memory must be device memory, and stay allocated until the stream has finished with it.
         #[allow(clippy::too_many_arguments, reason = "they are NCCL's")]
         pub(crate) unsafe fn $function(
             input: *const c_void,
@@ -135,7 +136,8 @@ macro_rules! collectives {
             unsafe { $configured(input, output, count, datatype, $($op,)? $($root,)? comm, stream, none) }
         }
 
-        /// # Safety As above; in addition, `config` must be null or point to as many bytes as it states.
+        /// # Safety
+        /// As above; in addition, `config` must be null or point to as many bytes as it states.
         #[allow(clippy::too_many_arguments, reason = "they are NCCL's")]
         pub(crate) unsafe fn $configured(
             input: *const c_void,
@@ -318,7 +320,8 @@ impl Call {
         matches!(self, Self::Signal(signal) if signal.by_real().is_some())
     }
 
-    /// # Safety `comm` must be the real library's communicator that corresponds to the caller's.
+    /// # Safety
+    /// `comm` must be the real library's communicator that corresponds to the caller's.
     unsafe fn by_real_library(&self, comm: Handle) -> Outcome<c_int> {
         match self {
             Self::Message(sent) => {

@@ -123,7 +123,8 @@ pub(crate) fn within(body: impl FnOnce() -> Outcome) -> Outcome {
     unsafe { end() }
 }
 
-/// # Safety No requirements; all functions of the table have the same signature.
+/// # Safety
+/// No requirements; all functions of the table have the same signature.
 pub(crate) unsafe fn begin() -> Outcome {
     GROUP.with_borrow_mut(|group| group.depth += 1);
     Ok(())
@@ -166,7 +167,8 @@ fn run_group(group: CallGroup) -> Outcome {
     made.and(joined)
 }
 
-/// # Safety `simulation` must be null or point to an initialized structure.
+/// # Safety
+/// `simulation` must be null or point to an initialized structure.
 pub(crate) unsafe fn simulate(simulation: *mut Simulation) -> Outcome {
     let Some(group) = leave()? else {
         return Ok(());

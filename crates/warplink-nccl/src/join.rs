@@ -59,7 +59,8 @@ fn new_id() -> Outcome<bootstrap::UniqueId> {
     Ok(bootstrap::UniqueId::create(own_address()?, 0)?)
 }
 
-/// # Safety `id` must be null or valid for a write of an id. Pointers of the functions below must be valid as NCCL's
+/// # Safety
+/// `id` must be null or valid for a write of an id. Pointers of the functions below must be valid as NCCL's
 /// documentation requires.
 pub(crate) unsafe fn unique_id(id: *mut UniqueId) -> Outcome {
     log::start();
@@ -206,7 +207,8 @@ pub(crate) unsafe fn init_all(comms: *mut Handle, count: c_int, devices: *const 
 
 /// Starts joining, now or at the end of the group.
 ///
-/// # Safety `made` must be valid for a write of a handle until the group ends.
+/// # Safety
+/// `made` must be valid for a write of a handle until the group ends.
 unsafe fn begin(made: *mut Handle, place: MeetingPlace, wishes: Wishes) -> Outcome {
     check_process()?;
     let comm = Comm::new(place.rank, place.ranks, place.ordinal, wishes);
@@ -217,7 +219,8 @@ unsafe fn begin(made: *mut Handle, place: MeetingPlace, wishes: Wishes) -> Outco
 /// As [`begin`], for a rendezvous that is determined by communication with other ranks over `parent`, which is `comm`
 /// itself if there is none.
 ///
-/// # Safety As [`begin`].
+/// # Safety
+/// As [`begin`].
 unsafe fn begin_with(
     made: *mut Handle,
     comm: &Arc<Comm>,

@@ -25,7 +25,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 static CLOSING: Mutex<usize> = Mutex::new(0);
 static CLOSED: Condvar = Condvar::new();
 
-/// # Safety No requirements; all functions of the table have the same signature.
+/// # Safety
+/// No requirements; all functions of the table have the same signature.
 pub(crate) unsafe fn finalize(comm: Handle) -> Outcome {
     if comm.is_null() {
         return Ok(());

@@ -20,7 +20,8 @@ pub(crate) fn has_real() -> Outcome<bool> {
     Ok(real::serves(devices::kind()?))
 }
 
-/// # Safety `memory` must be null or valid for a write of an address. Pointers of the functions below must be valid as
+/// # Safety
+/// `memory` must be null or valid for a write of an address. Pointers of the functions below must be valid as
 /// NCCL's documentation requires.
 pub(crate) unsafe fn allocate(memory: *mut *mut c_void, bytes: usize) -> Outcome {
     log::start();

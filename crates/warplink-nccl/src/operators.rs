@@ -114,7 +114,8 @@ impl Operator {
     }
 }
 
-/// # Safety `op` must be valid for a write, and `scalar` point to an element of the type, as NCCL's documentation
+/// # Safety
+/// `op` must be valid for a write, and `scalar` point to an element of the type, as NCCL's documentation
 /// requires.
 pub(crate) unsafe fn create(
     op: *mut c_int,
@@ -177,7 +178,8 @@ pub(crate) unsafe fn create(
     unsafe { store(op, "op", (NCCL_OPERATORS.len() + at) as c_int) }
 }
 
-/// # Safety No requirements; all functions of the table have the same signature.
+/// # Safety
+/// No requirements; all functions of the table have the same signature.
 pub(crate) unsafe fn destroy(op: c_int, comm: Handle) -> Outcome {
     let comm = find(comm)?;
     let at = usize::try_from(op).ok();

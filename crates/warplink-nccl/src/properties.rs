@@ -16,7 +16,8 @@ const VERSION: c_int = 23007;
 /// Workspaces per communicator, in units of the configured workspace: one for collectives, and four for messages.
 const WORKSPACES: u64 = 5;
 
-/// # Safety `version` must be null or valid for a write. Pointers of the functions below must be valid as NCCL's
+/// # Safety
+/// `version` must be null or valid for a write. Pointers of the functions below must be valid as NCCL's
 /// documentation requires.
 pub(crate) unsafe fn version(version: *mut c_int) -> Outcome {
     check(version, "version")?;
@@ -42,7 +43,8 @@ pub(crate) unsafe fn async_error(comm: Handle, result: *mut c_int) -> Outcome {
 
 /// Stores a property of a communicator.
 ///
-/// # Safety As [`version`].
+/// # Safety
+/// As [`version`].
 unsafe fn number(comm: Handle, place: *mut c_int, read: impl Fn(&Comm) -> usize) -> Outcome {
     let comm = find(comm)?;
     check(place, "the result")?;

@@ -131,7 +131,8 @@ fn submit(
     group::submit(owner, Call::Signal(call))
 }
 
-/// # Safety Pointers must be valid as NCCL's documentation requires.
+/// # Safety
+/// Pointers must be valid as NCCL's documentation requires.
 #[allow(clippy::too_many_arguments, reason = "they are NCCL's")]
 pub(crate) unsafe fn put_signal(
     memory: *const c_void,
@@ -180,7 +181,8 @@ pub(crate) unsafe fn put_signal(
     submit(owner, of, SignalWork::Send(to, copied))
 }
 
-/// # Safety No requirements; all functions of the table have the same signature.
+/// # Safety
+/// No requirements; all functions of the table have the same signature.
 pub(crate) unsafe fn signal(
     peer: c_int,
     signal: c_int,

@@ -81,7 +81,8 @@ fn of_host(raw: u64) -> Result<Stream> {
 /// Blocks until a stream of the host device has finished: the equivalent of `cudaStreamSynchronize` for programs
 /// without a GPU. Returns an `ncclResult_t`, an error if a call on the stream has failed.
 ///
-/// # Safety No requirements; CUDA streams are rejected.
+/// # Safety
+/// No requirements; CUDA streams are rejected.
 #[unsafe(no_mangle)]
 pub(crate) unsafe extern "C" fn warplink_nccl_host_stream_synchronize(stream: RawStream) -> c_int {
     entry("warplink_nccl_host_stream_synchronize", || {

@@ -75,7 +75,8 @@ macro_rules! table {
     (@real $how:ident $name:ident($($argument:ident: $type:ty),*) ($result:ty)) => {
         /// The function of that name.
         ///
-        /// # Safety The arguments must be as NCCL's documentation requires.
+        /// # Safety
+        /// The arguments must be as NCCL's documentation requires.
         pub(crate) unsafe fn $name($($argument: $type),*) -> Outcome<$result> {
             type Function = unsafe extern "C" fn($($type),*) -> $result;
             static FOUND: Found<Function> = Found::new();

@@ -48,7 +48,8 @@ struct SharedWindow {
     peers: Vec<Option<RemoteRegion>>,
 }
 
-/// # Safety Pointers of the functions of this module must be valid as NCCL's documentation requires.
+/// # Safety
+/// Pointers of the functions of this module must be valid as NCCL's documentation requires.
 pub(crate) unsafe fn register(
     comm: Handle,
     memory: *mut c_void,

@@ -214,7 +214,8 @@ pub(crate) fn describe(capsule: &Bound<'_, PyCapsule>) -> PyResult<Described> {
 
 /// The `count` numbers at `pointer`; `None` if it is null.
 ///
-/// # Safety Unless it is null, `pointer` must point to `count` numbers.
+/// # Safety
+/// Unless it is null, `pointer` must point to `count` numbers.
 unsafe fn read(pointer: *const i64, count: usize) -> Option<Vec<i64>> {
     if pointer.is_null() {
         return None;
@@ -291,7 +292,8 @@ fn hand_out_as<'py, M: Managed, K: Send + 'static>(
 
 /// Frees an exported tensor; its consumer calls it once.
 ///
-/// # Safety `managed` must come from [`hand_out_as`] with the same types, and must not be used afterwards.
+/// # Safety
+/// `managed` must come from [`hand_out_as`] with the same types, and must not be used afterwards.
 unsafe extern "C" fn delete<M: Managed, K>(managed: *mut M) {
     // SAFETY: guaranteed by the caller: both are boxes that `hand_out_as` created.
     unsafe {
@@ -302,7 +304,8 @@ unsafe extern "C" fn delete<M: Managed, K>(managed: *mut M) {
 
 /// Frees the tensor of a capsule that was never consumed.
 ///
-/// # Safety Called by the interpreter, with a capsule that [`hand_out_as`] created for an `M`.
+/// # Safety
+/// Called by the interpreter, with a capsule that [`hand_out_as`] created for an `M`.
 unsafe extern "C" fn destroy<M: Managed>(capsule: *mut pyo3::ffi::PyObject) {
     // SAFETY: the interpreter calls this attached, with a valid capsule. A consumer renames the capsule, and then owns
     // the tensor.
