@@ -2,8 +2,14 @@
 
 #![allow(clippy::unwrap_used, clippy::panic)]
 
-use std::collections::BTreeSet;
-use std::path::{Path, PathBuf};
+#[path = "structure/circles.rs"]
+mod circles;
+#[path = "structure/source.rs"]
+mod source;
+
+use source::{Source, files, is_part_of_name, module, paths, sources};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use warplink::ErrorKind;
 
 /// The most lines of a file; what is longer has more than one subject.
@@ -13,24 +19,10 @@ fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// All sources below a folder, with their text.
-fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
-    files(folder, "rs")
-}
-
-/// All files below a folder with this extension, with their text.
-fn files(folder: &Path, extension: &str) -> Vec<(PathBuf, String)> {
-    let mut found = Vec::new();
-    for entry in std::fs::read_dir(folder).unwrap() {
-        let path = entry.unwrap().path();
-        if path.is_dir() {
-            found.extend(files(&path, extension));
-        } else if path.extension().is_some_and(|found| found == extension) {
-            let text = std::fs::read_to_string(&path).unwrap();
-            found.push((path, text));
-        }
-    }
-    found
+/// Whether a file has tests only.
+fn is_of_tests(path: &Path) -> bool {
+    let name = path.file_stem().unwrap().to_string_lossy();
+    ["tests", "loom"].iter().any(|end| name.ends_with(end))
 }
 
 /// The modules of the library as ARCHITECTURE.md lists them, from the top down.
@@ -55,22 +47,15 @@ fn order() -> Vec<String> {
         .collect()
 }
 
-/// The code of a file without its comments, and without tests at its end.
-fn code(text: &str) -> String {
-    let text = text.split("#[cfg(test)]").next().unwrap_or_default();
-    let lines = text
-        .lines()
-        .map(|line| line.split("//").next().unwrap_or_default());
-    lines.collect::<Vec<_>>().join("\n")
-}
-
-/// The modules that code names by their path from the crate's root.
-fn named(code: &str) -> BTreeSet<String> {
-    let is_part_of_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
-    let after = code.split("crate::").skip(1);
-    after
-        .map(|rest| rest.chars().take_while(|c| is_part_of_name(*c)).collect())
-        .collect()
+/// The modules of what the crate's root exports, which is named without its module.
+fn exported() -> BTreeMap<String, String> {
+    let text = std::fs::read_to_string(root().join("src/lib.rs")).unwrap();
+    let code = Source::new(&text)
+        .code
+        .replace("pub use ", "pub use crate::");
+    let paths = paths(&code, &[]).into_iter();
+    let exports = paths.map(|path| (path[path.len() - 1].clone(), path[0].clone()));
+    exports.collect()
 }
 
 /// A module uses those below it in the list of ARCHITECTURE.md, and no other.
@@ -80,11 +65,12 @@ fn modules_use_only_those_below_them() {
     let place = |name: &str| order.iter().position(|other| other == name);
     assert!(order.len() > 15, "{order:?}");
     let (mut wrong, mut arrows) = (Vec::new(), 0);
+    let exported = exported();
+    assert!(exported.len() > 10, "{exported:?}");
     let folder = root().join("src");
     for (path, text) in sources(&folder) {
         let name = path.strip_prefix(&folder).unwrap();
-        let file = path.file_stem().unwrap().to_string_lossy();
-        if file == "lib" || file.ends_with("tests") {
+        if name == Path::new("lib.rs") || is_of_tests(&path) {
             continue;
         }
         let top = name
@@ -97,14 +83,21 @@ fn modules_use_only_those_below_them() {
         let Some(own) = place(top) else {
             panic!("ARCHITECTURE.md does not list {top}");
         };
-        // What the root exports is named without its module.
-        let is_module = |name: &String| {
-            folder.join(name).is_dir() || folder.join(format!("{name}.rs")).is_file()
-        };
-        let others = named(&code(&text)).into_iter().filter(is_module);
-        for other in others.filter(|other| other != top) {
-            let Some(used) = place(&other) else {
-                panic!("ARCHITECTURE.md does not list {other}");
+        let paths = paths(&Source::new(&text).code, &module(name)).into_iter();
+        // A path to the root itself names all of it.
+        let firsts: BTreeSet<_> = paths
+            .map(|path| path.first().cloned().unwrap_or_default())
+            .collect();
+        let others = firsts
+            .iter()
+            .map(|first| exported.get(first).unwrap_or(first));
+        let others: BTreeSet<_> = others.filter(|other| *other != top).collect();
+        for other in others {
+            let Some(used) = place(other) else {
+                panic!(
+                    "ARCHITECTURE.md does not list {other:?}, which {} names",
+                    name.display()
+                );
             };
             arrows += 1;
             if used < own {
@@ -128,24 +121,36 @@ const STEPS: [&str; 3] = [
     "warplink/src/program/section/compile/emit/",
 ];
 
-/// Whether code names a kind of step.
+/// Whether code names a kind of step, or gives their enum a name by which it could.
 fn names_steps(code: &str) -> bool {
-    let is_part_of_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
-    code.match_indices("StepKind::").any(|(at, found)| {
-        let (before, after) = (&code[..at], &code[at + found.len()..]);
-        !before.ends_with(is_part_of_name) && after.starts_with(|c: char| c.is_ascii_uppercase())
+    const ENUM: &str = "StepKind";
+    code.match_indices(ENUM).any(|(at, _)| {
+        let (before, after) = (code[..at].trim_end(), code[at + ENUM.len()..].trim_start());
+        let named = after.strip_prefix("::").map(str::trim_start);
+        let tells = named.is_some_and(|kind| {
+            kind.starts_with(|c: char| c.is_ascii_uppercase() || c == '{' || c == '*')
+        });
+        let renames = after.starts_with("as ") || (before.ends_with('=') && after.starts_with(';'));
+        !code[..at].ends_with(is_part_of_name) && (tells || renames)
     })
 }
 
 #[test]
 fn steps_are_told_apart_by_the_language_and_the_emitter_alone() {
     assert!(names_steps("match kind { StepKind::Barrier => {} }"));
+    assert!(names_steps("use super::ir::StepKind::{Barrier, Wait};"));
+    assert!(names_steps("use super::ir::{Step, StepKind::*};"));
+    assert!(names_steps("use super::ir::{Step, StepKind as Kind};"));
+    assert!(names_steps("type Kind = StepKind;"));
     assert!(!names_steps("match kind { LaneStepKind::Wait(_) => {} }"));
+    assert!(!names_steps(
+        "use super::ir::{Step, StepKind}; impl Action for StepKind {}"
+    ));
     let crates = root().join("..");
     let (mut wrong, mut found) = (Vec::new(), BTreeSet::new());
     for (path, text) in sources(&crates) {
         let path = path.strip_prefix(&crates).unwrap().display().to_string();
-        if path.contains("/src/") && !path.contains("/target/") && names_steps(&code(&text)) {
+        if path.contains("/src/") && names_steps(&Source::new(&text).code) {
             match STEPS.iter().find(|place| path.starts_with(**place)) {
                 Some(place) => {
                     found.insert(*place);
@@ -166,7 +171,7 @@ fn only_the_emitter_writes_cuda() {
     let (mut wrong, mut emitting) = (Vec::new(), 0);
     for (path, text) in sources(&folder) {
         let name = path.strip_prefix(&folder).unwrap().display().to_string();
-        let literals = literals(&text);
+        let literals = Source::new(&text).literals;
         let writes = |literal: &String| MARKS.iter().any(|mark| literal.contains(mark));
         if name.ends_with("tests.rs") || !literals.iter().any(writes) {
             continue;
@@ -191,46 +196,11 @@ fn files_are_of_a_length_that_one_reads() {
     let mut long = Vec::new();
     for (path, text) in sources(&crates) {
         let lines = text.lines().count();
-        if lines > MAX_LINES && !path.components().any(|part| part.as_os_str() == "target") {
+        if lines > MAX_LINES {
             long.push(format!("{} has {lines} lines", path.display()));
         }
     }
     assert!(long.is_empty(), "{}", long.join("\n"));
-}
-
-/// The string literals of a source, without its comments and the tests at its end.
-fn literals(text: &str) -> Vec<String> {
-    let text = text.split("#[cfg(test)]").next().unwrap_or_default();
-    let mut found = Vec::new();
-    let mut rest = text;
-    while let Some(at) = rest.find(['"', '/', '\'']) {
-        let (before, from) = rest.split_at(at);
-        let skipped = if from.starts_with("//") {
-            from.find('\n').unwrap_or(from.len())
-        } else if from.starts_with("'\"'") || from.starts_with("'\\") {
-            3
-        } else if let Some(inner) = from.strip_prefix('"') {
-            let hashes = before.len() - before.trim_end_matches('#').len();
-            let is_raw = before[..before.len() - hashes].ends_with('r');
-            let end = if is_raw {
-                inner.find(&format!("\"{}", "#".repeat(hashes)))
-            } else {
-                let mut escaped = false;
-                inner.find(|c| {
-                    let ends = c == '"' && !escaped;
-                    escaped = c == '\\' && !escaped;
-                    ends
-                })
-            };
-            let end = end.unwrap_or(inner.len());
-            found.push(inner[..end].to_owned());
-            end + 2
-        } else {
-            1
-        };
-        rest = from.get(skipped..).unwrap_or_default();
-    }
-    found
 }
 
 /// The names of each enum that `named!` declares in a source.
@@ -248,6 +218,30 @@ fn tables(text: &str) -> Vec<Vec<String>> {
             .collect()
     });
     tables.filter(|names: &Vec<_>| names.len() > 1).collect()
+}
+
+/// Whether a text lists the names of an enum: three of them one behind the other, or both of two as alternatives.
+fn lists(text: &str, table: &[String]) -> bool {
+    match table {
+        [a, b] => {
+            let text = text.replace(['\'', '`'], "");
+            [(a, b), (b, a)].into_iter().any(|(a, b)| {
+                let alternatives = ["{a} or {b}", "{a}, or {b}", "{a}, {b} or "];
+                let mut alternatives = alternatives
+                    .iter()
+                    .map(|list| list.replace("{a}", a).replace("{b}", b));
+                alternatives.any(|list| {
+                    let mut found = text.match_indices(&list);
+                    found.any(|(at, _)| {
+                        let after = &text[at + list.len()..];
+                        !text[..at].ends_with(is_part_of_name)
+                            && (list.ends_with(' ') || !after.starts_with(is_part_of_name))
+                    })
+                })
+            })
+        }
+        _ => longest_list(text, table) >= 3,
+    }
 }
 
 /// How many names of a table a text has one behind the other, as a list.
@@ -272,21 +266,28 @@ fn no_text_lists_the_names_of_an_enum() {
     let own = sources(&root().join("src"));
     let tables: Vec<_> = own.iter().flat_map(|(_, text)| tables(text)).collect();
     assert!(tables.len() > 15, "only {} tables were found", tables.len());
-    let mut lists = Vec::new();
+    let mut typed = Vec::new();
     for face in ["", "-cli", "-c", "-py", "-nccl"] {
         for (path, text) in sources(&root().join(format!("../warplink{face}/src"))) {
-            if path.to_string_lossy().ends_with("tests.rs") {
+            if is_of_tests(&path) {
                 continue;
             }
-            for literal in literals(&text) {
-                let is_list = |table: &Vec<String>| longest_list(&literal, table) >= 3;
+            let source = Source::new(&text);
+            // The command shows documentation as help.
+            let shown = if face == "-cli" {
+                source.docs
+            } else {
+                Vec::new()
+            };
+            for text in source.literals.iter().chain(&shown) {
+                let is_list = |table: &Vec<String>| lists(text, table);
                 if tables.iter().any(is_list) {
-                    lists.push(format!("{}: {literal}", path.display()));
+                    typed.push(format!("{}: {text}", path.display()));
                 }
             }
         }
     }
-    assert!(lists.is_empty(), "{}", lists.join("\n"));
+    assert!(typed.is_empty(), "{}", typed.join("\n"));
 }
 
 #[test]
@@ -296,20 +297,70 @@ fn lists_in_texts_are_found() {
         let own = ['"', 'x']; let text = "expected a, b \
             or c"; let raw = r#"a "b" c"#;
     "##;
-    let found = literals(source);
+    let found = Source::new(source).literals;
     assert_eq!(found.len(), 2, "{found:?}");
     let table = ["a", "b", "c", "d"].map(str::to_owned);
     for literal in found {
         assert_eq!(longest_list(&literal, &table), 3, "{literal}");
     }
     assert_eq!(longest_list("a thing of b", &table), 1);
+    let two = ["a", "b"].map(str::to_owned);
+    for (text, is_list) in [
+        ("expected b or a", true),
+        ("`a`, or 'b'.", true),
+        ("a, b or another", true),
+        ("min(a, b)", false),
+        ("a or back", false),
+        ("a and b", false),
+    ] {
+        assert_eq!(lists(text, &two), is_list, "{text}");
+    }
     let declared = tables(
         "named! {\n    enum A: \"a\" {\n        One = \"one\",\n        Two = \"two\" (4),\n    }\n}\n",
     );
     assert_eq!(declared, [["one", "two"]]);
 }
 
-/// Python has a class for each kind of error, since type checkers do not see what is made at run time.
+/// The grammar is documentation, which cannot be derived.
+#[test]
+fn the_grammar_of_programs_has_all_names() {
+    let read = |name: &str| std::fs::read_to_string(root().join("src").join(name)).unwrap();
+    let text = read("program/text/mod.rs");
+    let lines = text.lines().map_while(|line| line.strip_prefix("//!"));
+    let grammar = lines.collect::<Vec<_>>().join("\n");
+    for (enums, count) in [
+        ("program/section/function/mod.rs", 3),
+        ("p2p/protocol.rs", 1),
+        ("p2p/request.rs", 1),
+    ] {
+        let tables = tables(&read(enums));
+        assert_eq!(tables.len(), count, "{enums}: {tables:?}");
+        for name in tables.iter().flatten() {
+            let word = format!("\"{name}\"");
+            assert!(
+                grammar.contains(&word),
+                "the grammar has no {word} of {enums}"
+            );
+        }
+    }
+}
+
+/// Text in the line of a heading is part of it.
+#[test]
+fn headings_of_documentation_stand_alone() {
+    let mut wrong = Vec::new();
+    for (path, text) in sources(&root().join("..")) {
+        for line in text.lines() {
+            let heading = ["# Errors ", "# Panics ", "# Safety "];
+            let doc = line.trim_start().strip_prefix("/// ").unwrap_or_default();
+            if heading.iter().any(|heading| doc.starts_with(heading)) {
+                wrong.push(format!("{}: {doc}", path.display()));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
 /// Programs whose text computes something state what, which `program verify` checks.
 #[test]
 fn every_shipped_program_states_what_it_computes() {
@@ -327,6 +378,7 @@ fn every_shipped_program_states_what_it_computes() {
     }
 }
 
+/// Python has a class for each kind of error, since type checkers do not see what is made at run time.
 #[test]
 fn every_kind_of_error_is_an_exception_of_python() {
     let path = root().join("../warplink-py/python/warplink/errors.py");

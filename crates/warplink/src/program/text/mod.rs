@@ -63,7 +63,8 @@
 //! argument  = NUMBER | source | "reduce" "(" source [each] {"," source [each]} "," (operator | NAME) ")"
 //!                                                      of a function of rows
 //! value     = NUMBER | NAME | "width" | "-" value | value ("+" | "-" | "*" | "/") value | "(" value ")"
-//!           | ("abs" | "sqrt" | "rsqrt" | "exp" | "row_sum" | "row_max") "(" value ")"
+//!           | ("abs" | "sqrt" | "rsqrt" | "exp" | "power_of_two" | "exponent" | "e2m1") "(" value ")"
+//!           | ("row_sum" | "row_max") "(" value ")"
 //!           | ("min" | "max") "(" value "," value ")" | "round" "(" value "," (DTYPE | NAME) ")"
 //!           | "select" "(" value comparison value "," value "," value ")"
 //! receiver  = integer ["at" integer]                   a rank, and one of its lanes

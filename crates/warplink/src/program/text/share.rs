@@ -2,8 +2,9 @@
 
 use super::operand::{Parsed, Parser};
 use super::print::Action;
+use crate::named::{alternatives, listed};
 use crate::program::expr::Expr;
-use crate::program::ir::{Backend, Direction, NodeKind, Transfer};
+use crate::program::ir::{Backend, Direction, NodeKind, Protocol, Transfer};
 use std::fmt::{self, Display, Formatter};
 
 impl Parser<'_> {
@@ -20,12 +21,9 @@ impl Parser<'_> {
     fn declared_transfer(&mut self) -> Parsed<Transfer> {
         let name = self.name("a transfer's name, 'let', 'for' or 'if'")?;
         self.expect("=")?;
-        let direction = if self.take("send") {
-            Direction::Send
-        } else if self.take("receive") {
-            Direction::Receive
-        } else {
-            return Err(self.expected("'send' or 'receive'"));
+        let mut directions = Direction::ALL.into_iter();
+        let Some(direction) = directions.find(|one| self.take(one.name())) else {
+            return Err(self.expected(&alternatives(&Direction::ALL)));
         };
         let tensor = self.tensor()?;
         self.expect(match direction {
@@ -45,7 +43,8 @@ impl Parser<'_> {
             Err(_) if token.text == "nccl" => Backend::Nccl,
             Err(_) => {
                 self.at -= 1;
-                return Err(self.expected("get, put or nccl"));
+                let protocols = Protocol::ALL.map(Protocol::name).into_iter();
+                return Err(self.expected(&listed(protocols.chain(["nccl"]))));
             }
         };
         Ok(Transfer {

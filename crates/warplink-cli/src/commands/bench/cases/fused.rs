@@ -43,12 +43,11 @@ pub(crate) struct Fused {
     /// Element type
     #[arg(long, value_name = "TYPE", default_value = "bf16", value_parser = OneOf(&DType::MATMUL))]
     dtype: DType,
-    /// Quantisation of the normalised rows: static, per_token, per_block, per_block_power_of_two, mxfp8
-    /// or nvfp4 [default: none]
-    #[arg(long, value_name = "KIND")]
+    /// Quantisation of the normalised rows [default: none]
+    #[arg(long, value_name = "KIND", value_parser = OneOf(&Quantization::ALL))]
     quantization: Option<Quantization>,
-    /// Format of Warplink's transfers: exact, or fp8; 'wrong' allows for the rounding of the format
-    #[arg(long, value_name = "FORMAT", default_value = "exact")]
+    /// Format of Warplink's transfers; 'wrong' allows for the rounding of the format
+    #[arg(long, value_name = "FORMAT", default_value = "exact", value_parser = OneOf(&Wire::ALL))]
     wire: Wire,
     /// Implementations to compare with
     #[arg(long, value_enum, value_delimiter = ',', default_values = ["pair", "nccl"])]
