@@ -4,12 +4,12 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 /// All sources below a folder, with their text.
-pub fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
+pub(crate) fn sources(folder: &Path) -> Vec<(PathBuf, String)> {
     files(folder, "rs")
 }
 
 /// All files below a folder with this extension, with their text; not those that a build wrote.
-pub fn files(folder: &Path, extension: &str) -> Vec<(PathBuf, String)> {
+pub(crate) fn files(folder: &Path, extension: &str) -> Vec<(PathBuf, String)> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(folder).unwrap() {
         let path = entry.unwrap().path();
@@ -27,17 +27,17 @@ pub fn files(folder: &Path, extension: &str) -> Vec<(PathBuf, String)> {
 
 /// A source without the items that only tests have.
 #[derive(Debug)]
-pub struct Source {
+pub(crate) struct Source {
     /// Code, of the length of the text: comments and texts are blank.
-    pub code: String,
+    pub(crate) code: String,
     /// String literals.
-    pub literals: Vec<String>,
+    pub(crate) literals: Vec<String>,
     /// Documentation of items, one paragraph each.
-    pub docs: Vec<String>,
+    pub(crate) docs: Vec<String>,
 }
 
 impl Source {
-    pub fn new(text: &str) -> Self {
+    pub(crate) fn new(text: &str) -> Self {
         let pieces = pieces(text);
         let mut code = text.as_bytes().to_vec();
         for piece in &pieces {
@@ -191,12 +191,12 @@ fn goes_on(after: &[u8]) -> bool {
     after.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b';')
 }
 
-pub fn is_part_of_name(c: char) -> bool {
+pub(crate) fn is_part_of_name(c: char) -> bool {
     c.is_ascii_alphanumeric() || c == '_'
 }
 
 /// The path of modules of a file below `src/`.
-pub fn module(file: &Path) -> Vec<String> {
+pub(crate) fn module(file: &Path) -> Vec<String> {
     let parts = file.with_extension("");
     let parts = parts.iter().map(|part| part.to_string_lossy().into_owned());
     parts
@@ -206,7 +206,7 @@ pub fn module(file: &Path) -> Vec<String> {
 
 /// The paths that code of a module names from the root of the crate, or from a module above it, as paths from the root.
 /// Groups are expanded.
-pub fn paths(code: &str, module: &[String]) -> Vec<Vec<String>> {
+pub(crate) fn paths(code: &str, module: &[String]) -> Vec<Vec<String>> {
     let inner = inner_modules(code);
     let mut found = Vec::new();
     for start in ["crate", "super"] {
