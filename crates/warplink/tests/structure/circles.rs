@@ -17,7 +17,7 @@ const KNOWN: [&str; 11] = [
     "device/host: kernel lanes signals",
     "device/network/ucx: device_memory engine peer",
     "memory: exchanged mapping notifier opening peers publications region shared",
-    "program/execute: context kernel kernel_notes lane pairs publication reach workspace",
+    "program/execute: kernel lane pairs workspace",
     "program/verify/lanes: agreement report run values",
     "program: ir section tensor text",
     "transport/staging: direct end state",

@@ -5,7 +5,8 @@
 //! kernel runs.
 
 use super::context::RankContext;
-use super::lane::{SectionLanes, tell_difference};
+use super::kernel_notes::tell_difference;
+use super::lane::SectionLanes;
 use super::lane_times::LaneTimes;
 use super::memory::PlanMemory;
 use super::reach::Reach;

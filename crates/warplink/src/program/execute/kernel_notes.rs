@@ -4,7 +4,6 @@
 //! A kernel on a device that takes code cannot fail its stream. It leaves a note in its state, stores nothing more and
 //! stops to wait; the host looks for notes when it synchronizes. Devices that take closures fail the stream instead.
 
-use super::lane::{calls_differ, tell_difference};
 use super::reach::{Announced, DIRECT_BYTES, EPOCH_BYTES, Reach, VERDICT_BYTES};
 use crate::device::{Device, DeviceSlice, Fault};
 use crate::error::{Error, Rank, Result};
@@ -173,6 +172,18 @@ fn element_name(name: &str, element: usize, strides: &[usize]) -> String {
         format!("[{index}]")
     });
     format!("{name}{}", indices.collect::<String>())
+}
+
+/// Describes the difference between two announcements of unknown meaning.
+pub(super) fn tell_difference(own: &[u32], theirs: &[u32]) -> Error {
+    calls_differ(format!(
+        "the peer announces {theirs:?}; expected {own:?}, as this rank does"
+    ))
+}
+
+/// Error of ranks that make different calls.
+pub(crate) fn calls_differ(text: String) -> Error {
+    Error::mismatch(text).with_help("make the same calls in the same order on every rank")
 }
 
 #[cfg(test)]

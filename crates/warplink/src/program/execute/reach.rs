@@ -1,6 +1,5 @@
 //! Memory that the kernels of a plan access, and the addresses that a launch is bound to.
 
-use super::lane::packet_flag;
 use crate::device::{Device, DeviceSlice};
 use crate::error::{Rank, Result};
 use crate::program::rank_program::TensorId;
@@ -97,6 +96,12 @@ pub(super) fn read_words(device: &dyn Device, memory: &DeviceSlice) -> Result<Ve
     device.download(memory, &mut bytes)?;
     let (words, _) = bytes.as_chunks();
     Ok(words.iter().copied().map(u64::from_le_bytes).collect())
+}
+
+/// Flag of packets of 8 and 16 bytes in the launch that follows `epoch` launches. Never 0, the initial contents of
+/// memory.
+pub(super) fn packet_flag(epoch: u64) -> u32 {
+    1 + (epoch % u64::from(u32::MAX)) as u32
 }
 
 /// Whether the launch of `epoch` has stored the packet of an announcement. Blocks for the time of a small read from the

@@ -8,7 +8,7 @@ pub(super) use pairs::PairLanes;
 
 use super::lane_times::LaneClock;
 use super::publication::Tables;
-use super::reach::{Reach, announced_words};
+use super::reach::{Reach, announced_words, packet_flag};
 use super::row_values::{integer, row_bytes};
 use crate::device::{
     Block, BlockSignals, DeviceSlice, Fault, HostLanes, LaneFuture, Values, Word, combine,
@@ -519,24 +519,6 @@ impl Lane<'_> {
             packing: found.packing,
         })
     }
-}
-
-/// Describes the difference between two announcements of unknown meaning.
-pub(super) fn tell_difference(own: &[u32], theirs: &[u32]) -> Error {
-    calls_differ(format!(
-        "the peer announces {theirs:?}; expected {own:?}, as this rank does"
-    ))
-}
-
-/// Error of ranks that make different calls.
-pub(crate) fn calls_differ(text: String) -> Error {
-    Error::mismatch(text).with_help("make the same calls in the same order on every rank")
-}
-
-/// Flag of packets of 8 and 16 bytes in the launch that follows `epoch` launches. Never 0, the initial contents of
-/// memory.
-pub(super) fn packet_flag(epoch: u64) -> u32 {
-    1 + (epoch % u64::from(u32::MAX)) as u32
 }
 
 fn internal(what: &'static str) -> Error {
