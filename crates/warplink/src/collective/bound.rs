@@ -2,12 +2,11 @@
 
 use super::Collectives;
 use super::algorithm::{Algorithm, copies_in_place};
-use super::call::Call;
+use super::call::{Call, Overlap};
 use super::choice::Choice;
 use super::diagnosis::difference;
 use super::enqueue::Uses;
 use super::join::{CallPath, cannot_map};
-use super::launches::Overlap;
 use crate::debug::debug_fields;
 use crate::device::{DeviceSlice, Stream};
 #[cfg(doc)]

@@ -1,7 +1,7 @@
 //! A call of a collective, which must be identical on all ranks.
 
 pub use crate::device::CollectiveKind;
-use crate::device::ReduceOp;
+use crate::device::{DeviceSlice, ReduceOp};
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};
 use crate::named::Named as _;
@@ -21,6 +21,14 @@ pub struct Call {
     pub count: usize,
     /// Root, if it [has one](CollectiveKind::has_root).
     pub root: Option<Rank>,
+}
+
+/// Overlap of input and output.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Overlap {
+    Apart,
+    /// Equal, or one contains the other.
+    Shared,
 }
 
 impl Call {
@@ -203,6 +211,35 @@ impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&Self::describe(&self.words(0)))
     }
+}
+
+/// Parts that a rank sends and receives in a call that only moves parts, with their peers; its own is in both lists.
+pub(super) fn moved_parts(
+    call: &Call,
+    (rank, world): (Rank, usize),
+    (output, input): (&DeviceSlice, &DeviceSlice),
+) -> Result<[Vec<(Rank, DeviceSlice)>; 2]> {
+    let part = |memory: &DeviceSlice, rows: usize, row: usize| {
+        let row = if rows == 1 { 0 } else { row };
+        memory.slice(row * call.bytes()..(row + 1) * call.bytes())
+    };
+    let (input_rows, output_rows) = call.kind.rows(world);
+    let goes = |from: Rank, to: Rank| match call.kind {
+        CollectiveKind::Gather => call.root == Some(to),
+        CollectiveKind::Scatter => call.root == Some(from),
+        _ => true,
+    };
+    let (mut sent, mut received) = (Vec::new(), Vec::new());
+    // Each rank starts with another peer, to spread the load over links.
+    for peer in (0..world).map(|step| (rank + step) % world) {
+        if goes(rank, peer) {
+            sent.push((peer, part(input, input_rows, peer)?));
+        }
+        if goes(peer, rank) {
+            received.push((peer, part(output, output_rows, peer)?));
+        }
+    }
+    Ok([sent, received])
 }
 
 #[cfg(test)]

@@ -1,9 +1,8 @@
 //! Selection of algorithm and launch shape of a call: the only place that decides.
 
 use super::algorithm::{Algorithm, WorkspacePart, copies_in_place};
-use super::call::{Call, CollectiveKind};
+use super::call::{Call, CollectiveKind, Overlap};
 use super::estimate::Estimates;
-use super::launches::Overlap;
 use crate::error::{Error, Rank, Result};
 use crate::p2p::TransferKernels;
 use crate::program::expr::PART_UNIT;

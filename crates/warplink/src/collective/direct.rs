@@ -2,10 +2,10 @@
 
 use super::MAX_LAUNCH_BYTES;
 use super::algorithm::Algorithm;
-use super::call::{Call, CollectiveKind};
+use super::call::{Call, CollectiveKind, Overlap};
 use super::choice::{Choice, Machine};
 use super::fused::FusedLaunches;
-use super::launches::{CallKey, Form, KernelCache, Overlap, section};
+use super::launches::{CallKey, Form, KernelCache, section};
 use crate::device::{DeviceSlice, Readying, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};

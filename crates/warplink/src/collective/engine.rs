@@ -1,10 +1,8 @@
 //! Engine path: the vendor's library, for ranks that cannot map one another's memory.
 
 use super::MAX_DIRECT_RANKS;
-use super::call::{Call, CollectiveKind};
+use super::call::{Call, CollectiveKind, Overlap, moved_parts};
 use super::comparison::CallComparison;
-use super::launches::Overlap;
-use super::pieces::moved_parts;
 use crate::debug::debug_text;
 use crate::device::{
     AllocationKind, Collective, CollectiveEngine, CollectiveRequest, Device, DeviceSlice, Priority,

@@ -1,10 +1,10 @@
 //! From a call's slices to its launch.
 
 use super::Collectives;
-use super::call::{Call, CollectiveKind};
+use super::call::{Call, CollectiveKind, Overlap};
 use super::direct::is_aligned;
 use super::join::CallPath;
-use super::launches::{CallKey, Overlap};
+use super::launches::CallKey;
 use crate::device::{DeviceSlice, ReduceOp, Stream};
 use crate::dtype::DType;
 #[cfg(doc)]

@@ -1,7 +1,7 @@
 //! Cache of call kernels.
 
 use super::algorithm::Algorithm;
-use super::call::Call;
+use super::call::{Call, Overlap};
 use super::choice::Choice;
 use super::diagnosis::difference;
 use super::recent::Recent;
@@ -24,14 +24,6 @@ pub(super) struct CallKey {
     pub(super) aligned: bool,
     /// Overlap of input and output.
     pub(super) overlap: Overlap,
-}
-
-/// Overlap of input and output.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Overlap {
-    Apart,
-    /// Equal, or one contains the other.
-    Shared,
 }
 
 /// Cache key of code: everything that the code depends on, which excludes count and factor.

@@ -5,13 +5,12 @@
 //! that only move parts become one group of messages, which may have any length, and an all-to-all in place several
 //! groups, whose messages arrive in staging memory.
 
-use super::call::{Call, CollectiveKind};
+use super::call::{Call, CollectiveKind, Overlap, moved_parts};
 use super::enqueue::Uses;
 use super::join::CallPath;
-use super::launches::Overlap;
 use super::{Collectives, Message};
 use crate::device::{AllocationKind, DeviceSlice, Stream};
-use crate::error::{Error, Rank, Result};
+use crate::error::{Error, Result};
 
 /// Pieces are multiples of this many elements, so that all are aligned like the whole.
 const UNIT: usize = 256;
@@ -174,33 +173,4 @@ impl Collectives {
         }
         Ok(())
     }
-}
-
-/// Parts that a rank sends and receives in a call that only moves parts, with their peers; its own is in both lists.
-pub(super) fn moved_parts(
-    call: &Call,
-    (rank, world): (Rank, usize),
-    (output, input): (&DeviceSlice, &DeviceSlice),
-) -> Result<[Vec<(Rank, DeviceSlice)>; 2]> {
-    let part = |memory: &DeviceSlice, rows: usize, row: usize| {
-        let row = if rows == 1 { 0 } else { row };
-        memory.slice(row * call.bytes()..(row + 1) * call.bytes())
-    };
-    let (input_rows, output_rows) = call.kind.rows(world);
-    let goes = |from: Rank, to: Rank| match call.kind {
-        CollectiveKind::Gather => call.root == Some(to),
-        CollectiveKind::Scatter => call.root == Some(from),
-        _ => true,
-    };
-    let (mut sent, mut received) = (Vec::new(), Vec::new());
-    // Each rank starts with another peer, to spread the load over links.
-    for peer in (0..world).map(|step| (rank + step) % world) {
-        if goes(rank, peer) {
-            sent.push((peer, part(input, input_rows, peer)?));
-        }
-        if goes(peer, rank) {
-            received.push((peer, part(output, output_rows, peer)?));
-        }
-    }
-    Ok([sent, received])
 }
