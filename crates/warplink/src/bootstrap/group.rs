@@ -2,8 +2,7 @@
 
 use super::client::Client;
 use super::group_name::GroupName;
-use super::message::{Bytes, GatherId, Purpose, Reply, Request};
-use super::store::wire_ranks;
+use super::message::{Bytes, GatherId, Purpose, Reply, Request, wire_ranks};
 use crate::deadline::Deadline;
 use crate::debug::debug_fields;
 use crate::error::{Error, ErrorKind, Rank, Result};

@@ -515,6 +515,16 @@ pub(crate) fn decode<T: DeserializeOwned>(body: &[u8]) -> Result<T> {
     }
 }
 
+/// Ranks in the wire format.
+pub(crate) fn wire_ranks(ranks: &[Rank]) -> Result<Vec<u32>> {
+    ranks
+        .iter()
+        .map(|&rank| {
+            u32::try_from(rank).map_err(|_| Error::invalid(format!("rank {rank} is out of range")))
+        })
+        .collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

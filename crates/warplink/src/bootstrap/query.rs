@@ -6,8 +6,7 @@
 use super::client::Client;
 use super::group::Group;
 use super::group_name::GroupName;
-use super::message::{self, Bytes, Request};
-use super::store::wire_ranks;
+use super::message::{self, Bytes, Request, wire_ranks};
 use crate::deadline::Deadline;
 use crate::error::Rank;
 use crate::sync::{lock, wait_while};

@@ -1,7 +1,7 @@
 //! The interface of the key-value store.
 
 use super::client::Client;
-use super::message::{Bytes, OnReady, Reply, Request};
+use super::message::{Bytes, OnReady, Reply, Request, wire_ranks};
 use crate::deadline::Deadline;
 use crate::debug::debug_fields;
 #[cfg(doc)]
@@ -283,16 +283,6 @@ impl Store {
                 },
             )
     }
-}
-
-/// Ranks in the wire format.
-pub(crate) fn wire_ranks(ranks: &[Rank]) -> Result<Vec<u32>> {
-    ranks
-        .iter()
-        .map(|&rank| {
-            u32::try_from(rank).map_err(|_| Error::invalid(format!("rank {rank} is out of range")))
-        })
-        .collect()
 }
 
 fn unexpected(operation: &'static str) -> Error {
