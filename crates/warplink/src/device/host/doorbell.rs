@@ -6,11 +6,14 @@
 //! for sleepers. With a SeqCst fence between the two steps on both sides, at least one sees the other.
 
 use super::words;
-use crate::device::{DeviceSlice, Word};
-use crate::error::Result;
+use crate::device::{Argument, DeviceSlice, Word};
+use crate::error::{Error, Result};
 use crate::sync::fence;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
+
+/// Offset of the lanes' doorbell in the shared header, whose first words GPUs use.
+pub(super) const OFFSET: usize = 48;
 
 /// Access to the two words of a doorbell.
 pub(super) trait BellWords {
@@ -24,6 +27,14 @@ pub(super) trait BellWords {
     /// Sleeps until woken or for up to `limit`, if the counter still equals `seen`.
     fn sleep_while(&self, seen: u64, limit: Duration);
     fn wake(&self);
+}
+
+/// The doorbell of lanes launched with `arguments`.
+pub(super) fn of_lanes(arguments: &[Argument]) -> Result<Doorbell> {
+    match arguments.get(1) {
+        Some(Argument::Slice(signals)) => Doorbell::at(signals, OFFSET),
+        _ => Err(Error::internal("lanes without signals")),
+    }
 }
 
 /// Rings: wakes threads that sleep or are about to.

@@ -8,7 +8,6 @@
 use super::doorbell::{self, BellWords, Doorbell};
 use super::kernel::{Block, together};
 use super::operation;
-use super::signals;
 use crate::device::{Argument, HostLanes, LaneFuture, Launch};
 use crate::error::Result;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,7 +44,7 @@ pub(super) fn run(
         Some(_) => launch.blocks as usize,
         None => share.threads.min(launch.blocks as usize),
     };
-    let bell = &signals::doorbell(arguments)?;
+    let bell = &doorbell::of_lanes(arguments)?;
     let failed = &AtomicBool::new(false);
     together(threads, |thread| {
         let blocks = (thread..launch.blocks as usize).step_by(threads.max(1));

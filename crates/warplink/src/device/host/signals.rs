@@ -4,25 +4,14 @@ use super::doorbell::{self, Doorbell};
 use super::kernel::Block;
 use super::operation::Context;
 use super::words::{self, AwaitedWord};
-use crate::device::{Argument, DeviceSlice, Word};
-use crate::error::{Error, Result};
+use crate::device::{DeviceSlice, Word};
+use crate::error::Result;
 
 /// Size of a signal; the header shared by all signals comes first.
 const SIGNAL_BYTES: usize = 64;
 
-/// Offset of the lanes' doorbell in the shared header, whose first words GPUs use.
-const DOORBELL: usize = 48;
-
 /// Offset of the wait count in a signal.
 const AWAITED: usize = 8;
-
-/// The doorbell of lanes launched with `arguments`.
-pub(super) fn doorbell(arguments: &[Argument]) -> Result<Doorbell> {
-    match arguments.get(1) {
-        Some(Argument::Slice(signals)) => Doorbell::at(signals, DOORBELL),
-        _ => Err(Error::internal("lanes without signals")),
-    }
-}
 
 /// Signals as seen by a block of a host-device kernel: this rank's, to wait for, or a peer's, to increment.
 /// The calls correspond to `warplink::Signals` and `warplink::RemoteSignals`.
@@ -107,7 +96,7 @@ impl BlockSignals<'_> {
 
     /// Rings the doorbell of the rank's lanes.
     pub(crate) fn ring(&self) -> Result<()> {
-        doorbell::ring(&Doorbell::at(self.words, DOORBELL)?);
+        doorbell::ring(&Doorbell::at(self.words, doorbell::OFFSET)?);
         Ok(())
     }
 
