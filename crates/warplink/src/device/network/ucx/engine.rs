@@ -6,7 +6,7 @@ use super::ffi::{
     Config, Context, ContextParams, INTERFACE, MapParams, Memory, MemoryType, Ucp, Worker,
     WorkerParams, flag, status,
 };
-use super::peer::{Operation, Peer};
+use super::peer::{MappedRegion, Operation, Peer};
 use super::{OnFailure, Reply, device_memory};
 use crate::deadline::Deadline;
 use crate::device::{Device, DeviceSlice};
@@ -50,14 +50,6 @@ pub(super) struct Engine {
     closing: Option<(Deadline, Reply<()>)>,
     /// The device whose memory UCX accesses directly.
     device: Option<Arc<dyn Device>>,
-}
-
-/// Registered memory, unregistered when the last use is gone.
-pub(super) struct MappedRegion {
-    ucp: &'static Ucp,
-    context: Context,
-    pub(super) handle: Memory,
-    memory: DeviceSlice,
 }
 
 impl Engine {
@@ -330,16 +322,6 @@ impl Engine {
     fn number(&mut self) -> u64 {
         self.next += 1;
         self.next
-    }
-}
-
-impl Drop for MappedRegion {
-    fn drop(&mut self) {
-        // SAFETY: it was mapped with this context, which lives, and is unmapped once; no operation uses it any more.
-        let undone = unsafe { (self.ucp.ucp_mem_unmap)(self.context, self.handle) };
-        if let Err(error) = self.ucp.check(undone, "unregister memory") {
-            tracing::warn!(%error, "memory stays registered with the network");
-        }
     }
 }
 

@@ -1,9 +1,8 @@
 //! Connection to one peer: its queue, and operations in flight.
 
-use super::engine::MappedRegion;
 use super::ffi::{
-    Endpoint, EndpointParams, ErrorHandler, MemoryType, RemoteKey, RequestParams, RequestPointer,
-    Status, Ucp, Worker, flag, immediate, status,
+    Context, Endpoint, EndpointParams, ErrorHandler, Memory, MemoryType, RemoteKey, RequestParams,
+    RequestPointer, Status, Ucp, Worker, flag, immediate, status,
 };
 use super::{OnDone, OnFailure, Reply, UNREACHABLE_HELP};
 use crate::device::DeviceSlice;
@@ -39,6 +38,24 @@ pub(super) enum Operation {
     Flush(Reply<()>),
     /// Close a key.
     Forget(u64),
+}
+
+/// Registered memory, unregistered when the last use is gone.
+pub(super) struct MappedRegion {
+    pub(super) ucp: &'static Ucp,
+    pub(super) context: Context,
+    pub(super) handle: Memory,
+    pub(super) memory: DeviceSlice,
+}
+
+impl Drop for MappedRegion {
+    fn drop(&mut self) {
+        // SAFETY: it was mapped with this context, which lives, and is unmapped once; no operation uses it any more.
+        let undone = unsafe { (self.ucp.ucp_mem_unmap)(self.context, self.handle) };
+        if let Err(error) = self.ucp.check(undone, "unregister memory") {
+            tracing::warn!(%error, "memory stays registered with the network");
+        }
+    }
 }
 
 /// Resources that UCX uses until an operation completes.
