@@ -9,14 +9,13 @@
 //! outside the connection's regions, and regions without a key, are staged.
 
 use super::end::StagedEnd;
-use super::state::{EndState, StagingOperation};
+use super::state::{Direct, EndState, StagingOperation};
 use crate::device::channel::trigger::Movement;
 use crate::device::network::RemoteMemory;
 use crate::device::{At, DeviceSlice};
 use crate::error::Result;
-use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
 /// Maximum bytes of one operation, so that progress is visible even on slow networks.
 const PART: usize = 16 << 20;
@@ -24,19 +23,6 @@ const PART: usize = 16 << 20;
 /// Maximum parts in flight, and number of parts for each completion callback.
 const MAX_UNDER_WAY: u64 = 1024;
 const PARTS_PER_MARK: u64 = 32;
-
-/// Progress of an end's direct operations.
-#[derive(Default)]
-pub(super) struct Direct {
-    /// This rank's directly accessible regions.
-    own: Vec<DeviceSlice>,
-    /// The peer's, by number.
-    peers: BTreeMap<u32, Arc<RemoteMemory>>,
-    /// Parts started, parts covered by a completion callback, and parts completed.
-    begun: u64,
-    marked: u64,
-    done: Arc<AtomicU64>,
-}
 
 /// Operation at the front of the queue that needs no staging memory.
 struct Front {

@@ -1,15 +1,28 @@
 //! EndState of an end: queued operations and progress.
 
-use super::direct::Direct;
 use super::message::{StagingMessage, malformed};
+use crate::device::network::RemoteMemory;
 use crate::device::{At, DeviceSlice, Word};
 use crate::error::Result;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 
 /// Maximum concurrent gets of an end, which bounds the peer's memory (invariant 3).
 pub(super) const MAX_GETS: usize = 64;
+
+/// Progress of an end's direct operations.
+#[derive(Default)]
+pub(super) struct Direct {
+    /// This rank's directly accessible regions.
+    pub(super) own: Vec<DeviceSlice>,
+    /// The peer's, by number.
+    pub(super) peers: BTreeMap<u32, Arc<RemoteMemory>>,
+    /// Parts started, parts covered by a completion callback, and parts completed.
+    pub(super) begun: u64,
+    pub(super) marked: u64,
+    pub(super) done: Arc<AtomicU64>,
+}
 
 /// A queued operation.
 pub(super) enum StagingOperation {
