@@ -30,12 +30,12 @@ impl Located {
 
 /// Lookup of the tensors that ranks announce.
 #[derive(Clone, Copy)]
-pub(super) struct Announcing<'a> {
-    pub(super) tables: &'a Tables,
+pub(in super::super) struct Announcing<'a> {
+    pub(in super::super) tables: &'a Tables,
     /// For each announced tensor, the number of its allocation and the byte offset in it.
-    pub(super) places: &'a [u64],
+    pub(in super::super) places: &'a [u64],
     /// For a program of two ranks, those of the group.
-    pub(super) ranks: Option<[Rank; 2]>,
+    pub(in super::super) ranks: Option<[Rank; 2]>,
 }
 
 impl Announcing<'_> {

@@ -1,10 +1,9 @@
 //! Interpreter for a lane of a kernel section, on devices that take closures for kernels.
 
 mod located;
-mod pairs;
 mod steps;
 
-pub(super) use pairs::PairLanes;
+pub(super) use located::Announcing;
 
 use super::lane_times::LaneClock;
 use super::publication::Tables;
@@ -18,7 +17,7 @@ use crate::program::section::{
     LaneMove, LaneStep, LaneStepKind, Packing, Part, Resolution, RowStep, SectionInstance,
     SectionMemory, StepCache,
 };
-use located::{Announcing, Located};
+use located::Located;
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -35,23 +34,23 @@ pub(crate) type TellDifference = dyn Fn(&[u32], &[u32]) -> Error + Send + Sync;
 
 /// Inputs of a lane.
 #[derive(Clone, Copy)]
-struct LaneInput<'a> {
-    section: &'a SectionInstance,
-    reach: &'a Reach,
+pub(super) struct LaneInput<'a> {
+    pub(super) section: &'a SectionInstance,
+    pub(super) reach: &'a Reach,
     /// Local tensors of this launch, by number; the others are in `reach`.
-    tensors: &'a [DeviceSlice],
+    pub(super) tensors: &'a [DeviceSlice],
     /// Lookup of announced tensors; `None` if all tensors are in `reach`.
-    published: Option<Announcing<'a>>,
+    pub(super) published: Option<Announcing<'a>>,
     /// Counts lanes that found all announced tensors reachable.
-    direct: &'a Word,
+    pub(super) direct: &'a Word,
     /// Words of the tensor that the launch carries.
-    carried: &'a [u64],
+    pub(super) carried: &'a [u64],
     /// Index of the first signal of the lanes, on each rank.
-    first_signals: [usize; 2],
-    tell: &'a TellDifference,
+    pub(super) first_signals: [usize; 2],
+    pub(super) tell: &'a TellDifference,
     /// Where to record the start times of steps, for a trace.
-    times: Option<&'a LaneClock>,
-    cache: &'a StepCache,
+    pub(super) times: Option<&'a LaneClock>,
+    pub(super) cache: &'a StepCache,
 }
 
 /// Lanes of a section, reused across launches.
@@ -128,7 +127,7 @@ async fn run_lane(block: &Block<'_>, input: LaneInput<'_>) -> Result<()> {
 }
 
 /// Performs the steps of a lane in the launch that `epoch` ones precede.
-async fn run_steps(
+pub(super) async fn run_steps(
     block: &Block<'_>,
     input: LaneInput<'_>,
     (lane, epoch): (usize, u64),
@@ -521,6 +520,6 @@ impl Lane<'_> {
     }
 }
 
-fn internal(what: &'static str) -> Error {
+pub(super) fn internal(what: &'static str) -> Error {
     Error::internal(what).with_operation("run a lane")
 }

@@ -10,13 +10,13 @@
 //! reads as integers.
 
 mod kernels;
+mod lanes;
 mod table;
 
 pub(crate) use table::{CARRIED_WORDS, MAX_MESSAGES, MessageMemory, PairMessage};
-pub(super) use table::{Decoded, decode};
 
 use super::context::RankContext;
-use super::lane::{PairLanes, TellDifference};
+use super::lane::TellDifference;
 use super::publication::Published;
 use super::reach::{Announced, EPOCH_BYTES, Reach, VERDICT_BYTES, has_announced, read_words};
 use super::workspace::SharedWorkspace;
@@ -27,6 +27,7 @@ use crate::program::section::{
     KERNEL, PairLayout, SectionInstance, SectionMemory, WorkspaceLayout, pair_text,
 };
 use kernels::{LoadedKernel, PairKernels};
+use lanes::PairLanes;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use table::{FIXED_WORDS, MAX_RANKS, encode};

@@ -156,35 +156,35 @@ fn divide(
 
 /// A message decoded from the words of a launch.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in super::super) struct Decoded {
-    pub(in super::super) peer: Rank,
-    pub(in super::super) role: usize,
+pub(super) struct Decoded {
+    pub(super) peer: Rank,
+    pub(super) role: usize,
     /// Blocks of its line.
-    pub(in super::super) blocks: usize,
+    pub(super) blocks: usize,
     first: usize,
     stride: usize,
-    pub(in super::super) published: Option<Published>,
-    pub(in super::super) carried: [u64; CARRIED_WORDS],
+    pub(super) published: Option<Published>,
+    pub(super) carried: [u64; CARRIED_WORDS],
     /// Indices of data and count in the launch's memory.
     memory: [usize; 2],
 }
 
 impl Decoded {
     /// The lane of the message that `block` of the launch runs, if it runs one.
-    pub(in super::super) fn lane(&self, block: usize) -> Option<usize> {
+    pub(super) fn lane(&self, block: usize) -> Option<usize> {
         let offset = block.checked_sub(self.first)?;
         let lane = offset / self.stride;
         (offset.is_multiple_of(self.stride) && lane < self.blocks).then_some(lane)
     }
 
     /// Index of memory among that of the launch.
-    pub(in super::super) fn memory(&self, kind: MessageMemory) -> usize {
+    pub(super) fn memory(&self, kind: MessageMemory) -> usize {
         self.memory[kind as usize]
     }
 }
 
 /// Decodes the messages of a launch.
-pub(in super::super) fn decode(words: &[u64]) -> Vec<Decoded> {
+pub(super) fn decode(words: &[u64]) -> Vec<Decoded> {
     let count = words.get(COUNT).map_or(0, |count| *count as usize);
     let messages = words.get(FIXED_WORDS..).unwrap_or_default();
     let mut next = 0;
@@ -212,7 +212,7 @@ pub(in super::super) fn decode(words: &[u64]) -> Vec<Decoded> {
 
 impl PairState {
     /// Word that counts the messages of a lane.
-    pub(in super::super) fn count(
+    pub(super) fn count(
         &self,
         state: &DeviceSlice,
         message: &Decoded,

@@ -1,10 +1,10 @@
 //! Lanes of a program of two ranks, which any two ranks of a group run.
 
-use super::super::pairs::{Decoded, MessageMemory, PairState, decode};
+use super::super::lane::{Announcing, LaneInput, TellDifference, internal, run_steps};
 use super::super::publication::{Published, Tables};
 use super::super::reach::Reach;
-use super::located::Announcing;
-use super::{LaneInput, TellDifference, internal, run_steps};
+use super::PairState;
+use super::table::{Decoded, MessageMemory, decode};
 use crate::device::{Block, DeviceSlice, Fault, HostLanes, LaneFuture, Word};
 use crate::error::{ErrorKind, Rank, Result};
 use crate::program::section::StepCache;
@@ -12,25 +12,25 @@ use crate::program::section::{SectionInstance, UNPUBLISHED};
 use std::sync::Arc;
 
 /// Lanes of all lines of a rank.
-pub(in super::super) struct PairLanes {
-    pub(in super::super) rank: Rank,
+pub(super) struct PairLanes {
+    pub(super) rank: Rank,
     /// The program's two ranks.
-    pub(in super::super) sections: [Arc<SectionInstance>; 2],
-    pub(in super::super) caches: [StepCache; 2],
+    pub(super) sections: [Arc<SectionInstance>; 2],
+    pub(super) caches: [StepCache; 2],
     /// Memory of a message that each tensor of the program is.
-    pub(in super::super) memory: Vec<MessageMemory>,
-    pub(in super::super) state: PairState,
+    pub(super) memory: Vec<MessageMemory>,
+    pub(super) state: PairState,
     /// Memory that lines access: those in which this rank is the first of the two, then the others, by peer.
-    pub(in super::super) reaches: Arc<[Reach]>,
+    pub(super) reaches: Arc<[Reach]>,
     /// Counts lanes that found the data of both ends reachable.
-    pub(in super::super) direct: Word,
-    pub(in super::super) tables: Arc<Tables>,
+    pub(super) direct: Word,
+    pub(super) tables: Arc<Tables>,
     /// Error of a mismatch, as the first or second rank of the program.
-    pub(in super::super) tell: [Arc<TellDifference>; 2],
+    pub(super) tell: [Arc<TellDifference>; 2],
     /// Operation of each of these, for errors.
-    pub(in super::super) operations: [&'static str; 2],
+    pub(super) operations: [&'static str; 2],
     /// Raised on a mismatch, to abort the waits of this rank's other lanes.
-    pub(in super::super) fault: Arc<Fault>,
+    pub(super) fault: Arc<Fault>,
 }
 
 impl HostLanes for PairLanes {
