@@ -3,7 +3,8 @@
 use super::area::Area;
 use super::ir::{Backend, Collective, Direction, Protocol};
 use super::rank_program::{OperationKind, RankProgram, TransferInstance};
-use super::tensor::{Range, TensorId};
+use super::section::TensorId;
+use super::tensor::Range;
 use std::collections::HashSet;
 
 /// Kind of access to an area of memory.

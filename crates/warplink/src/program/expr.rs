@@ -3,6 +3,9 @@
 use crate::named::named;
 use std::fmt;
 
+/// Maximum characters of a line or a statement in messages.
+pub(super) const MAX_SHOWN: usize = 160;
+
 /// Maximum nesting depth of an expression. Bounds the stack used by recursive walks.
 pub const MAX_DEPTH: usize = 64;
 
@@ -341,6 +344,43 @@ impl Condition {
     /// Nesting depth, not counting the compared expressions.
     pub fn depth(&self) -> usize {
         1 + self.operands().map(Self::depth).max().unwrap_or(0)
+    }
+}
+
+/// A statement or expression for a message; long ones are truncated.
+pub(super) fn shortened(text: String) -> String {
+    // By characters: a byte index could be within one.
+    match text.char_indices().nth(MAX_SHOWN) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}
+
+/// The value of an expression as `value`, if it is below `limit`; otherwise a message.
+pub(super) fn below(
+    what: &str,
+    expression: &Expr,
+    value: i64,
+    limit: usize,
+) -> Result<usize, String> {
+    let number = usize::try_from(value).ok().filter(|number| *number < limit);
+    number.ok_or_else(|| {
+        let (name, most) = (subject(what, expression, value), limit.saturating_sub(1));
+        format!("{name} is {value}; expected 0 to {most}")
+    })
+}
+
+/// Subject of a message about `value`: `peer rank + 1`, or `the peer` if the expression is the value itself. In
+/// `B[1]: member`, the last word is the result.
+fn subject(what: &str, expression: &Expr, value: i64) -> String {
+    let text = expression.to_string();
+    // `index 5 is 5` would say nothing more than `the index is 5`.
+    if text != value.to_string() {
+        return format!("{what} {}", shortened(text));
+    }
+    match what.rsplit_once(": ") {
+        Some((before, what)) => format!("{before}: the {what}"),
+        None => format!("the {what}"),
     }
 }
 

@@ -2,7 +2,8 @@
 //! covers whole cells.
 
 use super::area::Area;
-use super::tensor::{TensorId, TensorInstance};
+use super::section::TensorId;
+use super::tensor::TensorInstance;
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 

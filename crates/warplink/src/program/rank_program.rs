@@ -3,11 +3,12 @@
 use super::area::Area;
 use super::grid::Grid;
 use super::ir::{Backend, Collective, Direction, ElementwiseOp, Protocol, Role};
+pub use super::section::TensorId;
 use super::section::instance::{SectionInstance, SectionMemory};
 use super::section::layout::ScratchInstance;
 use super::section::{FreeNames, RowStep};
 pub use super::site::{CallSite, Site};
-pub use super::tensor::{Range, TensorId, TensorInstance};
+pub use super::tensor::{Range, TensorInstance};
 use crate::device::{MatmulSpec, ReduceOp};
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};

@@ -1,12 +1,10 @@
 //! A rank's instances of tensors, and contiguous parts of them.
 
 use super::ir::{Role, Sharding};
+use super::section::TensorId;
 use super::site::Site;
 use crate::dtype::DType;
 use std::sync::Arc;
-
-/// Index of a tensor in [`RankProgram::tensors`](super::rank_program::RankProgram::tensors).
-pub type TensorId = usize;
 
 /// A rank's instance of a tensor.
 #[derive(Clone, Debug)]

@@ -10,7 +10,6 @@ use crate::device::{Factor, ReduceOp};
 use crate::dtype::DType;
 use crate::error::{Rank, Result};
 use crate::program::site::Site;
-use crate::program::tensor::TensorId;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -87,6 +86,9 @@ impl SectionTensor {
         matches!((&self.shape[..], &self.strides[..]), ([_, width], [stride, 1]) if width == stride)
     }
 }
+
+/// Index of a tensor in [`RankProgram::tensors`](crate::program::rank_program::RankProgram::tensors).
+pub type TensorId = usize;
 
 /// Memory behind a tensor of a section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]

@@ -40,7 +40,7 @@ pub use function::{
 };
 pub(crate) use function::{RowOrder, RowValue};
 pub(crate) use instance::OperandMemory;
-pub use instance::{SectionInstance, SectionMemory, SectionTensor};
+pub use instance::{SectionInstance, SectionMemory, SectionTensor, TensorId};
 pub use ir::{
     Announcement, Application, DeviceValue, FunctionArgument, IntegerStore, Move, Otherwise,
     Packing, Place, Receiver, ReduceOperator, Scratch, Section, Source, Step, StepKind, Verb,

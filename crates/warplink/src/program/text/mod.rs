@@ -98,7 +98,7 @@ mod value;
 
 pub use print::summary;
 
-use super::expr::Expr;
+use super::expr::MAX_SHOWN;
 use super::ir::Program;
 use crate::error::{Error, ErrorKind, Result};
 use std::fmt;
@@ -112,9 +112,6 @@ pub const MAX_PARAMETERS: usize = 1024;
 
 /// Maximum nesting depth of blocks.
 pub const MAX_BLOCK_DEPTH: usize = 32;
-
-/// Maximum characters of a line or a statement in messages.
-const MAX_SHOWN: usize = 160;
 
 /// Reserved words outside of kernels, which cannot be names.
 const RESERVED: [&str; 64] = [
@@ -242,43 +239,6 @@ pub fn window(line: &str, at: usize) -> (String, usize) {
     let mark = |there: bool| if there { "…" } else { "" };
     let text = format!("{}{middle}{}", mark(lead), mark(end));
     (text, at - from + usize::from(lead))
-}
-
-/// A statement or expression for a message; long ones are truncated.
-pub(super) fn shortened(text: String) -> String {
-    // By characters: a byte index could be within one.
-    match text.char_indices().nth(MAX_SHOWN) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text,
-    }
-}
-
-/// The value of an expression as `value`, if it is below `limit`; otherwise a message.
-pub(super) fn below(
-    what: &str,
-    expression: &Expr,
-    value: i64,
-    limit: usize,
-) -> Result<usize, String> {
-    let number = usize::try_from(value).ok().filter(|number| *number < limit);
-    number.ok_or_else(|| {
-        let (name, most) = (named(what, expression, value), limit.saturating_sub(1));
-        format!("{name} is {value}; expected 0 to {most}")
-    })
-}
-
-/// Subject of a message about `value`: `peer rank + 1`, or `the peer` if the expression is the value itself. In
-/// `B[1]: member`, the last word is the result.
-fn named(what: &str, expression: &Expr, value: i64) -> String {
-    let text = expression.to_string();
-    // `index 5 is 5` would say nothing more than `the index is 5`.
-    if text != value.to_string() {
-        return format!("{what} {}", shortened(text));
-    }
-    match what.rsplit_once(": ") {
-        Some((before, what)) => format!("{before}: the {what}"),
-        None => format!("the {what}"),
-    }
 }
 
 impl std::error::Error for ParseError {}

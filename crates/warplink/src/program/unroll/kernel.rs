@@ -9,9 +9,8 @@ use crate::program::ir::Role;
 use crate::program::rank_program::{OperationKind, RankProgram};
 use crate::program::section::{
     FreeNames, Function, MAX_LANES, MAX_THREADS, RowFunction, Scratch, ScratchInstance, Section,
-    SectionInstance, SectionMemory, SectionTensor, WorkspaceLayout, period,
+    SectionInstance, SectionMemory, SectionTensor, TensorId, WorkspaceLayout, period,
 };
-use crate::program::tensor::TensorId;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 

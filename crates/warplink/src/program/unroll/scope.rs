@@ -8,13 +8,12 @@ use super::{
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
-use crate::program::expr::{Condition, Expr};
+use crate::program::expr::{Condition, Expr, below, shortened};
 use crate::program::ir::{Each, Over, Position, Statement, StreamRef, TransferRef};
 use crate::program::parameters::Value;
 use crate::program::rank_program::{OperationKind, Site, StreamKind, TransferId};
 use crate::program::section::{RowFunction, ScratchId};
 use crate::program::site::with_index;
-use crate::program::text::{below, shortened};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;

@@ -2,9 +2,10 @@
 
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
+use crate::program::expr::shortened;
 use crate::program::ir::Program;
 use crate::program::rank_program::RankProgram;
-use crate::program::text::{shortened, summary};
+use crate::program::text::summary;
 use std::collections::HashMap;
 
 /// Limit on the number of distinct diagnostics that are reported: nobody reads more.

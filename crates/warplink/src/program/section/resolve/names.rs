@@ -4,8 +4,7 @@ use super::Resolver;
 use super::value::Resolved;
 use crate::error::Rank;
 use crate::program::diagnostic::DiagnosticKind;
-use crate::program::expr::{self, Condition, Expr};
-use crate::program::text::below;
+use crate::program::expr::{self, Condition, Expr, below};
 
 /// Prefix of names for conditions on announced tensors; no integer's name starts with it.
 const REACHABLE: &str = "reachable(";
