@@ -53,7 +53,7 @@ random-programs count='20000' *args:
 random-collectives count='20000' *args:
     cargo run --release -p warplink --example random_collectives -- --count {{ count }} {{ args }}
 
-# What survivors get when a rank fails in each way and phase: first the last rank, then rank 0, which serves the store
+# Errors on the surviving ranks for each fault in each phase: first the last rank fails, then rank 0, which serves the store
 faults *args:
     cargo build --release -p warplink-cli
     for ranks in 2 4 8; do for victim in "$((ranks - 1))" 0; do \
