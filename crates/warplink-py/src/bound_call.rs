@@ -1,6 +1,6 @@
 //! Collectives bound to fixed memory.
 
-use crate::collective_call::told;
+use crate::collective_call::choice_to_python;
 use crate::errors::{closed, detached};
 use crate::owner::Detached;
 use crate::stream::Stream;
@@ -37,7 +37,9 @@ impl BoundCall {
     #[getter]
     fn choice<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         let choice = self.inner.get()?.choice();
-        choice.map(|choice| told(py, choice)).transpose()
+        choice
+            .map(|choice| choice_to_python(py, choice))
+            .transpose()
     }
 
     /// Enqueues the call once. It counts as a call of its Collectives, whose calls all ranks make in the same order.

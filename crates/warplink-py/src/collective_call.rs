@@ -74,7 +74,7 @@ pub(crate) fn call_on(
 }
 
 /// Converts a choice to Python.
-pub(crate) fn told(py: Python<'_>, choice: Choice) -> PyResult<Bound<'_, PyAny>> {
+pub(crate) fn choice_to_python(py: Python<'_>, choice: Choice) -> PyResult<Bound<'_, PyAny>> {
     let arguments = (
         choice.algorithm.name(),
         choice.lanes,

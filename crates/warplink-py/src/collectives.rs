@@ -2,7 +2,7 @@
 
 use crate::array::Reader;
 use crate::bound_call::BoundCall;
-use crate::collective_call::{call, call_on, told};
+use crate::collective_call::{call, call_on, choice_to_python};
 use crate::element::type_name;
 use crate::errors::{detached, invalid, raise};
 use crate::experts::Experts;
@@ -122,7 +122,7 @@ impl Collectives {
     ) -> PyResult<Bound<'py, PyAny>> {
         let (inner, call) = (self.inner.get()?, call(kind, count, &dtype, op, root)?);
         let choice = detached(py, || inner.choice(&call))?;
-        told(py, choice)
+        choice_to_python(py, choice)
     }
 
     /// Path of send_receive and all_to_all_v, as in `path`; None if they cannot reach the other ranks.

@@ -3,7 +3,7 @@
 //! The classes are defined in Python (`warplink/errors.py`), so that they can derive from built-in exceptions as well;
 //! this module finds the class for a kind and sets the attributes.
 
-use crate::untold;
+use crate::unreported;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use warplink::Error;
@@ -17,7 +17,7 @@ pub(crate) fn raise(error: Error) -> PyErr {
 /// The exception for `error`, with the verifier's diagnostics.
 pub(crate) fn raise_with(error: Error, diagnostics: &[Diagnostic]) -> PyErr {
     // Noted before the exception exists: failing to create it raises another one, which also tells the application.
-    untold::note(&error);
+    unreported::note(&error);
     // Callers need not be attached: most are inside `map_err` after `detach`, where attaching again is cheap.
     Python::attach(|py| match build(py, &error, diagnostics) {
         Ok(exception) => PyErr::from_value(exception),

@@ -41,7 +41,7 @@ mod recent;
 mod region;
 mod stream;
 mod transfer;
-mod untold;
+mod unreported;
 mod wait;
 mod watch;
 mod xla;

@@ -4,7 +4,7 @@ use crate::errors::{detached, raise};
 use crate::owner::OfProcess;
 use crate::place::Place;
 use crate::region::seconds;
-use crate::untold;
+use crate::unreported;
 use pyo3::prelude::*;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -93,7 +93,7 @@ impl Calls {
         drop(state);
         // After an orderly close nobody is left who would use the results.
         if !closed {
-            untold::end_process(failure, found, grace);
+            unreported::end_process(failure, found, grace);
         }
     }
 

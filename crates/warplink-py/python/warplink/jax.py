@@ -87,7 +87,8 @@ class Group:
             joined = list(threads.map(lambda communicator: communicator.collectives(), communicators))
         self._native = XlaGroup(list(zip(communicators, joined, strict=True)))
         self._tickets = threading.local()
-        #: What calls on the host device read and write; None on GPUs, where XLA has one order for all ranks.
+        #: Reference that every call on the host device reads and writes, which orders the calls; None on GPUs, where
+        #: XLA has one order for all ranks.
         self._turn = jax.new_ref(jnp.zeros((), jnp.uint32)) if on_host else None
         if on_host:
             _register("cpu")

@@ -75,8 +75,8 @@ def new_in_a_graph(rank: int, what: str) -> WarplinkError:
 
 
 def made_by_all(communicator: warplink.Communicator, what: str, make: Callable[[], T]) -> T | None:
-    """Result of ``make``; None, on all members alike, where it fails on one of them. ``what`` is said to fail in the
-    log. Blocks until every member has called it.
+    """Result of ``make``, or None on all members if it fails on any of them. ``what`` names the operation in the log.
+    Blocks until every member has called it.
 
     Raises what ends the communicator: the loss of a member, a timeout, and that it was closed."""
     made, failure = _tried(make, (*LOSSES, TimeoutError, ClosedError))

@@ -210,7 +210,7 @@ class GpuMessages:
         sent: list[int],
         asynchronous: bool,
     ) -> GpuWork:
-        """The same of parts of one tensor, which lie one after the other, of as many bytes."""
+        """As above, for consecutive parts of one tensor, whose lengths ``received`` and ``sent`` are in bytes."""
 
         def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
             # PyTorch keeps their memory until the stream is past it.

@@ -26,8 +26,8 @@ _PREMUL_SUM = hash(_kinds.PREMUL_SUM)
 
 
 def reduction(op: Any, dtype: torch.dtype) -> tuple[str, str] | None:
-    """Warplink's names of PyTorch's ``op`` and of the type; None where something else reduces by it. An average of
-    integers is rounded as that likes."""
+    """Warplink's names of PyTorch's ``op`` and of the type; None if another backend performs the reduction, as for
+    averages of integers, whose rounding is that backend's."""
     # An attribute of PyTorch's reduction takes longer than its hash.
     kind = hash(op)
     return _scaled_sum(op, dtype) if kind == _PREMUL_SUM else _reduction(kind, dtype)

@@ -136,8 +136,8 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             self._host.direct = others
 
     def _register_host(self) -> None:
-        """Tells PyTorch's C++ that something serves CPU tensors: it keeps a group's name with what does, and newer
-        releases ask for the name as soon as there is a group."""
+        """Registers a backend for CPU tensors with PyTorch's C++, which stores the group's name in the backend; newer
+        releases query the name when the group is created."""
         try:
             backend = HostBackend(self._rank, self._size)
         except TypeError:
@@ -180,7 +180,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
         register = self._register_default if alone else self._register_backend
         register(_CUDA, dist.ProcessGroup.BackendType.NCCL, self._nccl)
         if not self._may_go_direct:
-            self._open_short_ways()
+            self._enable_fast_paths()
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -378,7 +378,7 @@ class ProcessGroupWarplink(GroupCalls, dist.ProcessGroup):  # type: ignore[misc]
             raise failure
 
     def abort(self) -> None:
-        """Ends the group at once; what the other members wait for fails."""
+        """Aborts the group: operations that wait for this member fail on the others."""
         if not self._begin_end():
             return
         reason = "the process group was aborted"

@@ -1,8 +1,8 @@
 """The fused operations that a member has called last.
 
 Members compare a call when they make something for it, and not again: a later call costs no exchange. So a call that
-differs from those of the others ends by the timeout, or when another member ends by it. Then members tell one another by
-PyTorch's store what they called, and find the first call that differs.
+differs from those of the others ends by the timeout, or when another member ends by it. Members then exchange their
+last calls through PyTorch's store, and report the first difference.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from warplink.torch.agreement import differing
 from warplink.torch.joining import Members
 
 #: Seconds for which a member that ran into the timeout waits until the others have, too.
-TELLING_SECONDS = 2.0
+REPORT_SECONDS = 2.0
 
 #: Seconds for which the store may not answer.
 ANSWER_SECONDS = 1.0
@@ -33,10 +33,10 @@ class History:
 
     def difference(self, limit: float) -> WarplinkError | None:
         """The MismatchError that names the first call which differs from that of another member, if one does. Blocks for
-        ``limit`` seconds at most until the others have told theirs, which they do where they call this. To be called at
-        the first failure alone: behind it, members may go on differently.
+        ``limit`` seconds at most until the others have published their calls, which they do where they call this. To be
+        called at the first failure alone: behind it, members may go on differently.
 
-        Raises nothing: that a call failed is to be told in any case."""
+        Never raises: the original failure must be reported in any case."""
         found: list[WarplinkError | None] = []
 
         def compare() -> None:

@@ -40,16 +40,16 @@ class Members(NamedTuple):
 
     @staticmethod
     def of_this_time(store: dist.Store, rank: int, size: int) -> Members:
-        """The members, with a part of ``store`` of its own for each time that they make the group, all of them equally
-        often. What was said the last time is not taken for what is said now."""
+        """The members, with a key prefix for each creation of the group, counted alike on all members, so that values
+        of an earlier group are never read as current ones."""
         times = store.add(f"warplink/times/{rank}", 1)
         return Members(dist.PrefixStore(f"warplink/{times}", store), rank, size)
 
     def on_one_machine(self, options: str, limit: float) -> bool:
         """Whether all members run on this machine. Blocks until all have reported their machine.
 
-        Raises MismatchError, which names the peer, where ``options`` differ, and TimeoutError, which names one that has not
-        said it after ``limit`` seconds."""
+        Raises MismatchError, which names the peer, where ``options`` differ, and TimeoutError, which names a member
+        that has not reported within ``limit`` seconds."""
         told = self.all_gather("machine", f"{options}\n{machine()}", limit, _MAKE)
         for peer, (other, _, _) in enumerate(one.partition("\n") for one in told):
             if other != options:

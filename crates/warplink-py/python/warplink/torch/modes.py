@@ -51,7 +51,8 @@ def seen_as(name: str) -> Callable[[Method], Method]:
 
 
 def _shown(overload: Any, call: Callable[[], Any], arguments: tuple[Any, ...]) -> Any:
-    """What ``call`` gives, past the modes that are active, but for PyTorch's own, which replace tensors."""
+    """Result of ``call``, dispatched through the active modes; called directly if any of them is one of PyTorch's own,
+    which replace tensors."""
     modes = _get_current_dispatch_mode_stack()
     if not modes or any(getattr(mode, "_mode_key", None) is not None for mode in modes):
         return call()

@@ -1,4 +1,4 @@
-"""Plans of fused operations, which run where the tensors lie.
+"""Plans of fused operations, which access the caller's tensors in place.
 
 A plan names its memory when it is made. Memory that peers access (by reads or puts) stays there, and is copied in
 and out. Everything else, weights and results above all, is named anew in each run, which is the launch of a graph where

@@ -95,7 +95,7 @@ class GroupRoutes(GroupWorkspaces):
                 # Members that tried again would wait for those that do not.
                 self._may_go_direct = False
                 self._on_gpu = self._join_on_gpu(device)
-                self._open_short_ways()
+                self._enable_fast_paths()
             return self._on_gpu
 
     def _join_in_barrier(self, device: torch.device | None) -> None:
@@ -118,8 +118,9 @@ class GroupRoutes(GroupWorkspaces):
         if len(set(devices)) == self._size or min(counts) < self._size:
             self._direct_on(device)
 
-    def _open_short_ways(self) -> None:
-        """Opens the short ways of calls on CUDA tensors, once it is known which go direct; under the lock."""
+    def _enable_fast_paths(self) -> None:
+        """Enables the fast paths of calls on CUDA tensors, once it is decided which calls are direct; under the
+        lock."""
         if self._closed:
             return
         shortcuts.open_to(self, self._nccl)

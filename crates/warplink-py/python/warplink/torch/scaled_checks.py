@@ -119,9 +119,9 @@ def check_scatter(
 
 
 def done_once(kind: tuple[Any, ...], multiply: Callable[[], None]) -> None:
-    """Calls ``multiply`` unless one of the same ``kind`` was done, where tensors stand for all of their kind. What PyTorch
-    refuses depends on the device, its release and on layouts: so it is asked, before other ranks wait. Raises what it
-    raises."""
+    """Calls ``multiply`` once for each ``kind``, in which tensors count by shape, strides, type and device. Which
+    arguments PyTorch rejects depends on device, release and layout, so this finds rejections before other ranks wait.
+    Raises what ``multiply`` raises."""
     looks = tuple(
         (one.shape, one.stride(), one.dtype, one.device) if isinstance(one, torch.Tensor) else one for one in kind
     )

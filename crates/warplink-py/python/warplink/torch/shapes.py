@@ -89,8 +89,8 @@ def bytes_of_parts(
 
 
 def check_plain(inputs: Iterable[torch.Tensor], outputs: Iterable[torch.Tensor]) -> None:
-    """Fails unless the host device can read ``inputs`` and write ``outputs``. What it cannot is found before other ranks
-    wait for it."""
+    """Fails unless the host device can read ``inputs`` and write ``outputs``, so that errors are raised before other ranks
+    wait."""
     written = list(outputs)
     for tensor in (*inputs, *written):
         if tensor.layout is not torch.strided:

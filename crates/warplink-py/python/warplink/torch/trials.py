@@ -43,10 +43,10 @@ class Decision(NamedTuple):
 _PLAIN = Decision(False, False)
 
 
-class Way(NamedTuple):
-    """A way of a call."""
+class Candidate(NamedTuple):
+    """An implementation of a call."""
 
-    #: By which later calls go this way.
+    #: The decision that makes later calls use it.
     decision: Decision
     run: Callable[[], Any]
 
@@ -114,32 +114,32 @@ def _compare(
 
         return call
 
-    ways = [Way(Decision(True, True), later(fused)), Way(_PLAIN, later(plain))]
+    candidates = [Candidate(Decision(True, True), later(fused)), Candidate(_PLAIN, later(plain))]
     with space.whole(OutOfMemoryError):
-        for way in ways:
-            space.decide(key, way.decision)
+        for candidate in candidates:
+            space.decide(key, candidate.decision)
             for _ in range(_WARM):
-                way.run()
+                candidate.run()
         measures = [_alone, _on_device] if space.device.type == "cuda" else [_alone]
-        times = [_medians(space, key, ways, measure) for measure in measures]
+        times = [_medians(space, key, candidates, measure) for measure in measures]
         verdicts = [fused <= _ADVANTAGE * plain for fused, plain in times]
     return Decision(verdicts[0], verdicts[-1])
 
 
 def _medians(
-    space: Workspace, key: Any, ways: list[Way], measure: Callable[[Workspace, Callable[[], Any]], float]
+    space: Workspace, key: Any, candidates: list[Candidate], measure: Callable[[Workspace, Callable[[], Any]], float]
 ) -> list[float]:
-    """The median seconds of each way, of the slowest member."""
+    """The median seconds of each candidate, of the slowest member."""
 
-    def measured(way: Way) -> float:
-        space.decide(key, way.decision)
-        return measure(space, way.run)
+    def measured(candidate: Candidate) -> float:
+        space.decide(key, candidate.decision)
+        return measure(space, candidate.run)
 
-    once = _slowest(space, [measured(way) for way in ways])
+    once = _slowest(space, [measured(candidate) for candidate in candidates])
     least, most = _RUNS
     runs = max(least, min(most, int(_SECONDS / max(sum(once), 1e-9))))
     # In turn, so that all see the same clock rates.
-    samples = [[measured(way) for way in ways] for _ in range(runs)]
+    samples = [[measured(candidate) for candidate in candidates] for _ in range(runs)]
     return _slowest(space, [statistics.median(column) for column in zip(*samples)])
 
 

@@ -89,7 +89,7 @@ class HostWork(_Work):
         failed: Callable[[BaseException], BaseException] | None = None,
         source: int = -1,
     ) -> None:
-        """Ends it with what ``body`` gives, or with its error, or what ``failed`` makes of that."""
+        """Completes the work with the result of ``body``, or with its error, converted by ``failed`` if given."""
         if self._recorded is not None:
             self._recorded.start()
         try:

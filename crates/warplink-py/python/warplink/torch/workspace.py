@@ -13,7 +13,7 @@ import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, OutOfMemoryError, TimeoutError, WarplinkError
 from warplink.torch import error_handling, joining
 from warplink.torch.agreement import LOSSES, check_alike, made_by_all, new_in_a_graph
-from warplink.torch.history import TELLING_SECONDS, History
+from warplink.torch.history import REPORT_SECONDS, History
 from warplink.torch.joining import Members
 
 #: How many plans of fused operations, each with memory of its own, a group keeps on a device.
@@ -70,7 +70,7 @@ class Workspace:
         timeout: float = 0.0,
         members: Members | None = None,
     ) -> None:
-        """``members`` tell one another what they called, in vain."""
+        """``members``, if given, exchange their last calls after a failure, to report the first difference."""
         self.communicator = communicator
         #: The device as PyTorch names it.
         self.device = device
@@ -89,7 +89,7 @@ class Workspace:
         self.order = _orders.setdefault(device, warplink.Order())
         #: Collectives with an epilogue; made at the first one.
         self._collectives: warplink.Collectives | None = None
-        #: Waits for what streams of a GPU are given; on the host device, who gives it does.
+        #: Background wait for work enqueued on GPU streams; None on the host device, where the caller waits.
         self.watch: warplink.Watch | None = None
         #: Whether a turn has raised what the watch found.
         self._told = False
@@ -123,10 +123,11 @@ class Workspace:
 
     @contextlib.contextmanager
     def turn(self, kernels_wait: bool = False) -> Iterator[warplink.Stream]:
-        """The caller's stream, for work on the workspace's memory: it is behind what other streams were given to do
-        with that, and before what they are given later. One thread at a time has a turn. With ``kernels_wait``, kernels of
-        this turn wait for other ranks, and are ordered among those of all groups of the GPU. Raises what went wrong with
-        the work of earlier turns; MismatchError where that or this took too long, and ranks called other things."""
+        """The caller's stream, for work on the workspace's memory: it is ordered after the work that other streams have
+        enqueued on that memory, and before the work that they enqueue later. One thread at a time has a turn. With
+        ``kernels_wait``, kernels of this turn wait for other ranks, and are ordered among those of all groups of the GPU.
+        Raises the errors of earlier turns' work; MismatchError where that or this took too long, and ranks called other
+        things."""
         with self.lock, self._explained():
             self.check()
             stream = self.stream
@@ -197,15 +198,15 @@ class Workspace:
         things."""
         # Behind the first failure, members may go on differently.
         history, self._history = self._history, None
-        limit = TELLING_SECONDS if isinstance(error, TimeoutError) else 0.0
+        limit = REPORT_SECONDS if isinstance(error, TimeoutError) else 0.0
         if history is not None and (difference := history.difference(limit)) is not None:
             raise difference from error
 
     @contextlib.contextmanager
     def whole(self, *common: type[BaseException]) -> Iterator[None]:
-        """For what members do together. Where an exception ends it in the middle on this one, the communicator ends on
-        all of them, and the others get the reason: they would wait for this one. Not where it is one that all members
-        get: what ends the communicator anyway, or one of ``common``."""
+        """Scope of a collective step. An exception on this member aborts the communicator with that reason, since the
+        others would wait for it; except exceptions that every member gets: those that end the communicator anyway, and
+        ``common``."""
         try:
             yield
         except BaseException as error:
@@ -256,7 +257,7 @@ class Workspace:
             return True
 
     def forget(self, key: Any) -> None:
-        """Lets go of the plan for ``key``, unless a graph has recorded it. Every member does, or none."""
+        """Drops the plan for ``key``, unless a graph has recorded it. Every member does, or none."""
         with self.lock:
             if key not in self._recorded:
                 self.plans.pop(key, None)
@@ -414,8 +415,8 @@ class Workspace:
             self._job.abort(reason)
 
     def close(self) -> None:
-        """Lets go of everything. Tensors of the buffers must not be used any more. Raises what went wrong with the work
-        of turns, unless a turn has."""
+        """Releases all resources. Tensors of the buffers must not be used any more. Raises what went wrong with the
+        work of turns, unless a turn has."""
         self.state.close()
         self.order.remove(self.turns)
         self.plans.clear()

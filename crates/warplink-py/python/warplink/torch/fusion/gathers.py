@@ -221,7 +221,7 @@ def _check_trim(plan: Plan) -> None:
         raise Unfit("a part of the columns that the matmul sums over is taken away")
     scaled = plan.matmuls[0].scaled
     if scaled is not None and not same(value(scaled["scale_a"]).numel(), 1):
-        raise Unfit("the matmul has a scale for each row of what is left when a part of them is taken away")
+        raise Unfit("the matmul has a scale for each row of the gathered tensor without its padding")
 
 
 def _check_columns(plan: Plan) -> None:
@@ -307,7 +307,7 @@ def replace(plan: Plan) -> int:
 
 
 def _read_sizes_of_shard(graph: Graph, gather: Gather, brought: Node) -> None:
-    """Lets those that read sizes of nodes which go away read them of what each rank brings."""
+    """Redirects reads of the sizes of erased nodes to each rank's shard."""
     trim = gather.trim
     for node, whole in gather.chain.items():
         for reader in size_readers(node):

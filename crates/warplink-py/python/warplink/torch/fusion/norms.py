@@ -302,7 +302,7 @@ def _between(start: Node, ends: set[Node]) -> set[Node]:
 
 
 def _check_order(norm: Norm) -> None:
-    """Raises Unfit where what the operation reads comes of what it computes."""
+    """Raises Unfit if an input of the fused operation depends on its results."""
     below = descendants(norm.collective)
     if any(node in below for node in (norm.residual, norm.weight, norm.scale)):
         raise Unfit("what is added, or a weight or scale, depends on the sum")
