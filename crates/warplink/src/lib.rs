@@ -13,13 +13,17 @@
 //! | [`program`] | host programs: the operations that each rank enqueues, verified before they run |
 //! | [`p2p`] | send and receive in stream order, with the get and the put protocol |
 //! | [`channel`] | connections, and channels that kernels put, signal and wait through |
+//! | `exchange` | exchange of handles and parameters before ranks communicate |
 //! | `transport` | moving bytes to a peer from the host, on request of a kernel |
 //! | [`signal`] | words that one rank sets and another waits for |
 //! | [`memory`] | regions, handles on the wire, mappings of a peer's memory, their cache |
 //! | [`topology`] | the links between the ranks' devices, and their classification |
 //! | [`bootstrap`] | the key-value store, unique ids, all-gather and barrier of bytes |
 //! | [`device`] | the device interface, and its implementations `cuda` and `host` |
-//! | [`dtype`], [`error`], [`deadline`], [`named`], [`sync`] | element types, the error type, deadlines, names of values, locks and atomics |
+//! | `variables`, `file`, `threads` | environment variables as text, bounded reading of files, starting threads |
+//! | [`dtype`], [`deadline`], [`error`] | element types, deadlines, the error type |
+//! | `shortage`, `debug` | resource exhaustion and rate-limited warnings, `Debug` of types by some of their fields |
+//! | [`named`], [`sync`] | names of values, locks and atomics |
 //!
 //! # A ring of transfers
 //!
