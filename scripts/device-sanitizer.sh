@@ -20,7 +20,7 @@ command -v "$sanitizer" >/dev/null || { echo "$sanitizer is missing; set COMPUTE
 export WARPLINK_TEST_DEVICE=cuda WARPLINK_TEST_SHORT=1 NO_COLOR=1
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-32}
 limit=${LIMIT:-120}
-# Ranks have a shorter one, so that what they printed is told.
+# The limit of ranks is shorter, so that their output is reported.
 export WARPLINK_TEST_LIMIT=$((limit > 30 ? limit - 15 : limit))
 # The sanitizer slows what gives signs of life too.
 export WARPLINK_HEARTBEAT_LIMIT=60
@@ -39,12 +39,13 @@ tests=(${TESTS:-channels:data::a_million_rounds channels:data::several_tags_betw
     collectives:experts::processes_dispatch_and_combine})
 failed=0
 
-# check TOOL NAME ARGUMENTS...: runs a test of an executable under a tool; sets code, and how many errors the tool tells of.
+# check TOOL NAME ARGUMENTS...: runs a test of an executable under a tool; sets code, and the number of errors that the tool
+# reports.
 check() {
     local tool=$1 name=$2 test=$3
     shift 3
     log=$logs/$tool-$name.log
-    # That a function has no further parameters is told as an error of the driver, of which there is one for each kernel.
+    # The driver reports the end of a kernel's parameter list as an error, once for each kernel.
     local options=()
     if [[ $tool == memcheck ]]; then options=(--report-api-errors no); fi
     timeout --kill-after=5 "$limit" "$sanitizer" --tool "$tool" "${options[@]}" --target-processes all \

@@ -252,11 +252,12 @@ pub unsafe extern "C" fn warplink_experts_max_rows(experts: Experts, max_rows: *
     })
 }
 
-/// Sends each token to the ranks of its experts, in the layer's layout. The rows, how many they are, and what else describes
-/// them arrive in `target`; `routing` is a handle for `warplink_experts_combine`, which `warplink_routing_free` frees. All
-/// memory is device memory and stays allocated until the stream is synchronized. Collective: the number of tokens may
-/// differ between ranks. Does not block. If a rank gets more rows than `max_rows`, unless they are dropped, or options differ,
-/// `warplink_stream_synchronize` returns WARPLINK_STATUS_MISMATCH on both ranks, and none of these rows is delivered.
+/// Sends each token to the ranks of its experts, in the layer's layout. `target` receives the rows, their counts and the
+/// other arrays that describe them; `routing` is a handle for `warplink_experts_combine`, which `warplink_routing_free`
+/// frees. All memory is device memory and stays allocated until the stream is synchronized. Collective: the number of
+/// tokens may differ between ranks. Does not block. If a rank gets more rows than `max_rows`, unless they are dropped, or
+/// options differ, `warplink_stream_synchronize` returns WARPLINK_STATUS_MISMATCH on both ranks, and none of these rows is
+/// delivered.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn warplink_experts_dispatch(
     experts: Experts,

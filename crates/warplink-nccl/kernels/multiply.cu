@@ -1,4 +1,4 @@
-// Multiplies elements by a number of their type, which lies in device memory or comes with the launch.
+// Multiplies elements by a number of their type, stored in device memory or passed as a launch argument.
 
 #include <warplink/elements.cuh>
 

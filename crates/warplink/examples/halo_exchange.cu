@@ -25,7 +25,7 @@ extern "C" __global__ void heat(
     const Channel *neighbours, u32 sides, u64 n, u32 steps, double rate, double *piece) {
     const Block block;
     const u64 columns = (n + 2) * n, length = columns + 4 * n;
-    // Where what goes to a side lies here, and where it goes there.
+    // For each side: offset of the outgoing cells in this piece, and of the ghost cells in the neighbour's piece.
     const u64 sources[] = {n, n * n, columns + 2 * n, columns + 3 * n};
     const u64 targets[] = {(n + 1) * n, 0, columns + n, columns};
     for (u32 step = 0; step < steps; step++) {

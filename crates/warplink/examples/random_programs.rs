@@ -1,6 +1,6 @@
-//! Random programs and mutants, for as long as one asks: the verifier's word on each against what an
-//! independent interpreter shows, and what the host device does with those that are accepted. With
-//! `--sections`, programs of kernels; with `--values`, those that read counts and rows from memory; with `--signals`, programs that post and wait without a plan.
+//! Random programs and mutants, for a given number or time: compares the verifier's verdict on each with an independent
+//! interpreter, and with runs of accepted programs on the host device. With `--sections`, programs of kernels; with
+//! `--values`, those that read counts and rows from memory; with `--signals`, programs that post and wait without a plan.
 //!
 //! ```sh
 //! cargo run --release -p warplink --example random_programs -- --count 20000
@@ -281,7 +281,7 @@ fn follow(options: &Options, job: u64, counts: &Mutex<Counts>) {
 /// Checks the programs of one job, and says what they show.
 fn work(options: &Options, job: u64) {
     let start = Instant::now();
-    // What is delayed at random is delayed by as much, and not by the kernel's 50 µs more.
+    // Minimal timer slack: otherwise the kernel adds up to 50 µs to every random delay.
     let _ = set_current_timer_slack(NonZeroU64::new(1));
     let mut runner = Runner::new(options.first + 1000 * job, LIMIT);
     let mut number = job;

@@ -113,9 +113,9 @@ fn modules_use_only_those_below_them() {
     assert!(arrows > 500, "only {arrows} uses were found");
 }
 
-/// Where steps of kernel sections are told apart: the language (text and resolver) and the emitter, besides the steps'
-/// own methods. Everything else goes through steps with `section/visit.rs`, so that a new step does not touch it.
-const STEPS: [&str; 3] = [
+/// The only places that may match on step kinds: the language (text and resolver) and the emitter, besides the steps' own
+/// methods. Everything else goes through steps with `section/visit.rs`, so that a new step does not touch it.
+const STEP_MATCHES: [&str; 3] = [
     "warplink/src/program/text/section.rs",
     "warplink/src/program/section/resolve/",
     "warplink/src/program/section/compile/emit/",
@@ -151,7 +151,7 @@ fn steps_are_told_apart_by_the_language_and_the_emitter_alone() {
     for (path, text) in sources(&crates) {
         let path = path.strip_prefix(&crates).unwrap().display().to_string();
         if path.contains("/src/") && names_steps(&Source::new(&text).code) {
-            match STEPS.iter().find(|place| path.starts_with(**place)) {
+            match STEP_MATCHES.iter().find(|place| path.starts_with(**place)) {
                 Some(place) => {
                     found.insert(*place);
                 }
@@ -160,7 +160,11 @@ fn steps_are_told_apart_by_the_language_and_the_emitter_alone() {
         }
     }
     assert!(wrong.is_empty(), "steps are told apart in {wrong:?}");
-    assert_eq!(found.len(), STEPS.len(), "only {found:?} tell steps apart");
+    assert_eq!(
+        found.len(),
+        STEP_MATCHES.len(),
+        "only {found:?} tell steps apart"
+    );
 }
 
 /// A second emitter is a folder beside the first only if nothing else in `program/` writes the first one's language.

@@ -231,7 +231,7 @@ impl Shape {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "{experts} rows of {} elements have no room in the workspace",
+                    "{experts} rows of {} elements do not fit in the workspace",
                     options.elements
                 ),
             )

@@ -197,7 +197,7 @@ impl Shape {
             return Err(Error::new(
                 ErrorKind::Unsupported,
                 format!(
-                    "rows of {} bytes for {world} ranks and {} experts have no room in the workspace",
+                    "rows of {} bytes for {world} ranks and {} experts do not fit in the workspace",
                     options.row_bytes(),
                     options.experts
                 ),

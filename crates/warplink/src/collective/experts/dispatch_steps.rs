@@ -1,4 +1,5 @@
-//! Steps of the program that dispatches, of which a text has some. Names in braces are replaced by `dispatch_text`.
+//! Fragments of the dispatch program; each variant of its text contains some of them. Names in braces are replaced by
+//! `dispatch_text`.
 
 /// The range of experts that rank q has.
 pub(super) const OF_RANK: &str = "in q * per..(q + 1) * per";

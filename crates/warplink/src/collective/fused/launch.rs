@@ -192,12 +192,12 @@ impl FusedLaunches {
 }
 
 impl Machine {
-    /// Whether ranks can be reached this way.
+    /// Whether links support the packets of a strategy.
     fn carries(&self, way: Way) -> bool {
         way != Way::Lined || self.lined_bytes > 0
     }
 
-    /// Data capacity of half a workspace in bytes, for the packets of a way.
+    /// Data capacity of half a workspace in bytes, for the packets of a strategy.
     const fn room_of_packets(&self, way: Way) -> usize {
         match way {
             Way::Lined => self.lined_bytes,
@@ -223,7 +223,7 @@ impl Described {
         let row = call.width.next_multiple_of(unit);
         let too_long = || {
             let text = format!(
-                "a row of {} elements has no room in the workspace",
+                "a row of {} elements does not fit in the workspace",
                 call.width
             );
             Error::unsupported(text).with_help(TOO_LONG)

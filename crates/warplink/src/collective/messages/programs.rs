@@ -73,7 +73,9 @@ impl Messages {
     ) -> Result<Self> {
         let shape = MessageShape::of(context, bytes, multiprocessors)?;
         let tell = |direction| -> Arc<TellDifference> {
-            Arc::new(move |own: &[u32], theirs: &[u32]| told(direction, own, theirs))
+            Arc::new(move |own: &[u32], theirs: &[u32]| {
+                announcement_mismatch(direction, own, theirs)
+            })
         };
         // A send and a receive for each rank, which counted messages always have.
         let all_to_all = 2 * context.world();
@@ -185,7 +187,9 @@ impl Messages {
         let found = self.pairs.disagreement()?;
         Ok(found.map(|found| {
             let error = match &found.announced {
-                Announced::Other { own, theirs } => told(direction(found.role), own, theirs),
+                Announced::Other { own, theirs } => {
+                    announcement_mismatch(direction(found.role), own, theirs)
+                }
                 Announced::UnknownMemory => unknown_memory("a message"),
             };
             error.with_peer(found.peer)
@@ -211,7 +215,7 @@ const fn direction(role: usize) -> Direction {
 
 /// Error of announcements that differ: bytes, or their limit, in two words, the second above the logarithm of the
 /// number of lanes; in a counted message, the bytes of a unit, and a count over the limit in two words.
-fn told(direction: Direction, own: &[u32], theirs: &[u32]) -> Error {
+fn announcement_mismatch(direction: Direction, own: &[u32], theirs: &[u32]) -> Error {
     let word = |words: &[u32], number: usize| u64::from(words.get(number).copied().unwrap_or(0));
     let bytes = |words| word(words, 1) >> 8 << 32 | word(words, 0);
     let count = |words| word(words, 4) << 32 | word(words, 3);

@@ -63,10 +63,9 @@ impl Prepared {
     /// name that no kernel announces.
     pub fn without_reaching(mut self, names: &[String]) -> Result<Self> {
         if self.context.device.kind() != DeviceKind::Host && !names.is_empty() {
-            let message = "kernels find out on the device what they reach";
-            return Err(
-                Error::unsupported(message).with_help("say what is unreachable on the host device")
-            );
+            let message = "kernels of this device determine reachability themselves; expected the host device";
+            return Err(Error::unsupported(message)
+                .with_help("declare tensors unreachable on the host device only"));
         }
         Arc::make_mut(&mut self.program).withhold(names)?;
         Ok(self)

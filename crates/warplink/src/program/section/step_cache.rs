@@ -26,7 +26,7 @@ pub(in crate::program) struct StepCache {
 
 #[derive(Default)]
 struct CachedSteps {
-    first: BTreeMap<StepKey, Arc<Known>>,
+    first: BTreeMap<StepKey, Arc<CachedResolution>>,
     count: usize,
     /// Steps that were resolved since it is full.
     missed: usize,
@@ -38,11 +38,11 @@ type StepKey = (usize, u64, Vec<usize>);
 /// Value of a word that a resolution asks for; `None` if it is not known yet.
 type ReadAnswer = Option<i64>;
 
-/// How a cached resolution goes on.
-enum Known {
+/// A cached resolution: complete, or continued by the value of a word.
+enum CachedResolution {
     Complete(Arc<[LaneStep]>),
     /// It asks for a word, and depends on the answer.
-    Asks(ReadWord, Mutex<BTreeMap<ReadAnswer, Arc<Known>>>),
+    Asks(ReadWord, Mutex<BTreeMap<ReadAnswer, Arc<CachedResolution>>>),
 }
 
 impl StepCache {
@@ -117,8 +117,8 @@ impl StepCache {
         let mut next = lock(&self.steps).first.get(&key).cloned();
         while let Some(resolution) = next {
             match &*resolution {
-                Known::Complete(steps) => return Ok((steps.clone(), None)),
-                Known::Asks(word, answers) => {
+                CachedResolution::Complete(steps) => return Ok((steps.clone(), None)),
+                CachedResolution::Asks(word, answers) => {
                     // Asked without a lock: the answer may be computed by the verifier, which may come back to this
                     // cache.
                     let answer = values(word);
@@ -173,7 +173,7 @@ impl CachedSteps {
             *self = Self::default();
         }
         self.count += size;
-        let complete = Arc::new(Known::Complete(steps.clone()));
+        let complete = Arc::new(CachedResolution::Complete(steps.clone()));
         // The rest of the path that is not cached yet, from its end.
         let path = |asked: &[(ReadWord, ReadAnswer)]| {
             asked
@@ -181,7 +181,7 @@ impl CachedSteps {
                 .rev()
                 .fold(complete.clone(), |next, (word, answer)| {
                     let answers = BTreeMap::from([(*answer, next)]);
-                    Arc::new(Known::Asks(*word, Mutex::new(answers)))
+                    Arc::new(CachedResolution::Asks(*word, Mutex::new(answers)))
                 })
         };
         let mut at = match self.first.get(&key) {
@@ -192,7 +192,7 @@ impl CachedSteps {
             }
         };
         for (number, (_, answer)) in asked.iter().enumerate() {
-            let Known::Asks(_, answers) = &*at else {
+            let CachedResolution::Asks(_, answers) = &*at else {
                 return;
             };
             let mut answers = lock(answers);

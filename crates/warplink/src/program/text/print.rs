@@ -247,7 +247,7 @@ impl Display for Over {
     }
 }
 
-/// What may follow something else, with `lead` before it.
+/// Writes an optional item, preceded by `lead`.
 pub(super) fn after(f: &mut Formatter<'_>, lead: &str, item: Option<impl Display>) -> fmt::Result {
     match item {
         Some(item) => write!(f, "{lead}{item}"),

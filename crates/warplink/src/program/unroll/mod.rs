@@ -58,7 +58,7 @@ const WORK_PER_STEP: usize = 8;
 /// The most names that are bound at one time.
 pub const MAX_NAMES: usize = 4096;
 
-/// The most names whose values a message tells.
+/// Maximum number of names whose values a message shows.
 const MAX_NAMES_SHOWN: usize = 32;
 
 /// The most axes of a tensor.
@@ -102,7 +102,7 @@ pub fn unroll(
     )?)
 }
 
-/// As [`unroll`], with what is wrong as a diagnostic.
+/// As [`unroll`], but returns a diagnostic on failure.
 ///
 /// # Errors
 /// An error in the arguments or the program.
@@ -555,8 +555,7 @@ impl<'p> Unroller<'p> {
         Ok(())
     }
 
-    /// Cuts the tensors of which parts are accessed that are not contiguous, and counts the pieces that
-    /// each operation accesses.
+    /// Divides each tensor with non-contiguous accesses into pieces, and counts the pieces that each operation accesses.
     fn cut(&mut self) -> Result<(), Diagnostic> {
         self.made.grids = grids(&self.made.tensors, self.made.all_areas());
         if self.made.grids.is_empty() {

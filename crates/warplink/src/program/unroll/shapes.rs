@@ -221,7 +221,7 @@ impl Unroller<'_> {
         let send = &self.made.transfers[id];
         let columns = operands.b.shape.last().copied().unwrap_or(1);
         let elements = send.range.bytes / send.dtype.size();
-        // What is sent is as long as the product; its shape is the receiver's affair.
+        // The sent range has the length of the product; only the receiver interprets its shape.
         let shape = if elements.is_multiple_of(columns) {
             vec![elements / columns, columns]
         } else {

@@ -154,8 +154,8 @@ impl Unroller<'_> {
         kind
     }
 
-    /// Has what is left of a tensor set where it is declared to be 0, by this program or by one that it is lent
-    /// to. This is done for tensors of which parts are accessed that are not contiguous.
+    /// Zeroes the remaining parts of a tensor where it is declared `= 0`, by this program or by one that it is lent to.
+    /// Applies to tensors with non-contiguous accesses.
     fn zero_at_start(&mut self, tensor: TensorId) {
         let left = self.zeros.take(&self.made.whole(tensor));
         self.zeros.parts.remove(&tensor);

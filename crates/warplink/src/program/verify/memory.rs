@@ -53,7 +53,7 @@ impl Mode {
         }
     }
 
-    /// Of an operation that accesses bytes in either way, or, without the other, not at all.
+    /// Access of an operation that makes either this access or `other`; `None` means no access.
     pub(super) fn or(self, other: Option<Self>) -> Self {
         if other == Some(self) {
             return self;

@@ -9,7 +9,8 @@ use crate::program::section::iterations::Iterations;
 use crate::program::site::{Indices, with_index};
 use std::sync::Arc;
 
-/// What ends with a block: how many integers and aliases were bound before, and the indices around it.
+/// State to restore at the end of a block: numbers of integers and aliases bound before it, and the indices of the
+/// enclosing loops.
 pub(super) struct Scope {
     integers: usize,
     aliases: usize,

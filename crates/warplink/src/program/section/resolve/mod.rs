@@ -127,7 +127,7 @@ struct Resolver<'s> {
     asked: Vec<(usize, Position)>,
     reached: Vec<usize>,
     answers: Answers<'s>,
-    /// What is resolved at present, outermost first; and where the step began that asks for a value that is not known yet.
+    /// Blocks in progress, outermost first; and the start of the step that needs a value not yet known.
     frames: Vec<Frame<'s>>,
     unfinished: Option<StepStart>,
     /// Number of values read so far, and the words that name rows of the current step.

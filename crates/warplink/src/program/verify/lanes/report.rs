@@ -359,7 +359,7 @@ fn circles(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
             continue;
         }
         done.push(section);
-        let same = run.kernels.iter().zip(&run.taught);
+        let same = run.kernels.iter().zip(&run.synchronized);
         let same = same.filter(|(other, _)| std::ptr::eq(other.sections[0], section));
         if same.clone().count() < 2 {
             continue;
@@ -372,7 +372,7 @@ fn circles(run: &LaneRun<'_>, diagnostics: &mut Diagnostics<'_>) {
             }
             lane
         };
-        for (one, other) in same.flat_map(|(_, taught)| taught) {
+        for (one, other) in same.flat_map(|(_, synchronized)| synchronized) {
             let (one, other) = (root(&first, *one), root(&first, *other));
             first[one.max(other)] = one.min(other);
         }

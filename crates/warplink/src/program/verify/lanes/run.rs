@@ -85,8 +85,8 @@ pub(super) struct LaneRun<'a> {
     pub(super) crossed: Vec<(Actor, Actor)>,
     /// Signals sent in one run and consumed in another, and the step that consumed them.
     pub(super) outlived: Vec<(Actor, Actor)>,
-    /// For each kernel, pairs of lanes of which one learns from the other.
-    pub(super) taught: Vec<BTreeSet<(usize, usize)>>,
+    /// For each kernel, pairs of lanes where one receives the clock of the other.
+    pub(super) synchronized: Vec<BTreeSet<(usize, usize)>>,
     /// Accesses of a rank's launch that another launch of the same kernel does not make.
     pub(super) unsteady: Vec<(Rank, usize, Range)>,
     /// Words that lanes read as integers.
@@ -153,7 +153,7 @@ impl<'a> LaneRun<'a> {
             announcements: Announcements::default(),
             crossed: Vec::new(),
             outlived: Vec::new(),
-            taught: vec![BTreeSet::new(); kernels.len()],
+            synchronized: vec![BTreeSet::new(); kernels.len()],
             unsteady: Vec::new(),
             words: ReadWords::new(
                 valuation,
@@ -339,9 +339,10 @@ impl<'a> LaneRun<'a> {
             let tell = |wrong| found.push((false, *source, wrong));
             match place {
                 RankMemory::Area(packing) if packing.is_packets() => {
-                    let (taught, lane) = (&mut self.taught[self.sequence[number]], actor.lane);
+                    let (synchronized, lane) =
+                        (&mut self.synchronized[self.sequence[number]], actor.lane);
                     for sender in bytes.senders(&range, flag).filter(|sender| *sender != lane) {
-                        taught.insert((sender as usize, lane as usize));
+                        synchronized.insert((sender as usize, lane as usize));
                     }
                     bytes.read_packets(&range, filled, flag, stamp, knows, tell);
                 }
@@ -424,7 +425,7 @@ impl Domain for LaneRun<'_> {
         self.stamp(actor);
         let lane = actor.lane as usize;
         if to != lane {
-            self.taught[self.sequence[actor.launch as usize]].insert((lane, to));
+            self.synchronized[self.sequence[actor.launch as usize]].insert((lane, to));
         }
         // Signals of two lanes of one launch are unordered.
         if let Some(other) = last

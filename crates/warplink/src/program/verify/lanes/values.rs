@@ -1,11 +1,11 @@
-//! Integers that lanes read from memory: what the verifier takes them for.
+//! Values that the verifier assumes for integers that lanes read from memory.
 //!
 //! A word stands for any value from 0 to the bound of its reader. Words are told apart by symbols: that of an input is the
 //! same in a run, and a copy hands on the symbol of its source. Sections that read words are simulated under several
 //! valuations, which give each symbol a value: the edges of its range, or a number that the text compares it with, in all
 //! words, and mixtures of them that differ between ranks, words and launches.
 //!
-//! Words among which lanes look for some stand for any value: those at the edges of the ranges, in the same valuations. Their
+//! Words that lanes search stand for any value: those at the edges of the ranges, in the same valuations. Their
 //! numbers and positions follow from these values, so that they are consistent wherever such a word, or a copy of it, is
 //! looked at. An integer that a lane stores has its value.
 
