@@ -20,19 +20,19 @@ pub(crate) struct Task {
     on: Arc<Comm>,
     /// Whether the caller waits for it.
     blocking: bool,
-    work: Work,
+    work: TaskBody,
     /// Reverts writes to the caller's memory if the work failed; runs on the caller's thread.
     undo: Box<dyn FnOnce()>,
 }
 
-type Work = Box<dyn FnOnce() -> Outcome + Send>;
+type TaskBody = Box<dyn FnOnce() -> Outcome + Send>;
 
 #[derive(Default)]
 struct CallGroup {
     depth: usize,
     tasks: Vec<Task>,
     calls: Vec<(Arc<Comm>, Call)>,
-    /// What follows the calls, made or not.
+    /// Runs after the calls, whether they were made or failed.
     after: Vec<Box<dyn FnOnce() -> Outcome>>,
     failure: Option<Failure>,
 }
@@ -208,13 +208,14 @@ fn leave() -> Outcome<Option<CallGroup>> {
 /// The tasks of one communicator, with their numbers.
 struct Chain {
     on: Arc<Comm>,
-    links: Vec<(usize, Link)>,
+    links: Vec<(usize, ChainedTask)>,
 }
 
-enum Link {
-    Waited(Work),
+/// A task of a chain.
+enum ChainedTask {
+    Waited(TaskBody),
     /// With the mark that its communicator is in progress.
-    InBackground(Work, InProgress),
+    InBackground(TaskBody, InProgress),
 }
 
 /// Runs the tasks of each communicator in order, those of different ones concurrently. Blocks until those that the
@@ -230,9 +231,9 @@ fn run_all(tasks: Vec<Task>) -> Outcome {
         results.push(task.blocking.then(|| Err(panicked().into())));
         undoing.push(task.undo);
         let link = if task.blocking {
-            Link::Waited(task.work)
+            ChainedTask::Waited(task.work)
         } else {
-            Link::InBackground(task.work, InProgress::begin(&task.on))
+            ChainedTask::InBackground(task.work, InProgress::begin(&task.on))
         };
         match chains.iter_mut().find(|one| Arc::ptr_eq(&one.on, &task.on)) {
             Some(chain) => chain.links.push((number, link)),
@@ -302,8 +303,8 @@ impl Chain {
         for (number, link) in self.links {
             match link {
                 // Received by a caller that waits for it.
-                Link::Waited(work) => drop(results.send((number, work()))),
-                Link::InBackground(work, _in_progress) => drop(work()),
+                ChainedTask::Waited(work) => drop(results.send((number, work()))),
+                ChainedTask::InBackground(work, _in_progress) => drop(work()),
             }
         }
     }

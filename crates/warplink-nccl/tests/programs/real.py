@@ -40,7 +40,7 @@ STREAM = c_void_p(1)
 
 
 def log():
-    """What the stand-in was asked for since the last time."""
+    """Calls of the stand-in since the last time."""
     return stand_in.stand_in_log().decode().splitlines()
 
 
@@ -155,7 +155,7 @@ def operators():
 
 
 def one_thread():
-    """What NCCL's ranks do together works for ranks of one thread, in groups."""
+    """Collective set-up calls work for ranks of one thread, in groups."""
     comms, place = pair(), memory([1, 2])[0]
     log()
     windows, made = [c_void_p(), c_void_p()], [c_int(), c_int()]

@@ -61,7 +61,7 @@ pub struct Communicator {
     topology: Arc<Mutex<Option<Arc<Topology>>>>,
     /// Those with default options, once joined.
     collectives: Arc<Mutex<Option<Collectives>>>,
-    /// What kernels of its plans have noted.
+    /// Notes of its plans' kernels.
     kernel_notes: Arc<KernelNotes>,
     /// Registry of all joined collectives.
     joined_collectives: Arc<collective::JoinedCollectives>,

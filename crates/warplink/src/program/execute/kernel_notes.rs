@@ -14,10 +14,10 @@ use std::sync::{Arc, Mutex, Weak};
 
 /// The kernels of a communicator's plans that may leave notes.
 #[derive(Debug, Default)]
-pub(crate) struct KernelNotes(Mutex<Vec<Watched>>);
+pub(crate) struct KernelNotes(Mutex<Vec<NotedPlan>>);
 
 /// Memory of a plan's kernels, and its program.
-type Watched = (Weak<Reach>, Weak<RankProgram>);
+type NotedPlan = (Weak<Reach>, Weak<RankProgram>);
 
 /// A note of a kernel.
 pub(super) enum Note {
@@ -63,7 +63,7 @@ impl KernelNotes {
 }
 
 impl Reach {
-    /// What a kernel has noted. Blocks for the time of a small read from the device.
+    /// The error that a kernel has noted. Blocks for the time of a small read from the device.
     pub(super) fn noted(&self, device: &dyn Device) -> Result<Option<Note>> {
         // All of it in one read: differences, the count of lanes that went directly, and the value.
         let notes = self

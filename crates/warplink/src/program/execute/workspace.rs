@@ -324,7 +324,7 @@ impl SharedWorkspace {
         Ok(if is_in_launch { absent } else { Vec::new() })
     }
 
-    /// What a kernel has noted: another rank's announcement that does not match this rank's, for which `tell` makes an
+    /// The error that a kernel has noted: another rank's announcement that does not match this rank's, for which `tell` makes an
     /// error, or an integer out of range. Blocks for the time of a small read from the device. Devices that take closures
     /// fail the stream instead.
     pub(crate) fn noted(

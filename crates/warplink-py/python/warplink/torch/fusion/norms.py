@@ -93,7 +93,7 @@ def _is_tensor(node: Any) -> bool:
 
 
 def _before_widening(node: Any, dtype: torch.dtype) -> Any:
-    """What ``node`` converts from ``dtype`` to single precision, or ``node``."""
+    """The operand that ``node`` converts from ``dtype`` to single precision, or ``node``."""
     widens = isinstance(node, Node) and _is_convert(node, torch.float32) and value(node.args[0]).dtype == dtype
     return node.args[0] if widens else node
 
@@ -267,7 +267,7 @@ def _quantised(norm: Norm) -> None:
 
 
 def _divisor(node: Node, row: Node) -> Any:
-    """What the quotient or product ``node`` divides ``row`` by, if it does."""
+    """The divisor of ``row`` in the quotient or product ``node``, if it is one."""
     if node.target is aten.div.Tensor:
         return node.args[1] if node.args[0] is row else None
     factor = _other(node, row)
