@@ -88,14 +88,15 @@ impl Collectives {
         let (reads, writes) = call.uses(self.rank);
         let place =
             |used: bool, address: u64, rows: usize| used.then(|| memory(address, rows)).transpose();
-        let (source, target) = (
+        let used = (
             place(reads, source, input_rows)?,
             place(writes, target, output_rows)?,
         );
-        // A rank without a use for one of them has one for the other.
-        let (Some(source), Some(target)) = (source.clone().or(target.clone()), target.or(source))
-        else {
-            return Ok(());
+        let (source, target) = match used {
+            (Some(source), Some(target)) => (source, target),
+            // The library ignores the one that this rank does not use.
+            (Some(used), None) | (None, Some(used)) => (used.clone(), used),
+            (None, None) => return Ok(()),
         };
         detached(py, || inner.enqueue(call, &target, &source, live))?;
         self.watched.made();
