@@ -10,6 +10,7 @@ pub(super) trait Extremes: Copy {
 macro_rules! floats {
     ($($type:ty)*) => {$(
         impl Extremes for $type {
+            #[inline]
             fn larger(self, other: Self) -> Self {
                 if self == other {
                     return Self::from_bits(self.to_bits() & other.to_bits());
@@ -17,6 +18,7 @@ macro_rules! floats {
                 self.max(other)
             }
 
+            #[inline]
             fn smaller(self, other: Self) -> Self {
                 if self == other {
                     return Self::from_bits(self.to_bits() | other.to_bits());
@@ -30,10 +32,12 @@ macro_rules! floats {
 macro_rules! integers {
     ($($type:ty)*) => {$(
         impl Extremes for $type {
+            #[inline]
             fn larger(self, other: Self) -> Self {
                 self.max(other)
             }
 
+            #[inline]
             fn smaller(self, other: Self) -> Self {
                 self.min(other)
             }

@@ -16,7 +16,7 @@ use zerocopy::IntoBytes;
 const COMBINED_BYTES: usize = 8 << 10;
 
 /// Maximum bytes of each source that are combined at a time: these stay in the L1 cache.
-const PIECE_BYTES: usize = 2 << 10;
+const PIECE_BYTES: usize = 8 << 10;
 
 /// Maximum values that are combined at a time: those of the largest element in a piece.
 const MAX_VALUES: usize = PIECE_BYTES / 8;
@@ -184,18 +184,23 @@ pub(super) trait Summand: Extremes {
 macro_rules! summands {
     ($($type:ty: $add:ident $multiply:ident;)*) => {$(
         impl Summand for $type {
+            // Inlined, since loops over elements may be in other codegen units.
+            #[inline]
             fn plus(self, other: Self) -> Self {
                 self.$add(other)
             }
 
+            #[inline]
             fn times(self, other: Self) -> Self {
                 self.$multiply(other)
             }
 
+            #[inline]
             fn divided(self, count: usize) -> Self {
                 self / count as Self
             }
 
+            #[inline]
             fn of(factor: f64) -> Self {
                 factor as Self
             }
