@@ -22,6 +22,7 @@ pub(super) use on_device::check_apart;
 pub(super) use programs::Messages;
 pub use programs::kernels as message_kernels;
 
+use crate::device::DeviceKind;
 use crate::error::{Rank, Result};
 use crate::program::execute::RankContext;
 
@@ -41,6 +42,10 @@ const PACKED_BYTES: usize = 8 << 10;
 /// Maximum bytes of a longer message's lane sent as 128-byte packets: they cross the link while sender and
 /// receiver handshake, and cover all of 4 MiB on two ranks.
 const LINED_BYTES: usize = 128 << 10;
+
+/// The same on the host device, where storing and loading packets takes several times as long as copying, and a handshake
+/// as long as copying this.
+const LINED_BYTES_ON_HOST: usize = 8 << 10;
 
 /// Threads of a block; [`LANE_BYTES`] and [`PACKED_BYTES`] are derived from it.
 const THREADS: u32 = 512;
@@ -65,24 +70,28 @@ impl MessageShape {
     fn of(context: &RankContext, bytes: usize, multiprocessors: usize) -> Result<Self> {
         let room = (context.ranks_per_device()?, multiprocessors);
         // All ranks must use the same encoding.
-        let lines = context.carries_lines()?;
+        let lined = match context.device.kind() {
+            _ if !context.carries_lines()? => 0,
+            DeviceKind::Host => LINED_BYTES_ON_HOST,
+            DeviceKind::Cuda => LINED_BYTES,
+        };
         Ok(Self::new(
             context.rank(),
             context.world(),
             room,
             bytes,
-            lines,
+            lined,
         ))
     }
 
     /// Shape for `bytes` of chunks, with blocks for each of `ranks_per_device` ranks on `multiprocessors`
-    /// with space for one block each. `lines` is whether links carry 128-byte packets atomically.
+    /// with space for one block each. At most `lined` bytes of a lane go as 128-byte packets.
     fn new(
         rank: Rank,
         world: usize,
         (ranks_per_device, multiprocessors): (usize, usize),
         bytes: usize,
-        lines: bool,
+        lined: usize,
     ) -> Self {
         // A lane has a block in each direction.
         // Ranks that share a device share its multiprocessors.
@@ -96,7 +105,7 @@ impl MessageShape {
             lanes,
             chunk,
             packed: PACKED_BYTES.min(chunk),
-            lined: if lines { LINED_BYTES.min(chunk) } else { 0 },
+            lined: lined.min(chunk),
         }
     }
 
@@ -118,7 +127,7 @@ mod tests {
                 for multiprocessors in [16, 78, 114, 132] {
                     let room = (sharing, multiprocessors);
                     let blocks = 2
-                        * MessageShape::new(0, world, room, 1 << 20, true).lanes
+                        * MessageShape::new(0, world, room, 1 << 20, LINED_BYTES).lanes
                         * world
                         * sharing;
                     let least = 2 * world * sharing;

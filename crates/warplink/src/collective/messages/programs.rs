@@ -3,7 +3,7 @@
 
 use super::difference::difference;
 use super::pieces::launches;
-use super::{MessageShape, THREADS};
+use super::{LINED_BYTES, MessageShape, THREADS};
 use crate::collective::diagnosis::unknown_memory;
 use crate::collective::launches::section;
 use crate::device::{DeviceSlice, Stream};
@@ -230,7 +230,7 @@ fn announcement_mismatch(direction: Direction, own: &[u32], theirs: &[u32]) -> E
 /// # Errors
 /// A step that kernels cannot perform.
 pub fn kernels() -> Result<Vec<String>> {
-    let shape = MessageShape::new(0, 2, (1, 132), 8 << 20, true);
+    let shape = MessageShape::new(0, 2, (1, 132), 8 << 20, LINED_BYTES);
     let kernel = |(text, counts): (&str, &[&str])| {
         let section = |role| shape.section(text, role).map(Arc::new);
         let sections = [section(0)?, section(1)?];

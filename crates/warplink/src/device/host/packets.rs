@@ -6,6 +6,7 @@ use crate::device::DeviceSlice;
 use crate::error::{Error, Result};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
+use zerocopy::IntoBytes;
 
 /// Data bytes and total bytes of a 128-byte packet.
 pub(super) const LINE: (usize, usize) = (120, 128);
@@ -37,7 +38,7 @@ pub(super) fn store(
         let (first, second) = words.split_at(words.len() / 2);
         let (early, late) = bytes.split_at(bytes.len().min(4 * first.len()));
         for (words, bytes) in [(first, early), (second, late)] {
-            for (word, data) in words.iter().zip(filled::<4>(bytes)) {
+            for (word, data) in words.iter().zip(filled(bytes)) {
                 let value = flag | u64::from(u32::from_le_bytes(data));
                 // Data and flag are in one word. Release orders it after the thread's earlier writes, as on a
                 // GPU.
@@ -47,12 +48,15 @@ pub(super) fn store(
         }
         return Ok(());
     }
-    let mut data = filled::<8>(bytes);
-    for line in words.chunks_exact(LINE_WORDS + 1) {
+    let data = bytes.chunks(LINE.0).chain(std::iter::repeat(&[][..]));
+    for (line, data) in words.chunks_exact(LINE_WORDS + 1).zip(data) {
         let (flag_word, words) = last_of(line)?;
-        for (word, data) in words.iter().zip(&mut data) {
+        // A line's data in one copy: conversions of single words take twice as long.
+        let mut values = [0_u64; LINE_WORDS];
+        values.as_mut_bytes()[..data.len()].copy_from_slice(data);
+        for (word, value) in words.iter().zip(values) {
             // Release, as for the smaller packets; the flag alone would publish the line.
-            word.store(u64::from_ne_bytes(data), Ordering::Release);
+            word.store(value, Ordering::Release);
         }
         context.delay();
         // Release: readers that see the flag see the data words of the line.
@@ -142,11 +146,12 @@ impl<'a> Arrivals<'a> {
             if flag_word.load(Ordering::Acquire) != self.flag {
                 return Ok(false);
             }
-            for (word, data) in words.iter().zip(data.chunks_mut(8)) {
+            let mut values = [0_u64; LINE_WORDS];
+            for (word, value) in words.iter().zip(&mut values) {
                 // Acquire, as for the smaller packets: a reader of the data also sees what the writer did before.
-                let found = word.load(Ordering::Acquire).to_ne_bytes();
-                data.copy_from_slice(&found[..data.len()]);
+                *value = word.load(Ordering::Acquire);
             }
+            data.copy_from_slice(&values.as_bytes()[..data.len()]);
             self.taken += 1;
         }
         Ok(true)
@@ -174,12 +179,12 @@ pub(super) fn pause(context: &Context, looks: u32) -> Result<()> {
     Ok(())
 }
 
-/// Splits `bytes` into pieces of `LENGTH`; the last one is zero-padded and followed by zeros.
-fn filled<const LENGTH: usize>(bytes: &[u8]) -> impl Iterator<Item = [u8; LENGTH]> + '_ {
-    let (whole, rest) = bytes.as_chunks::<LENGTH>();
-    let mut last = [0; LENGTH];
+/// Splits `bytes` into the data of words; the last one is zero-padded and followed by zeros.
+fn filled(bytes: &[u8]) -> impl Iterator<Item = [u8; 4]> + '_ {
+    let (whole, rest) = bytes.as_chunks();
+    let mut last = [0; 4];
     last[..rest.len()].copy_from_slice(rest);
-    let zeros = std::iter::repeat([0; LENGTH]);
+    let zeros = std::iter::repeat([0; 4]);
     whole.iter().copied().chain([last]).chain(zeros)
 }
 
