@@ -294,7 +294,8 @@ impl<'a> Case<'a> {
         }
         match diagnostic.kind {
             Kind::Deadlock => {
-                let plays = (0..ORDERS).map(|seed| self.stage.play(&Schedule::new(seed)));
+                let orders = (0..ORDERS).map(|seed| Schedule::new(seed).waiting_together());
+                let plays = orders.map(|order| self.stage.play(&order));
                 let plays: Vec<Outcome> = plays.collect();
                 // A lane that cannot go on has others wait.
                 let is_failed = |fault: &Fault| matches!(fault, Fault::OutOfRange { .. });

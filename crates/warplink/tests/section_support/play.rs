@@ -5,12 +5,13 @@
 //! one place in theirs, and all of a lane's stores before its next signal. What it loads may be loaded early,
 //! down to its last wait, and what a rank's stream did may be seen by others as late as a signal, since packets
 //! order nothing else. The elements of a step are moved in any order, a
-//! packet as a whole. Between launches, the caller's stream takes the outputs, sets other inputs
+//! packet as a whole, some of them after later steps of the lane: its threads meet at signals, waits and such only. Between launches, the caller's stream takes the outputs, sets other inputs
 //! and spoils the rest.
 //!
 //! Every cell of memory remembers the order of its writes, and every read the writes before it. Two plays
 //! whose [`Outcome::order`] differs are a race, whether or not a value shows it.
 
+mod behind;
 mod lane;
 mod values;
 
@@ -55,6 +56,16 @@ pub(crate) enum Landing {
     Late,
 }
 
+/// When some threads of a lane go on to its next step while others are behind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Lag {
+    Never,
+    /// Once all packets that the step waits for have come.
+    Behind,
+    /// Also while threads wait for packets: others have none to wait for.
+    Waiting,
+}
+
 /// An order of steps.
 #[derive(Clone, Debug)]
 pub(crate) struct Schedule {
@@ -62,6 +73,7 @@ pub(crate) struct Schedule {
     pub(crate) landing: Landing,
     /// Whether plain memory is loaded as early as it may be.
     pub(crate) early: bool,
+    pub(crate) lag: Lag,
     pub(crate) held: Vec<Hold>,
     pub(crate) seed: u64,
 }
@@ -72,9 +84,22 @@ impl Schedule {
             pick: [Pick::Uniform, Pick::Priorities][(seed % 2) as usize],
             landing: [Landing::Late, Landing::Any, Landing::Soon][(seed % 3) as usize],
             early: seed % 4 == 3,
+            lag: match seed % 5 {
+                3 => Lag::Behind,
+                4 => Lag::Waiting,
+                _ => Lag::Never,
+            },
             held: Vec::new(),
             seed,
         }
+    }
+
+    /// The same where all threads of a lane wait together, so that it hangs where one of them does.
+    pub(crate) fn waiting_together(mut self) -> Self {
+        if self.lag == Lag::Waiting {
+            self.lag = Lag::Behind;
+        }
+        self
     }
 
     pub(crate) fn holding(mut self, held: impl IntoIterator<Item = Hold>) -> Self {
@@ -157,7 +182,8 @@ impl Play<'_> {
             if self.launch[rank] != Some(self.stage.launches()) {
                 let mut over = !self.fails(rank);
                 for (number, lane) in lanes.iter().enumerate() {
-                    let goes_on = !lane.fails && lane.next < self.acts(rank, number).len();
+                    let left = lane.next < self.acts(rank, number).len();
+                    let goes_on = left && !lane.fails || !lane.behind.is_empty();
                     let lands = !lane.stores.is_empty();
                     agents.extend(goes_on.then_some(Agent::Lane(rank, number)));
                     agents.extend(lands.then_some(Agent::Landing(rank, number)));
@@ -302,11 +328,15 @@ impl Play<'_> {
             step: self.lanes[rank][lane].next,
         };
         let steps = self.steps(id);
-        let Some(act) = steps.acts.get(id.step) else {
-            return false;
+        let act = steps.acts.get(id.step);
+        let Some(act) = act.filter(|_| !self.lanes[rank][lane].fails) else {
+            return self.catch_up(rank, lane, held_too);
         };
+        if let Some(moved) = self.wait_for_threads(id, act, held_too) {
+            return moved;
+        }
         if self.is_held(Hold::Step(id), held_too) {
-            return false;
+            return self.leave_behind(id, act) || self.catch_up(rank, lane, held_too);
         }
         match act {
             Act::Signal { peer, lane: to } => {
@@ -350,7 +380,8 @@ impl Play<'_> {
                 let (moved, left) = (units.len() < before, !units.is_empty());
                 self.lanes[rank][lane].units = Some(units).filter(|_| left);
                 if left {
-                    return moved;
+                    let goes_on = self.random.chance(2) && self.leave_behind(id, act);
+                    return moved || goes_on || self.catch_up(rank, lane, held_too);
                 }
             }
         }

@@ -8,7 +8,56 @@ use warplink::program::{DiagnosticKind, Parameters, Program, verify};
 const LENGTH: i64 = 1024;
 
 /// What a kernel does, on how many ranks, with how many lanes, and how it is refused, if it is.
-const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 4] = [
+const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 8] = [
+    // A packet proves nothing of the other threads of the lane that sends it.
+    (
+        "if lane == 0 {
+            Y = copy(S)
+            put X[0..2] to P[epoch % 2][0..2] on rank
+        } else {
+            Z = copy(P[epoch % 2][0..2])
+            S = copy(W)
+        }",
+        1,
+        2,
+        Some(DiagnosticKind::Race),
+    ),
+    // Some threads of the put still read what it puts.
+    (
+        "if lane == 0 {
+            put S to P[epoch % 2] on rank
+        } else {
+            Z = copy(P[epoch % 2][0..2])
+            S = copy(W)
+        }",
+        1,
+        2,
+        Some(DiagnosticKind::Race),
+    ),
+    // All packets of the put have come, but to threads that have not met since.
+    (
+        "if lane == 0 {
+            put S to P[epoch % 2] on rank
+        } else {
+            Y = copy(P[epoch % 2])
+            S = copy(W)
+        }",
+        1,
+        2,
+        Some(DiagnosticKind::Race),
+    ),
+    (
+        "if lane == 0 {
+            put S to P[epoch % 2] on rank
+        } else {
+            Y = copy(P[epoch % 2])
+            barrier
+            S = copy(W)
+        }",
+        2,
+        2,
+        None,
+    ),
     // Only between two numbers do two ranks go on at once.
     (
         "let slot = epoch % 2
@@ -50,6 +99,7 @@ fn each_kernel_gets_its_verdict_in_time() {
                 output Y: f32[n]
                 output Z: f32[2]
                 output S: f32[n]
+                scratch P: packets16 f32[2, n]
                 scratch R: f32[2, n]
                 function step(x, s) {{ return x * s, s * 2 }}
                 S = copy(X)

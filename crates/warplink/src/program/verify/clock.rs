@@ -3,6 +3,8 @@
 //! A clock is a tree of counts that shares branches with the clocks it was derived from, so its cost is proportional
 //! to the changed nodes. That is small if streams know little of one another, or all the same.
 //!
+//! Instead of counts, a clock may have other entries that join: [`Recent`].
+//!
 //! Many clocks may start from one common clock: they keep it as a *base*, and their own trees hold only later joins.
 //! A later base of an origin includes all earlier bases of that origin, so a clock keeps one base per origin.
 
@@ -17,7 +19,68 @@ const LEAF_BITS: usize = 5;
 /// Branches of a node, as a power of two.
 const BRANCH_BITS: usize = 4;
 
-type Branch = Option<Rc<Node>>;
+type Branch<T> = Option<Rc<Node<T>>>;
+
+/// A stream's entry in a clock.
+pub(super) trait Entry: Copy + PartialEq {
+    /// That of a stream of which nothing is known.
+    const NOTHING: Self;
+    fn joined(self, other: Self) -> Self;
+}
+
+impl Entry for u32 {
+    const NOTHING: Self = 0;
+
+    fn joined(self, other: Self) -> Self {
+        self.max(other)
+    }
+}
+
+/// A few of a stream's operations, the latest ones that are known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Recent {
+    last: u32,
+    /// Bit `n`: operation `last - n`. Those before are forgotten, so that joins take little time.
+    mask: u64,
+}
+
+impl Recent {
+    pub(super) const fn of(time: u32) -> Self {
+        Self {
+            last: time,
+            mask: 1,
+        }
+    }
+
+    pub(super) const fn contains(self, time: u32) -> bool {
+        self.at(time) & self.mask != 0
+    }
+
+    /// The bit of an operation; none if it is forgotten, or later.
+    const fn at(self, time: u32) -> u64 {
+        match self.last.checked_sub(time) {
+            Some(age) if age < u64::BITS => 1 << age,
+            _ => 0,
+        }
+    }
+}
+
+impl Entry for Recent {
+    const NOTHING: Self = Self { last: 0, mask: 0 };
+
+    fn joined(self, other: Self) -> Self {
+        let (earlier, later) = if self.last < other.last {
+            (self, other)
+        } else {
+            (other, self)
+        };
+        let age = later.last - earlier.last;
+        Self {
+            last: later.last,
+            mask: later.mask | earlier.mask.checked_shl(age).unwrap_or(0),
+        }
+    }
+}
 
 /// Creates clocks, and counts the memory they use.
 #[derive(Debug)]
@@ -27,12 +90,12 @@ pub(super) struct Clocks {
     nodes: Rc<Cell<usize>>,
 }
 
-/// A count of operations for each stream of all ranks.
+/// A count of operations for each stream of all ranks, or another entry.
 #[derive(Clone, Debug)]
-pub(super) struct Clock {
-    root: Branch,
+pub(super) struct Clock<T = u32> {
+    root: Branch<T>,
     /// By origin.
-    bases: Rc<Vec<Option<Base>>>,
+    bases: Rc<Vec<Option<Base<T>>>>,
     levels: usize,
     /// Number of nodes of all clocks together.
     nodes: Rc<Cell<usize>>,
@@ -40,10 +103,10 @@ pub(super) struct Clock {
 
 /// Immutable copy of a clock.
 #[derive(Clone, Debug)]
-struct Base {
+struct Base<T> {
     /// Sequence number among the bases of its origin.
     number: usize,
-    root: Branch,
+    root: Branch<T>,
 }
 
 /// State of a stream's clock at one point.
@@ -63,15 +126,15 @@ impl Snapshot {
 }
 
 #[derive(Debug)]
-struct Node {
-    content: Content,
+struct Node<T> {
+    content: Content<T>,
     nodes: Rc<Cell<usize>>,
 }
 
 #[derive(Clone, Debug)]
-enum Content {
-    Leaf([u32; 1 << LEAF_BITS]),
-    Inner([Branch; 1 << BRANCH_BITS]),
+enum Content<T> {
+    Leaf([T; 1 << LEAF_BITS]),
+    Inner([Branch<T>; 1 << BRANCH_BITS]),
 }
 
 impl Clocks {
@@ -88,7 +151,7 @@ impl Clocks {
     }
 
     /// A clock without any operation.
-    pub(super) fn clock(&self) -> Clock {
+    pub(super) fn clock<T>(&self) -> Clock<T> {
         Clock {
             root: None,
             bases: Rc::default(),
@@ -104,6 +167,14 @@ impl Clocks {
 }
 
 impl Clock {
+    /// Counts one more operation of `stream` and returns its number.
+    pub(super) fn tick(&mut self, stream: usize) -> u32 {
+        // Not the tree's own count: after `based`, the stream's earlier time is in a base alone.
+        let time = self.get(stream) + 1;
+        self.set(stream, time);
+        time
+    }
+
     /// Snapshot of this clock, which belongs to `stream`.
     pub(super) fn snapshot(&self, stream: usize) -> Snapshot {
         Snapshot {
@@ -117,6 +188,18 @@ impl Clock {
     pub(super) fn learn(&mut self, snapshot: &Snapshot) {
         if !snapshot.precedes(self) {
             self.join(&snapshot.clock);
+        }
+    }
+}
+
+impl<T: Entry> Clock<T> {
+    /// A clock of the same streams without any operation.
+    pub(super) fn empty(&self) -> Self {
+        Self {
+            root: None,
+            bases: Rc::default(),
+            levels: self.levels,
+            nodes: self.nodes.clone(),
         }
     }
 
@@ -165,40 +248,32 @@ impl Clock {
         }
     }
 
-    pub(super) fn get(&self, stream: usize) -> u32 {
+    pub(super) fn get(&self, stream: usize) -> T {
         let own = self.get_of(&self.root, stream);
         let bases = self.bases.iter().flatten();
         // A stream may be in the tree and in several bases, each as old as the join that brought it; the latest
         // counts.
-        bases.fold(own, |most, base| most.max(self.get_of(&base.root, stream)))
+        bases.fold(own, |all, base| all.joined(self.get_of(&base.root, stream)))
     }
 
-    fn get_of(&self, mut branch: &Branch, stream: usize) -> u32 {
+    fn get_of(&self, mut branch: &Branch<T>, stream: usize) -> T {
         for level in (0..=self.levels).rev() {
             match branch.as_ref().map(|node| &node.content) {
-                None => return 0,
+                None => return T::NOTHING,
                 Some(Content::Leaf(counts)) => return counts[leaf_index(stream)],
                 Some(Content::Inner(branches)) => branch = &branches[index(stream, level)],
             }
         }
-        0
+        T::NOTHING
     }
 
-    /// Counts one more operation of `stream` and returns its number.
-    pub(super) fn tick(&mut self, stream: usize) -> u32 {
-        // Not the tree's own count: after `based`, the stream's earlier time is in a base alone.
-        let time = self.get(stream) + 1;
-        self.set(stream, time);
-        time
-    }
-
-    pub(super) fn set(&mut self, stream: usize, time: u32) {
+    pub(super) fn set(&mut self, stream: usize, entry: T) {
         let mut branch = &mut self.root;
         for level in (0..=self.levels).rev() {
             let node = branch.get_or_insert_with(|| Rc::new(Node::new(level, &self.nodes)));
             match &mut Rc::make_mut(node).content {
                 Content::Leaf(counts) => {
-                    counts[leaf_index(stream)] = time;
+                    counts[leaf_index(stream)] = entry;
                     return;
                 }
                 Content::Inner(branches) => branch = &mut branches[index(stream, level)],
@@ -207,16 +282,18 @@ impl Clock {
     }
 }
 
-impl Node {
+impl<T: Entry> Node<T> {
     fn new(level: usize, nodes: &Rc<Cell<usize>>) -> Self {
         let content = match level {
-            0 => Content::Leaf([0; 1 << LEAF_BITS]),
+            0 => Content::Leaf([T::NOTHING; 1 << LEAF_BITS]),
             _ => Content::Inner(Default::default()),
         };
         Self::of(content, nodes)
     }
+}
 
-    fn of(content: Content, nodes: &Rc<Cell<usize>>) -> Self {
+impl<T> Node<T> {
+    fn of(content: Content<T>, nodes: &Rc<Cell<usize>>) -> Self {
         nodes.set(nodes.get() + 1);
         Self {
             content,
@@ -225,25 +302,25 @@ impl Node {
     }
 }
 
-impl Clone for Node {
+impl<T: Clone> Clone for Node<T> {
     fn clone(&self) -> Self {
         Self::of(self.content.clone(), &self.nodes)
     }
 }
 
-impl Drop for Node {
+impl<T> Drop for Node<T> {
     fn drop(&mut self) {
         self.nodes.set(self.nodes.get() - 1);
     }
 }
 
 /// Number of a base, counted from 1; 0 for none.
-fn number(base: &Option<Base>) -> usize {
+fn number<T>(base: &Option<Base<T>>) -> usize {
     base.as_ref().map_or(0, |base| base.number + 1)
 }
 
 /// Whether `own` is at least as late as `others` for every origin.
-fn has_all(own: &[Option<Base>], others: &[Option<Base>]) -> bool {
+fn has_all<T>(own: &[Option<Base<T>>], others: &[Option<Base<T>>]) -> bool {
     let owned = own.iter().chain(std::iter::repeat(&None));
     others
         .iter()
@@ -251,7 +328,7 @@ fn has_all(own: &[Option<Base>], others: &[Option<Base>]) -> bool {
         .all(|(other, own)| number(own) >= number(other))
 }
 
-fn join_trees(own: &mut Branch, theirs: &Branch) {
+fn join_trees<T: Entry>(own: &mut Branch<T>, theirs: &Branch<T>) {
     match (&*own, theirs) {
         (_, None) => {}
         (None, Some(theirs)) => *own = Some(theirs.clone()),
@@ -268,8 +345,8 @@ const fn index(stream: usize, level: usize) -> usize {
     (stream >> (LEAF_BITS + BRANCH_BITS * (level - 1))) & ((1 << BRANCH_BITS) - 1)
 }
 
-/// Element-wise maximum; shares the node of either side if that dominates.
-fn joined(own: &Rc<Node>, theirs: &Rc<Node>) -> Rc<Node> {
+/// Element-wise join; shares the node of either side if that includes the other.
+fn joined<T: Entry>(own: &Rc<Node<T>>, theirs: &Rc<Node<T>>) -> Rc<Node<T>> {
     if Rc::ptr_eq(own, theirs) {
         return own.clone();
     }
@@ -278,14 +355,14 @@ fn joined(own: &Rc<Node>, theirs: &Rc<Node>) -> Rc<Node> {
         (Content::Leaf(a), Content::Leaf(b)) => {
             let mut counts = *a;
             for ((count, a), b) in counts.iter_mut().zip(a).zip(b) {
-                *count = (*a).max(*b);
-                is_own &= a >= b;
-                is_theirs &= b >= a;
+                *count = a.joined(*b);
+                is_own &= *count == *a;
+                is_theirs &= *count == *b;
             }
             Content::Leaf(counts)
         }
         (Content::Inner(a), Content::Inner(b)) => {
-            let mut branches: [Branch; 1 << BRANCH_BITS] = Default::default();
+            let mut branches: [Branch<T>; 1 << BRANCH_BITS] = Default::default();
             for ((branch, a), b) in branches.iter_mut().zip(a).zip(b) {
                 match (a, b) {
                     (None, None) => {}
@@ -373,6 +450,26 @@ mod tests {
 
     fn counts() -> impl Strategy<Value = Vec<(usize, u32)>> {
         proptest::collection::vec((0_usize..1500, 1_u32..4), 0..40)
+    }
+
+    proptest! {
+        /// Joined in any order, the operations of the last 64 are known, and no others.
+        #[test]
+        fn recent_operations_are_those_that_were_joined(
+            times in proptest::collection::vec(1_u32..200, 1..30),
+            seed in 0_usize..30,
+        ) {
+            let join = |times: &[u32]| {
+                times.iter().fold(Recent::NOTHING, |all, time| all.joined(Recent::of(*time)))
+            };
+            let (some, others) = times.split_at(seed % times.len());
+            let all = join(others).joined(join(some));
+            let last = times.iter().max().unwrap();
+            for time in 0..200 {
+                let expected = times.contains(&time) && last - time < 64;
+                prop_assert_eq!(all.contains(time), expected, "{}", time);
+            }
+        }
     }
 
     proptest! {

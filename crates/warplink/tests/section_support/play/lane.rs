@@ -35,6 +35,8 @@ pub(super) struct Lane {
     pub(super) fails: bool,
     /// The units of the step at hand that are not moved; none before it begins.
     pub(super) units: Option<Vec<usize>>,
+    /// Earlier steps of which some threads have not moved these units, while others are at a later step.
+    pub(super) behind: Vec<(StepId, Vec<usize>)>,
     pub(super) stores: Vec<Store>,
     /// How many of `stores` are to each cell, so that most cells need no search.
     pub(super) cells: FxHashMap<(usize, usize, usize), usize>,

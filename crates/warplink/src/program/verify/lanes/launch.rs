@@ -1,7 +1,8 @@
 //! Launch boundaries: start and end of lanes, and accesses of the rank's stream to its tensors between launches.
 
 use super::Does;
-use super::memory::{AreaHistory, Knowledge, STREAM, Stamp, Touch};
+use super::knowledge::{Knowledge, Stamp};
+use super::memory::{AreaHistory, STREAM, Touch};
 use super::run::{Finding, LaneRun, RankMemory};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
@@ -76,6 +77,7 @@ impl<'a> LaneRun<'a> {
             let steps = self.steps(number, rank, lane)?;
             let index = self.lane_number(rank, lane);
             self.knows[index] = knows.clone();
+            self.knows[index].meet();
             self.admit(number, rank, &steps)?;
             all.push(steps);
         }
@@ -133,6 +135,7 @@ impl<'a> LaneRun<'a> {
         let number = self.streams[rank].launch;
         for lane in 0..self.section(number, rank).lanes {
             let index = self.lane_number(rank, lane);
+            self.knows[index].meet();
             self.streams[rank].knows.join(&self.knows[index]);
         }
         self.note_accesses(number, rank);
@@ -152,6 +155,7 @@ impl<'a> LaneRun<'a> {
         };
         let knows = self.streams[rank].knows.clone();
         let tensors = &self.ranks[rank].tensors;
+        let proof = knows.kept(&stamp, &[]);
         let mut found = Vec::new();
         for (place, bytes) in &mut self.memory[rank] {
             let RankMemory::Tensor(id) = place else {
@@ -160,7 +164,7 @@ impl<'a> LaneRun<'a> {
             // Also tensors that only other kernels use: the caller may write any tensor between launches.
             let memory = (rank, &*tensors[*id].name);
             let all = 0..tensors[*id].bytes;
-            bytes.write(&all, None, stamp, &knows, |wrong| {
+            bytes.write(&all, None, stamp, (&knows, &[], &proof), |wrong| {
                 found.push(Finding {
                     actor: stamp.actor,
                     writes: true,

@@ -1,30 +1,13 @@
 //! Race detection for accesses of lanes.
 
+use super::knowledge::{Knowledge, Proof, Proofs, Stamp};
 use crate::program::machine::Actor;
-use crate::program::verify::clock::{Clock, Snapshot};
+use crate::program::verify::clock::Snapshot;
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 /// Lane number that denotes the rank's stream between two launches.
 pub(super) const STREAM: u32 = u32::MAX;
-
-/// A recorded access.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Stamp {
-    pub(super) actor: Actor,
-    pub(super) stream: u32,
-    pub(super) time: u32,
-}
-
-/// Clocks of a lane.
-#[derive(Clone, Debug)]
-pub(super) struct Knowledge {
-    /// Visible memory: ordering through signals and streams.
-    pub(super) seen: Clock,
-    /// Completed steps: the above, and ordering through packets. A packet does not order other memory, but its sender
-    /// had completed its earlier steps, so memory that these read may be overwritten.
-    pub(super) over: Clock,
-}
 
 /// State of a packet's writer at the write.
 #[derive(Clone, Debug)]
@@ -33,9 +16,19 @@ struct Sender {
     flag: u64,
     /// Whether it stored an element here, and not only padding at the end of a packet.
     filled: bool,
-    over: Snapshot,
+    proof: Proof,
+    /// All that the step stored.
+    stored: Range<usize>,
     /// Sender's visible memory, if the packet publishes it as a signal does.
     seen: Option<Snapshot>,
+}
+
+/// Proof by plain memory, for later steps of the lane that wrote it.
+#[derive(Clone, Debug)]
+struct Kept {
+    proof: Proof,
+    /// All that the step wrote.
+    stored: Range<usize>,
 }
 
 /// A range of bytes with one access history.
@@ -46,6 +39,7 @@ struct Cell {
     /// Reads since the write.
     reads: Vec<Stamp>,
     sender: Option<Sender>,
+    kept: Option<Kept>,
     /// Launches whose packets it held, counted from 1.
     packets_of: Vec<u64>,
     /// Whether anything read the last write.
@@ -92,42 +86,6 @@ pub(super) enum Touch {
     Update,
 }
 
-impl Knowledge {
-    /// Counts one more step of `stream`, which owns these clocks.
-    pub(super) fn tick(&mut self, stream: usize) -> u32 {
-        self.over.tick(stream);
-        self.seen.tick(stream)
-    }
-
-    /// See [`Clock::flatten`].
-    pub(super) fn flatten(&mut self) {
-        self.seen.flatten();
-        self.over.flatten();
-    }
-
-    /// See [`Clock::based`].
-    pub(super) fn based(&self, origin: usize, number: usize) -> Self {
-        Self {
-            seen: self.seen.based(origin, number),
-            over: self.over.based(origin, number),
-        }
-    }
-
-    /// Joins the clocks of another lane or stream.
-    pub(super) fn join(&mut self, other: &Self) {
-        self.seen.join(&other.seen);
-        self.over.join(&other.over);
-    }
-
-    fn sees(&self, stamp: &Stamp) -> bool {
-        self.seen.get(stamp.stream as usize) >= stamp.time
-    }
-
-    fn outlives(&self, stamp: &Stamp) -> bool {
-        self.over.get(stamp.stream as usize) >= stamp.time
-    }
-}
-
 impl AreaHistory {
     pub(super) fn new(bytes: usize, write: Option<Stamp>) -> Self {
         let all = Cell {
@@ -135,6 +93,7 @@ impl AreaHistory {
             write,
             reads: Vec::new(),
             sender: None,
+            kept: None,
             packets_of: Vec::new(),
             written_and_read: false,
             read_in: 0,
@@ -181,7 +140,8 @@ impl AreaHistory {
         sent.filter(move |lane| last.replace(*lane) != Some(*lane))
     }
 
-    /// Reads stored packets, even if overwritten since; of the last packet, only the bytes before `filled`.
+    /// Reads stored packets, even if overwritten since; of the last packet, only the bytes before `filled`. The proof that all of
+    /// them have, if they do: whichever packet a thread waits for, it has this one.
     pub(super) fn read_packets(
         &mut self,
         range: &Range<usize>,
@@ -190,10 +150,11 @@ impl AreaHistory {
         stamp: Stamp,
         knows: &mut Knowledge,
         mut tell: impl FnMut(Wrong),
-    ) {
+    ) -> Option<Proof> {
         for at in [range.start, filled, range.end] {
             self.split(at);
         }
+        let mut proofs = Proofs::default();
         for (start, cell) in self.cells.range_mut(range.clone()) {
             let Some(sender) = &cell.sender else { continue };
             // The flag is the launch, so packets of another launch prove that those of this one have been
@@ -205,15 +166,19 @@ impl AreaHistory {
             }
             // Not `seen`: a packet is one store without a fence, so the sender's earlier stores may not be visible
             // yet.
-            knows.over.learn(&sender.over);
+            let proof = sender.proof.within(range, &sender.stored);
+            proofs.add(Some(proof.clone()));
+            knows.prove(proof);
             if let Some(seen) = &sender.seen {
                 knows.seen.learn(seen);
             }
             cell.note(stamp);
         }
+        proofs.together(knows)
     }
 
-    /// Reads bytes written by launches from `since` on.
+    /// Reads bytes written by launches from `since` on. The proof that each thread had which wrote them in this lane, if all had the
+    /// same.
     pub(super) fn read(
         &mut self,
         range: &Range<usize>,
@@ -221,9 +186,17 @@ impl AreaHistory {
         stamp: Stamp,
         knows: &Knowledge,
         mut tell: impl FnMut(Wrong),
-    ) {
+    ) -> Option<Proof> {
         let launch = u64::from(stamp.actor.launch) + 1;
+        let mut proofs = Proofs::default();
         for cell in self.within(range) {
+            let own = |write: &Stamp| {
+                (write.stream, write.actor.launch) == (stamp.stream, stamp.actor.launch)
+            };
+            let kept = cell.kept.as_ref();
+            let kept = kept.filter(|_| cell.write.as_ref().is_some_and(own));
+            let proof = kept.map(|kept| kept.proof.within(range, &kept.stored));
+            proofs.add(proof);
             match cell.write {
                 None => tell(Wrong::Unwritten),
                 Some(write) if !knows.sees(&write) => {
@@ -238,6 +211,7 @@ impl AreaHistory {
             }
             cell.note(stamp);
         }
+        proofs.together(knows)
     }
 
     /// Attaches a lane's visible memory to the packets that it has stored.
@@ -258,47 +232,62 @@ impl AreaHistory {
         }
     }
 
-    /// Writes; with `flag`, packets.
+    /// Writes; with `flag`, packets. Each thread of the step holds `held`; `proof` is that by what it stores.
     pub(super) fn write(
         &mut self,
         range: &Range<usize>,
         flag: Option<u64>,
         stamp: Stamp,
-        knows: &Knowledge,
+        (knows, held, proof): (&Knowledge, &[Proof], &Proof),
         mut tell: impl FnMut(Wrong),
     ) {
         for cell in self.within(range) {
             let mut unread = None;
             for read in cell.reads.drain(..) {
-                // A read is over once its step has completed, which packets tell too: `over`, not `seen`.
-                if read.actor != stamp.actor && !knows.outlives(&read) {
+                // A read is over once its step has completed, which packets tell too: not `sees`.
+                if read.actor != stamp.actor && !knows.outlives(&read, held) {
                     unread.get_or_insert(read);
                 }
             }
             let read = unread.is_none() && cell.written_and_read;
+            let same = cell.sender.as_ref().map(|sender| sender.flag) == flag && flag.is_some();
+            if let (true, Some(write)) = (same, cell.write) {
+                tell(Wrong::SameFlag(write.actor));
+            }
             if let Some(read) = unread {
                 tell(Wrong::Unordered(read.actor, Was::Read));
             }
-            if let Some(write) = cell.write {
+            if let (false, Some(write)) = (same, cell.write) {
                 // A packet that was read has certainly arrived, so it may be overwritten.
-                let landed = flag.is_some() && read && knows.outlives(&write);
-                if cell.sender.as_ref().map(|sender| sender.flag) == flag && flag.is_some() {
-                    tell(Wrong::SameFlag(write.actor));
-                // Overwriting needs `seen`, since a store whose step is over may still be in flight and land after
-                // this one.
-                } else if write.actor != stamp.actor && !knows.sees(&write) && !landed {
+                let landed = flag.is_some() && read && knows.outlives(&write, held);
+                // Otherwise, overwriting needs `sees`, since a store whose step is over may still be in flight and land
+                // after this one.
+                if write.actor != stamp.actor && !knows.sees(&write) && !landed {
                     tell(Wrong::Unordered(write.actor, Was::Write));
                 }
             }
             cell.write = Some(stamp);
             cell.written_and_read = false;
             cell.packets_of.extend(flag);
-            cell.sender = flag.map(|flag| Sender {
-                flag,
-                filled: true,
-                over: knows.over.snapshot(stamp.stream as usize),
-                seen: None,
-            });
+            (cell.sender, cell.kept) = match flag {
+                Some(flag) => {
+                    let sender = Sender {
+                        flag,
+                        filled: true,
+                        proof: proof.clone(),
+                        stored: range.clone(),
+                        seen: None,
+                    };
+                    (Some(sender), None)
+                }
+                None => {
+                    let kept = Kept {
+                        proof: proof.clone(),
+                        stored: range.clone(),
+                    };
+                    (None, Some(kept))
+                }
+            };
             // The stream's write between launches stands for the caller's work, which is no access of the kernel.
             if stamp.actor.lane != STREAM {
                 cell.written_in = u64::from(stamp.actor.launch) + 1;

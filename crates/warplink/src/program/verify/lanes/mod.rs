@@ -19,6 +19,7 @@
 //! can; it starts when the previous launch on its rank has ended.
 
 mod agreement;
+mod knowledge;
 mod launch;
 mod memory;
 mod reach;

@@ -1,7 +1,8 @@
 //! Messages for violations of lanes.
 
 use super::agreement;
-use super::memory::{Knowledge, STREAM, Was, Wrong};
+use super::knowledge::Knowledge;
+use super::memory::{STREAM, Was, Wrong};
 use super::run::{Finding, LaneRun, RankMemory};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};

@@ -1,7 +1,8 @@
 //! Interprets steps of lanes over vector clocks, and detects violations.
 
 use super::agreement::Announcements;
-use super::memory::{AreaHistory, Knowledge, Stamp, Was, Wrong};
+use super::knowledge::{Knowledge, Proof, Stamp};
+use super::memory::{AreaHistory, Was, Wrong};
 use super::values::{ReadWords, Valuation};
 use super::{JointLaunch, MAX_ALL_LANES, MAX_HELD_STEPS, MAX_STEPS, too_large};
 use crate::error::Rank;
@@ -125,10 +126,7 @@ impl<'a> LaneRun<'a> {
         });
         // One more per rank for its stream.
         let clocks = Clocks::new(world * (width + 1));
-        let knows = || Knowledge {
-            seen: clocks.clock(),
-            over: clocks.clock(),
-        };
+        let knows = || Knowledge::new(&clocks);
         Ok(Self {
             ranks,
             kernels,
@@ -295,6 +293,24 @@ impl<'a> LaneRun<'a> {
         }
     }
 
+    /// The threads of the actor's lane meet.
+    fn meet(&mut self, actor: Actor) {
+        let lane = self.lane_of(actor);
+        self.knows[lane].meet();
+    }
+
+    /// Whether all threads of a lane wait for the packets that a step reads: an agreement on tensors, or a value.
+    fn meets_after(&self, actor: Actor, step: &LaneStepKind) -> bool {
+        match step {
+            LaneStepKind::Agree { tensors, .. } => !tensors.is_empty(),
+            LaneStepKind::Value { source, .. } => {
+                let (place, _) = self.bytes_of(actor.launch as usize, source);
+                matches!(place, RankMemory::Area(packing) if packing.is_packets())
+            }
+            _ => false,
+        }
+    }
+
     /// Place of an operand, and its bytes there.
     pub(super) fn bytes_of(
         &self,
@@ -317,7 +333,14 @@ impl<'a> LaneRun<'a> {
         filled.map_or(0, |filled| filled.end)
     }
 
-    fn read(&mut self, stamp: Stamp, sources: &[Part], found: &mut Vec<(bool, Part, Wrong)>) {
+    /// Reads of a step, and the proofs that each of its threads holds then.
+    fn read(
+        &mut self,
+        stamp: Stamp,
+        sources: &[Part],
+        found: &mut Vec<(bool, Part, Wrong)>,
+    ) -> Vec<Proof> {
+        let mut held = Vec::new();
         let actor = stamp.actor;
         let number = actor.launch as usize;
         let (lane, flag) = (self.lane_of(actor), number as u64 + 1);
@@ -344,22 +367,25 @@ impl<'a> LaneRun<'a> {
                     for sender in bytes.senders(&range, flag).filter(|sender| *sender != lane) {
                         synchronized.insert((sender as usize, lane as usize));
                     }
-                    bytes.read_packets(&range, filled, flag, stamp, knows, tell);
+                    held.extend(bytes.read_packets(&range, filled, flag, stamp, knows, tell));
                 }
-                _ => bytes.read(&range, since, stamp, knows, tell),
+                _ => held.extend(bytes.read(&range, since, stamp, knows, tell)),
             }
         }
+        held
     }
 
+    /// Writes of a step, each thread of which holds `held`.
     fn write(
         &mut self,
-        stamp: Stamp,
+        (stamp, held): (Stamp, &[Proof]),
         (targets, sources): (&[Part], &[Part]),
         found: &mut Vec<(bool, Part, Wrong)>,
     ) {
         let actor = stamp.actor;
         let number = actor.launch as usize;
         let (lane, flag) = (self.lane_of(actor), number as u64 + 1);
+        let (mut sent, mut kept) = (None, None);
         for (position, target) in targets.iter().enumerate() {
             self.check_overlaps(actor, target, sources, Was::Read);
             self.check_overlaps(actor, target, &targets[..position], Was::Write);
@@ -369,8 +395,14 @@ impl<'a> LaneRun<'a> {
                 continue;
             };
             let packets = matches!(place, RankMemory::Area(packing) if packing.is_packets());
+            let knows = &self.knows[lane];
+            let proof = if packets {
+                sent.get_or_insert_with(|| knows.sent(&stamp, held))
+            } else {
+                kept.get_or_insert_with(|| knows.kept(&stamp, held))
+            };
             let flag = packets.then_some(flag);
-            bytes.write(&range, flag, stamp, &self.knows[lane], |wrong| {
+            bytes.write(&range, flag, stamp, (knows, held, proof), |wrong| {
                 found.push((true, *target, wrong));
             });
             // A packet is stored as a whole: its flag arrives although the rest of its data is padding, which a
@@ -422,6 +454,7 @@ impl Domain for LaneRun<'_> {
     }
 
     fn signal(&mut self, actor: Actor, to: usize, last: Option<Actor>) -> Knowledge {
+        self.meet(actor);
         self.stamp(actor);
         let lane = actor.lane as usize;
         if to != lane {
@@ -446,6 +479,7 @@ impl Domain for LaneRun<'_> {
         let lane = self.lane_of(actor);
         self.knows[lane].join(&signal);
         self.stamp(actor);
+        self.meet(actor);
     }
 
     fn has_packets(&mut self, actor: Actor, rank: Rank, packets: &OperandMemory) -> bool {
@@ -462,6 +496,9 @@ impl Domain for LaneRun<'_> {
             target,
         } = step
         {
+            if !tensors.is_empty() {
+                self.meet(actor);
+            }
             self.announce(actor, &announced(values, tensors), target);
         }
         let stamp = self.stamp(actor);
@@ -479,10 +516,13 @@ impl Domain for LaneRun<'_> {
         }
         let (targets, sources) = (step.targets(), step.sources());
         let mut found = Vec::new();
-        self.read(stamp, sources, &mut found);
-        self.write(stamp, (targets, sources), &mut found);
+        let held = self.read(stamp, sources, &mut found);
+        self.write((stamp, &held), (targets, sources), &mut found);
         for (writes, part, wrong) in found {
             self.find_operand(actor, writes, &part, wrong);
+        }
+        if self.meets_after(actor, step) {
+            self.meet(actor);
         }
         match step {
             LaneStepKind::Announce {
