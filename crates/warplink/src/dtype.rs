@@ -261,6 +261,20 @@ impl DType {
         with_element!(self, T => all::<T>(bytes))
     }
 
+    /// As [`encode`](Self::encode), of values in single precision; without a call for each element.
+    pub(crate) fn encode_f32(self, values: &[f32]) -> Vec<u8> {
+        fn all<T: Element<Wide = f32>>(values: &[f32]) -> Vec<u8> {
+            let values: Vec<T> = values.iter().copied().map(T::narrow).collect();
+            values.as_bytes().to_vec()
+        }
+        match self {
+            Self::F32 => all::<f32>(values),
+            Self::F16 => all::<half::f16>(values),
+            Self::BF16 => all::<half::bf16>(values),
+            _ => self.encode(values.iter().copied().map(f64::from)),
+        }
+    }
+
     /// Encodes `values` as elements, converted by [`Element::from_f64`].
     pub fn encode(self, values: impl IntoIterator<Item = f64>) -> Vec<u8> {
         fn all<T: Element>(values: impl Iterator<Item = f64>) -> Vec<u8> {

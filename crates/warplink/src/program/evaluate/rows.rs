@@ -75,11 +75,8 @@ impl RowValue for BoundedValue {
             .with_bound(self.bound + 16.0 * high.bound)
     }
 
-    fn row(
-        reduction: RowReduction,
-        values: &mut dyn Iterator<Item = Self>,
-        _order: RowOrder,
-    ) -> Self {
+    fn row(reduction: RowReduction, values: &[Self], _order: RowOrder) -> Self {
+        let values = values.iter().copied();
         match reduction {
             RowReduction::Max => values.fold(Self::exact(f64::NEG_INFINITY), Self::larger),
             RowReduction::Sum => {

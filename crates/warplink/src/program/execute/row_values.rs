@@ -4,8 +4,10 @@ use crate::dtype::DType;
 
 /// Bytes of a row of `elements`, each rounded to `dtype`; a single value is broadcast.
 pub(super) fn row_bytes(dtype: DType, values: &[f32], elements: usize) -> Vec<u8> {
-    let at = |element: usize| values[if values.len() == 1 { 0 } else { element }];
-    dtype.encode((0..elements).map(|element| at(element).into()))
+    match values {
+        [value] => dtype.encode_f32(&vec![*value; elements]),
+        _ => dtype.encode_f32(values),
+    }
 }
 
 /// An integer of a type that lanes read; -1, which is out of any range, for any other.

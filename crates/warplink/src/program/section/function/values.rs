@@ -37,11 +37,27 @@ pub(crate) trait RowValue: Copy {
     fn round(self, dtype: DType) -> Self;
     /// Whole numbers from 0 to 15 in one byte, `self` in its low bits.
     fn pair(self, high: Self) -> Self;
-    fn row(
-        reduction: RowReduction,
-        values: &mut dyn Iterator<Item = Self>,
-        order: RowOrder,
-    ) -> Self;
+    fn row(reduction: RowReduction, values: &[Self], order: RowOrder) -> Self;
+}
+
+/// Evaluates `body` with `function` as the constant that `value` is. Loops in it have no choice left to make for each
+/// element, which would take most of the time.
+macro_rules! chosen {
+    ($value:expr, $enum:ident: $($variant:ident)+, $function:ident => $body:expr) => {
+        match $value {
+            $($enum::$variant => {
+                const $function: $enum = $enum::$variant;
+                $body
+            })+
+        }
+    };
+}
+
+/// As [`chosen!`], for a function of two values.
+macro_rules! chosen_binary {
+    ($value:expr, $function:ident => $body:expr) => {
+        chosen!($value, RowBinary: Add Subtract Multiply Divide Min Max, $function => $body)
+    };
 }
 
 impl RowStep {
@@ -82,15 +98,18 @@ fn combined<V: RowValue>(operator: ReduceOp, rows: &[Vec<V>]) -> Vec<V> {
     let factor = operator.factor();
     let factor = factor.map(|factor| V::number(factor.value() as f32));
     // Each source before it is added, as NCCL's scaled sum and the kernels do.
-    let begin = |value: V| factor.map_or(value, |factor| value.binary(RowBinary::Multiply, factor));
-    let Some((first, others)) = rows.split_first() else {
-        return Vec::new();
-    };
-    let mut all: Vec<V> = first.iter().map(|value| begin(*value)).collect();
-    for row in others {
-        for (value, other) in all.iter_mut().zip(row) {
-            *value = value.binary(function, begin(*other));
+    let mut scaled = rows.iter().map(|row| match factor {
+        Some(factor) => {
+            let scaled = pairwise([row, &[factor]], |a: V, b| a.binary(RowBinary::Multiply, b));
+            Cow::Owned(scaled)
         }
+        None => Cow::Borrowed(&row[..]),
+    });
+    let mut all = scaled.next().map(Cow::into_owned).unwrap_or_default();
+    for row in scaled {
+        chosen_binary!(function, FUNCTION => for (value, other) in all.iter_mut().zip(&*row) {
+            *value = value.binary(FUNCTION, *other);
+        });
     }
     if operator == ReduceOp::Average {
         all.iter_mut()
@@ -129,27 +148,38 @@ impl RowFunction {
                     each(count, |element| arguments[argument][element / size])
                 }
                 RowNode::Unary(function, a) => {
-                    each(count, |element| at(a, element).unary(function))
+                    chosen!(
+                        function,
+                        RowUnary: Negative Abs Sqrt Rsqrt Exp PowerOfTwo Exponent E2m1,
+                        FUNCTION => values[a].iter().map(|value| value.unary(FUNCTION)).collect()
+                    )
                 }
                 RowNode::Binary(function, a, b) => {
                     let both = [&values[a][..], &values[b][..]];
-                    pairwise(count, both, |a: V, b| a.binary(function, b))
+                    chosen_binary!(function, FUNCTION => pairwise(both, |a: V, b| a.binary(FUNCTION, b)))
                 }
-                RowNode::Select(comparison, [a, b, yes, no]) => each(count, |element| {
-                    let [a, b, yes, no] = [a, b, yes, no].map(|operand| at(operand, element));
-                    V::select(comparison, a, b, yes, no)
-                }),
-                RowNode::Round(dtype, a) => each(count, |element| at(a, element).round(dtype)),
+                RowNode::Select(comparison, operands) => {
+                    let [a, b, yes, no] = operands.map(|operand| &values[operand][..]);
+                    let at = |all: &[V], element| all[if all.len() == 1 { 0 } else { element }];
+                    chosen!(
+                        comparison,
+                        Comparison: Equal NotEqual Less LessOrEqual Greater GreaterOrEqual,
+                        COMPARISON => each(count, |element| {
+                            let [yes, no] = [at(yes, element), at(no, element)];
+                            V::select(COMPARISON, at(a, element), at(b, element), yes, no)
+                        })
+                    )
+                }
+                RowNode::Round(dtype, a) => {
+                    values[a].iter().map(|value| value.round(dtype)).collect()
+                }
                 RowNode::Row(reduction, a) => {
-                    let mut row = (0..width).map(|element| at(a, element));
-                    vec![V::row(reduction, &mut row, order)]
+                    vec![V::row(reduction, &whole(&values[a], width), order)]
                 }
                 RowNode::BlockMax(size, a) => {
-                    let blocks = (0..width).step_by(size).flat_map(|from| {
-                        let block = from..width.min(from + size);
-                        let count = block.len();
-                        let mut block = block.map(|element| at(a, element));
-                        std::iter::repeat_n(V::row(RowReduction::Max, &mut block, order), count)
+                    let row = whole(&values[a], width);
+                    let blocks = row.chunks(size).flat_map(|block| {
+                        std::iter::repeat_n(V::row(RowReduction::Max, block, order), block.len())
                     });
                     blocks.collect()
                 }
@@ -181,10 +211,17 @@ fn each<V>(count: usize, one: impl Fn(usize) -> V) -> Vec<V> {
     (0..count).map(one).collect()
 }
 
+/// A row of `width` elements, which may be a single value for all of them.
+fn whole<V: Copy>(values: &[V], width: usize) -> Cow<'_, [V]> {
+    match values {
+        [value] if width != 1 => Cow::Owned(vec![*value; width]),
+        _ => Cow::Borrowed(values),
+    }
+}
+
 /// Values of the elements of two rows, or of single values.
-fn pairwise<V: Copy>(count: usize, [a, b]: [&[V]; 2], one: impl Fn(V, V) -> V) -> Vec<V> {
+fn pairwise<V: Copy>([a, b]: [&[V]; 2], one: impl Fn(V, V) -> V) -> Vec<V> {
     match (a, b) {
-        (&[a], &[b]) => vec![one(a, b); count],
         (&[a], b) => b.iter().map(|b| one(a, *b)).collect(),
         (a, &[b]) => a.iter().map(|a| one(*a, b)).collect(),
         (a, b) => a.iter().zip(b).map(|(a, b)| one(*a, *b)).collect(),
@@ -196,6 +233,7 @@ impl RowValue for f32 {
         value
     }
 
+    #[inline]
     fn unary(self, function: RowUnary) -> Self {
         match function {
             RowUnary::Negative => -self,
@@ -230,6 +268,7 @@ impl RowValue for f32 {
         self / count as Self
     }
 
+    #[inline]
     fn select(comparison: Comparison, a: Self, b: Self, yes: Self, no: Self) -> Self {
         let holds = match comparison {
             Comparison::Equal => a == b,
@@ -251,11 +290,7 @@ impl RowValue for f32 {
         (low | high << 4).into()
     }
 
-    fn row(
-        reduction: RowReduction,
-        values: &mut dyn Iterator<Item = Self>,
-        order: RowOrder,
-    ) -> Self {
+    fn row(reduction: RowReduction, values: &[Self], order: RowOrder) -> Self {
         let (neutral, function) = match reduction {
             RowReduction::Sum => (0.0, RowBinary::Add),
             RowReduction::Max => (f32::NEG_INFINITY, RowBinary::Max),
@@ -264,9 +299,11 @@ impl RowValue for f32 {
         // Mirrors the kernel: threads take units of 8 elements in turn, then lanes of a warp and then warps combine
         // as trees. Another order would round sums differently.
         let mut partial = vec![neutral; threads.next_multiple_of(WARP)];
-        for (element, value) in values.enumerate() {
-            let of = &mut partial[element / UNIT % threads];
-            *of = of.binary(function, value);
+        for (number, unit) in values.chunks(UNIT).enumerate() {
+            let of = &mut partial[number % threads];
+            *of = unit
+                .iter()
+                .fold(*of, |all, value| all.binary(function, *value));
         }
         let warps = partial
             .chunks(WARP)
@@ -332,7 +369,7 @@ mod tests {
         let values: Vec<f32> = (0..1000).map(|i| 1.0 / (i as f32 + 1.0)).collect();
         let sum = |threads| {
             let order = RowOrder { threads };
-            f32::row(RowReduction::Sum, &mut values.iter().copied(), order)
+            f32::row(RowReduction::Sum, &values, order)
         };
         let exact: f64 = values.iter().map(|value| f64::from(*value)).sum();
         for threads in [1, 32, 96, 1024, 2048] {
@@ -350,7 +387,7 @@ mod tests {
     fn the_largest_element_is_a_number() {
         let max = |values: &[f32]| {
             let order = RowOrder { threads: 32 };
-            f32::row(RowReduction::Max, &mut values.iter().copied(), order)
+            f32::row(RowReduction::Max, &values, order)
         };
         assert_eq!(max(&[1.0, f32::NAN, 3.0]), 3.0);
         assert_eq!(max(&[f32::NAN]), f32::NEG_INFINITY);
