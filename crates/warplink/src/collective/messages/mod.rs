@@ -22,7 +22,6 @@ pub(super) use on_device::check_apart;
 pub(super) use programs::Messages;
 pub use programs::kernels as message_kernels;
 
-use crate::device::DeviceKind;
 use crate::error::{Rank, Result};
 use crate::program::execute::RankContext;
 
@@ -43,9 +42,9 @@ const PACKED_BYTES: usize = 8 << 10;
 /// receiver handshake, and cover all of 4 MiB on two ranks.
 const LINED_BYTES: usize = 128 << 10;
 
-/// The same on the host device, where storing and loading packets takes several times as long as copying, and a handshake
-/// as long as copying this.
-const LINED_BYTES_ON_HOST: usize = 8 << 10;
+/// The same where processors move the data: they take several times as long for packets as for a copy, and as long for a
+/// handshake as for a copy of this.
+const LINED_BYTES_OF_PROCESSORS: usize = 8 << 10;
 
 /// Threads of a block; [`LANE_BYTES`] and [`PACKED_BYTES`] are derived from it.
 const THREADS: u32 = 512;
@@ -70,10 +69,12 @@ impl MessageShape {
     fn of(context: &RankContext, bytes: usize, multiprocessors: usize) -> Result<Self> {
         let room = (context.ranks_per_device()?, multiprocessors);
         // All ranks must use the same encoding.
-        let lined = match context.device.kind() {
-            _ if !context.carries_lines()? => 0,
-            DeviceKind::Host => LINED_BYTES_ON_HOST,
-            DeviceKind::Cuda => LINED_BYTES,
+        let lined = if !context.carries_lines()? {
+            0
+        } else if context.device.properties().shared {
+            LINED_BYTES_OF_PROCESSORS
+        } else {
+            LINED_BYTES
         };
         Ok(Self::new(
             context.rank(),
