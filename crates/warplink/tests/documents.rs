@@ -260,14 +260,41 @@ fn every_test_that_the_architecture_names_is_there() {
     sources(&root().join("crates"), &mut code);
     let table = ARCHITECTURE.split("\n## Invariants").nth(1).unwrap();
     let table = table.split("\n## ").next().unwrap();
-    let names: Vec<_> = quoted(table)
-        .filter(|word| word.contains('_') && !word.contains(['/', '.']))
-        .map(|name| name.trim_end_matches('…'))
-        .collect();
+    let of = |text| {
+        let names = quoted(text).filter(|word| word.contains('_') && !word.contains(['/', '.']));
+        names.map(|name| name.trim_end_matches('…'))
+    };
+    let names: Vec<_> = of(table).collect();
     assert!(names.len() > 20, "{names:?}");
     let missing: Vec<_> = names
         .into_iter()
         .filter(|name| !code.contains(&format!("fn {name}")))
         .collect();
     assert!(missing.is_empty(), "{missing:?}");
+    // A file or a folder is followed by its tests.
+    let mut in_files = 0;
+    for part in table.split([';', '|', '\n']) {
+        let Some((file, names)) = part.split_once("`: ") else {
+            continue;
+        };
+        let path = file.rsplit('`').next().unwrap();
+        let crates = ["warplink", "warplink-cli", "warplink-c"];
+        let mut there = crates
+            .map(|name| root().join("crates").join(name).join(path))
+            .into_iter();
+        let there = there
+            .find(|it| it.exists())
+            .unwrap_or_else(|| panic!("{path}"));
+        let mut text = String::new();
+        if there.is_dir() {
+            sources(&there, &mut text);
+        } else {
+            text = std::fs::read_to_string(there).unwrap();
+        }
+        for name in of(names) {
+            in_files += 1;
+            assert!(text.contains(&format!("fn {name}")), "{name} in {path}");
+        }
+    }
+    assert!(in_files > 20, "{in_files}");
 }

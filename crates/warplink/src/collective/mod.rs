@@ -170,7 +170,7 @@ impl CollectiveOptions {
 ///
 /// Every rank makes the same calls in the same order, with the same counts, types, operators and roots. A
 /// call enqueues on its stream, which may be capturing, and does not block, except the first of its kind,
-/// which may compile a kernel for a second or so ([`prepare`](Self::prepare)). Streams may differ between
+/// which may compile a kernel for 0.2 to 0.35 s ([`prepare`](Self::prepare)). Streams may differ between
 /// calls and ranks: launches execute in call order, also within a graph. The caller must order launches of
 /// graphs, and calls concurrent with them, identically on all ranks. A graph keeps neither the collectives
 /// nor the memory of its calls alive. For concurrent calls, use several communicators.
