@@ -1,7 +1,8 @@
 """Sends and receives of CPU tensors between two ranks of a group, matched by tag.
 
 Every ordered pair of ranks has a line of its own, in which messages arrive in the order in which they
-were sent: a header with the tag, the length and the type, then the bytes. A receiver reads a line only while a
+were sent: a header with the tag, the length and the type, and with the bytes where they are few; else these follow. A
+receiver reads a line only while a
 receive is posted that may match what comes (a header that none of them lived to see is taken up by the next);
 what does not match yet is kept until something does. So tags may be received in any order, and a receive from
 any rank takes the first message with its tag. A receive that times out ends alone; a line on which something
@@ -10,6 +11,7 @@ goes wrong in the middle of a message ends all messages of the group.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 import time
@@ -26,6 +28,9 @@ from warplink.torch.works import HostWork, Result, Worker, Works, bare
 
 #: Tag, length in bytes and element type.
 HEADER = struct.Struct("<qQ24s")
+
+#: Bytes of data that go with the header. Copying as many takes a small part of the time of another exchange.
+INLINE = 4096
 
 
 @dataclass
@@ -53,12 +58,17 @@ class _Header(NamedTuple):
 
     @staticmethod
     def unpack(data: torch.Tensor) -> _Header:
-        tag, nbytes, kind = HEADER.unpack(bytes(data.tolist()))
+        tag, nbytes, kind = HEADER.unpack(bytes(data[: HEADER.size].tolist()))
         return _Header(tag, nbytes, kind.rstrip(b"\0").decode())
 
-    def pack(self) -> torch.Tensor:
-        packed = HEADER.pack(self.tag, self.nbytes, self.kind.encode())
-        return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+    def pack(self, data: torch.Tensor) -> torch.Tensor:
+        """The header, with ``data`` if it is short."""
+        packed = torch.empty(HEADER.size + INLINE, dtype=torch.uint8)
+        header = HEADER.pack(self.tag, self.nbytes, self.kind.encode())
+        packed[: HEADER.size] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        if self.nbytes <= INLINE:
+            packed[HEADER.size :][: self.nbytes] = data
+        return packed
 
 
 class Messages:
@@ -77,6 +87,8 @@ class Messages:
         self._senders: dict[int, _Line] = {}
         self._readers: dict[int, _Line] = {}
         self._reading: set[int] = set()
+        #: For each peer, sends that its line's thread has not ended.
+        self._unsent: dict[int, int] = {}
         self._failure: BaseException | None = None
         self._works = works
 
@@ -90,12 +102,18 @@ class Messages:
                 work.finish(error=self._failure)
                 return work
             line = self._line(self._senders, peer, "send")
+            # Now, unless another message is first: the thread then only waits for it to be read.
+            posted = self._unsent.get(peer, 0) == 0 and line.post(peer, tensor, tag)
+            self._unsent[peer] = self._unsent.get(peer, 0) + 1
 
         def body() -> Result:
-            data = as_bytes(readable(tensor))
-            line.send(peer, _Header.of(tensor, tag).pack(), limit)
-            if data.numel():
-                line.send(peer, data, limit)
+            try:
+                if not posted:
+                    line.send(peer, tensor, tag)
+                line.wait(limit)
+            finally:
+                with self._lock:
+                    self._unsent[peer] -= 1
             return [tensor]
 
         def failed(error: BaseException) -> BaseException:
@@ -179,6 +197,7 @@ class Messages:
             return
         self._reading.add(peer)
         line = self._line(self._readers, peer, "receive")
+        line.ask(peer)
         line.worker.submit(lambda: self._read_all(line, peer))
 
     def _read_all(self, line: _Line, peer: int) -> None:
@@ -213,7 +232,7 @@ class Messages:
         with self._lock:
             posted = self._take(peer, header.tag)
         if posted is None:
-            data = line.receive(peer, header.nbytes, self.timeout)
+            data = line.receive(peer, header, self.timeout)
             with self._lock:
                 # One may have been posted meanwhile.
                 posted = self._take(peer, header.tag)
@@ -226,11 +245,11 @@ class Messages:
 
         def body() -> Result:
             if (wrong := self._mismatch(receive, peer, header)) is not None:
-                line.receive(peer, header.nbytes, self.timeout)
+                line.receive(peer, header, self.timeout)
                 raise wrong
             # In place.
             written = writable(receive.tensor)
-            line.receive_into(peer, as_bytes(written), self.timeout)
+            line.receive_into(peer, header, as_bytes(written), self.timeout)
             settle(receive.tensor, written)
             return [receive.tensor]
 
@@ -300,32 +319,65 @@ class _Line:
         self._stream = stream
         #: A header that is being received.
         self._header: torch.Tensor | None = None
+        #: The data that came with the last header.
+        self._inline = torch.empty(0, dtype=torch.uint8)
 
-    def send(self, peer: int, data: torch.Tensor, limit: float) -> None:
-        self._engine.exchange(self._stream, [(peer, data)], [])
+    def send(self, peer: int, tensor: torch.Tensor, tag: int) -> None:
+        """Begins to send a message. One thread at a time."""
+        data = as_bytes(readable(tensor))
+        header = _Header.of(tensor, tag)
+        self._engine.exchange(self._stream, [(peer, header.pack(data))], [])
+        if header.nbytes > INLINE:
+            self._engine.exchange(self._stream, [(peer, data)], [])
+
+    def post(self, peer: int, tensor: torch.Tensor, tag: int) -> bool:
+        """As ``send``; False if nothing was sent, and the line's thread is to find out why."""
+        if tensor.numel() * tensor.element_size() > INLINE:
+            # Two exchanges may fail between one another.
+            return False
+        try:
+            self.send(peer, tensor, tag)
+        except Exception:  # noqa: BLE001 - it comes again
+            return False
+        return True
+
+    def wait(self, limit: float) -> None:
+        """Waits until the peer has read what was sent."""
         self._stream.synchronize(limit)
+
+    def ask(self, peer: int) -> None:
+        """Begins to receive the next header, unless it has; where that fails, ``header`` does."""
+        if self._header is None:
+            with contextlib.suppress(Exception):
+                self._header = self._asked(peer)
+
+    def _asked(self, peer: int) -> torch.Tensor:
+        header = torch.empty(HEADER.size + INLINE, dtype=torch.uint8)
+        self._engine.exchange(self._stream, [], [(peer, header)])
+        return header
 
     def header(self, peer: int, limit: float) -> _Header | None:
         """The next message's; None if it does not come within ``limit`` seconds, until when it is asked for again."""
         if self._header is None:
-            header = torch.empty(HEADER.size, dtype=torch.uint8)
-            self._engine.exchange(self._stream, [], [(peer, header)])
-            self._header = header
+            self._header = self._asked(peer)
         try:
             self._stream.synchronize(limit)
         except TimeoutError:
             return None
-        header, self._header = self._header, None
-        return _Header.unpack(header)
+        came, self._header = self._header, None
+        self._inline = came[HEADER.size :]
+        return _Header.unpack(came)
 
-    def receive(self, peer: int, nbytes: int, limit: float) -> torch.Tensor:
-        """The next bytes."""
-        data = torch.empty(nbytes, dtype=torch.uint8)
-        self.receive_into(peer, data, limit)
+    def receive(self, peer: int, header: _Header, limit: float) -> torch.Tensor:
+        """The message's bytes."""
+        data = torch.empty(header.nbytes, dtype=torch.uint8)
+        self.receive_into(peer, header, data, limit)
         return data
 
-    def receive_into(self, peer: int, data: torch.Tensor, limit: float) -> None:
+    def receive_into(self, peer: int, header: _Header, data: torch.Tensor, limit: float) -> None:
         """The same, into ``data``."""
-        if data.numel():
-            self._engine.exchange(self._stream, [], [(peer, data)])
-            self._stream.synchronize(limit)
+        if header.nbytes <= INLINE:
+            data.copy_(self._inline[: header.nbytes])
+            return
+        self._engine.exchange(self._stream, [], [(peer, data)])
+        self._stream.synchronize(limit)
