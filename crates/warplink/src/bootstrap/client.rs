@@ -13,7 +13,8 @@ use super::handshake::Identity;
 use super::health::Health;
 use super::journal::Journal;
 use super::message::{
-    self, Answer, GroupDeclaration, MAX_REASON, Refusal, RefusalKind, Reply, Request, StoreEvent,
+    self, Answer, Bytes, GroupDeclaration, MAX_REASON, Refusal, RefusalKind, Reply, Request,
+    StoreEvent,
 };
 use super::outbox::Outbox;
 use super::pulse::{Pulse, not_heard};
@@ -321,7 +322,16 @@ impl Client {
                 number,
                 by,
                 payload,
-            } => self.answer_query(GroupName::from_bytes(group), number, by, &payload.0),
+            } => {
+                let group = GroupName::from_bytes(group);
+                if let Some(answer) = self.queries.answer(group, number, by, &payload.0) {
+                    self.notify(&Request::QueryReply {
+                        number,
+                        to: by,
+                        payload: Bytes::from(&answer[..]),
+                    });
+                }
+            }
             StoreEvent::QueryReply {
                 number,
                 by,
@@ -378,12 +388,16 @@ impl Client {
 
     /// Declares a group that this rank creates to the store. Does not block.
     pub(crate) fn declare(&self, declaration: GroupDeclaration) {
-        let link = lock(&self.state).open_link();
         // Without a store, members that disagree run into their deadlines.
-        if let Some(link) = link
-            && let Ok(body) = message::encode(&Request::Declare(declaration))
-        {
-            let _ = link.push(0, &body);
+        self.notify(&Request::Declare(declaration));
+    }
+
+    /// Sends a request that the store does not answer. False if there is no store to send it to.
+    pub(super) fn notify(&self, request: &Request) -> bool {
+        let link = lock(&self.state).open_link();
+        match (link, message::encode(request)) {
+            (Some(link), Ok(body)) => link.push(0, &body).is_ok(),
+            _ => false,
         }
     }
 

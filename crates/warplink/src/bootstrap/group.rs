@@ -1,15 +1,16 @@
-//! Groups of ranks, and the collectives of bytes among them.
+//! Groups of ranks: the collectives of bytes and the queries among them.
 
 use super::client::Client;
 use super::group_name::GroupName;
 use super::message::{Bytes, GatherId, Purpose, Reply, Request, wire_ranks};
+use super::query::Respondent;
 use crate::deadline::Deadline;
 use crate::debug::debug_fields;
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 /// How long the report of a failed attempt waits for the store.
@@ -276,6 +277,58 @@ impl Group {
             value: Bytes::from(value),
         };
         self.client.call(&purpose.to_string(), request, deadline)
+    }
+
+    /// Lets `respondent` handle queries of members to this rank, for as long as it exists.
+    pub(crate) fn respond(&self, respondent: Weak<dyn Respondent>) {
+        let queries = &self.client.queries;
+        queries.respond(self.name, &self.members, respondent);
+    }
+
+    /// Sends a query to `members` and returns the answers that arrive before the deadline, in any order; empty ones from
+    /// members without a respondent. Blocks until all members that are neither lost nor have left have answered; their
+    /// programs need not call anything.
+    pub(crate) fn query(
+        &self,
+        members: &[Rank],
+        payload: &[u8],
+        deadline: Deadline,
+    ) -> Vec<(Rank, Vec<u8>)> {
+        let to = self.present(members);
+        let number = self.client.queries.begin(&to);
+        // If it cannot be sent, no answer will come.
+        let until = if self.send(number, to, payload) {
+            deadline
+        } else {
+            Deadline::after(Duration::ZERO)
+        };
+        let answers = self.client.queries.wait(number, until);
+        let answers = answers.into_iter();
+        let members = answers.map(|(by, payload)| Some((self.member(by)?, payload.0.to_vec())));
+        members.flatten().collect()
+    }
+
+    /// Sends a notice to `members`. Does not block.
+    pub(crate) fn notify(&self, members: &[Rank], payload: &[u8]) {
+        self.send(0, self.present(members), payload);
+    }
+
+    /// The job ranks of those of `members` that are neither lost nor have left.
+    fn present(&self, members: &[Rank]) -> Vec<u32> {
+        let jobs = members.iter().filter_map(|&rank| self.job_rank(rank).ok());
+        let health = self.client.health();
+        let present: Vec<Rank> = jobs.filter(|&rank| health.is_there(rank)).collect();
+        // Ranks of the job always fit.
+        wire_ranks(&present).unwrap_or_default()
+    }
+
+    fn send(&self, number: u64, to: Vec<u32>, payload: &[u8]) -> bool {
+        self.client.notify(&Request::Query {
+            group: self.name.to_bytes(),
+            number,
+            to,
+            payload: Bytes::from(payload),
+        })
     }
 }
 

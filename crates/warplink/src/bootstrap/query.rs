@@ -3,16 +3,13 @@
 //! Keys in the store could not replace them: only a live answer distinguishes a rank that has made fewer calls from
 //! one that is stopped, and only a notice ends the wait of a rank that makes no calls.
 
-use super::client::Client;
-use super::group::Group;
 use super::group_name::GroupName;
-use super::message::{self, Bytes, Request, wire_ranks};
+use super::message::Bytes;
 use crate::deadline::Deadline;
 use crate::error::Rank;
 use crate::sync::{lock, wait_while};
 use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Condvar, Mutex, Weak};
-use std::time::Duration;
 
 /// Handles queries and notices for this rank in a group. The methods run on the reading thread, so they must not block, nor
 /// call the store, whose answer that thread would have to read.
@@ -24,8 +21,8 @@ pub(crate) trait Respondent: Send + Sync {
     fn notice(&self, by: Rank, payload: &[u8]);
 }
 
-/// A group and its respondent.
-type Responding = (Weak<Group>, Weak<dyn Respondent>);
+/// The members of a group, by their ranks in the job, and its respondent.
+type Responding = (Vec<Rank>, Weak<dyn Respondent>);
 
 /// The respondents of this rank, and its own queries in flight.
 #[derive(Default)]
@@ -51,11 +48,45 @@ struct Query {
 }
 
 impl Queries {
-    fn respondent(&self, group: GroupName) -> Option<(Arc<Group>, Arc<dyn Respondent>)> {
+    /// Lets `respondent` handle queries of these members of `group` to this rank, for as long as it exists.
+    pub(super) fn respond(
+        &self,
+        group: GroupName,
+        members: &[Rank],
+        respondent: Weak<dyn Respondent>,
+    ) {
+        let mut respondents = lock(&self.respondents);
+        respondents.retain(|_, (_, respondent)| respondent.strong_count() > 0);
+        respondents.insert(group, (members.to_vec(), respondent));
+    }
+
+    /// Handles a query of `by`, a rank of the job, and returns the answer; nothing for a notice, which has the number 0.
+    /// Without a respondent, the answer is empty, so that the other rank does not wait until its deadline.
+    pub(super) fn answer(
+        &self,
+        group: GroupName,
+        number: u64,
+        by: u32,
+        payload: &[u8],
+    ) -> Option<Vec<u8>> {
+        let respondent = self.respondent(group, by as Rank);
+        if number != 0 {
+            let answer = respondent.map(|(respondent, member)| respondent.answer(member, payload));
+            return Some(answer.unwrap_or_default());
+        }
+        if let Some((respondent, member)) = respondent {
+            respondent.notice(member, payload);
+        }
+        None
+    }
+
+    /// The respondent to `by`, a rank of the job, and that rank's number in the group.
+    fn respondent(&self, group: GroupName, by: Rank) -> Option<(Arc<dyn Respondent>, Rank)> {
         let respondents = lock(&self.respondents);
-        let (group, respondent) = respondents.get(&group)?;
+        let (members, respondent) = respondents.get(&group)?;
+        let member = members.iter().position(|&member| member == by)?;
         // Only looked up under the lock: handlers run without it, and may register respondents themselves.
-        Some((group.upgrade()?, respondent.upgrade()?))
+        Some((respondent.upgrade()?, member))
     }
 
     /// An answer arrived. One that comes too late, or from a rank that was not asked, is ignored.
@@ -70,7 +101,7 @@ impl Queries {
     }
 
     /// Registers a query to `awaited`, and returns its number.
-    fn begin(&self, awaited: &[u32]) -> u64 {
+    pub(super) fn begin(&self, awaited: &[u32]) -> u64 {
         let mut in_flight = lock(&self.in_flight);
         // From 1 on, since 0 marks a notice.
         in_flight.last += 1;
@@ -84,7 +115,7 @@ impl Queries {
     }
 
     /// Waits until all have answered, or the deadline, and returns the answers so far.
-    fn wait(&self, number: u64, deadline: Deadline) -> Vec<(Rank, Bytes)> {
+    pub(super) fn wait(&self, number: u64, deadline: Deadline) -> Vec<(Rank, Bytes)> {
         let is_awaited = |in_flight: &mut InFlight| {
             let query = in_flight.queries.get(&number);
             query.is_some_and(|query| !query.awaited.is_empty())
@@ -97,99 +128,10 @@ impl Queries {
     }
 }
 
-impl Client {
-    /// Handles a query of `by`, or a notice if `number` is 0. Without a respondent, the answer is empty, so that the other
-    /// rank does not wait until its deadline.
-    pub(super) fn answer_query(&self, group: GroupName, number: u64, by: u32, payload: &[u8]) {
-        let respondent = self.queries.respondent(group);
-        let answer = respondent.and_then(|(group, respondent)| {
-            let member = group.member(by as Rank)?;
-            if number == 0 {
-                respondent.notice(member, payload);
-                return None;
-            }
-            Some(respondent.answer(member, payload))
-        });
-        if number != 0 {
-            let payload = Bytes::from(&answer.unwrap_or_default()[..]);
-            self.notify(&Request::QueryReply {
-                number,
-                to: by,
-                payload,
-            });
-        }
-    }
-
-    /// Sends a request that the store does not answer. False if there is no store to send it to.
-    fn notify(&self, request: &Request) -> bool {
-        let link = lock(&self.state).open_link();
-        let body = message::encode(request);
-        match (link, body) {
-            (Some(link), Ok(body)) => link.push(0, &body).is_ok(),
-            _ => false,
-        }
-    }
-}
-
-impl Group {
-    /// Lets `respondent` handle queries of members to this rank, for as long as it exists.
-    pub(crate) fn respond(self: &Arc<Self>, respondent: Weak<dyn Respondent>) {
-        let mut respondents = lock(&self.client.queries.respondents);
-        respondents.retain(|_, (_, respondent)| respondent.strong_count() > 0);
-        respondents.insert(self.name(), (Arc::downgrade(self), respondent));
-    }
-
-    /// Sends a query to `members` and returns the answers that arrive before the deadline, in any order; empty ones from
-    /// members without a respondent. Blocks until all members that are neither lost nor have left have answered; their
-    /// programs need not call anything.
-    pub(crate) fn query(
-        &self,
-        members: &[Rank],
-        payload: &[u8],
-        deadline: Deadline,
-    ) -> Vec<(Rank, Vec<u8>)> {
-        let to = self.present(members);
-        let number = self.client.queries.begin(&to);
-        // If it cannot be sent, no answer will come.
-        let until = if self.send(number, to, payload) {
-            deadline
-        } else {
-            Deadline::after(Duration::ZERO)
-        };
-        let answers = self.client.queries.wait(number, until);
-        let answers = answers.into_iter();
-        let members = answers.map(|(by, payload)| Some((self.member(by)?, payload.0.to_vec())));
-        members.flatten().collect()
-    }
-
-    /// Sends a notice to `members`. Does not block.
-    pub(crate) fn notify(&self, members: &[Rank], payload: &[u8]) {
-        self.send(0, self.present(members), payload);
-    }
-
-    /// The job ranks of those of `members` that are neither lost nor have left.
-    fn present(&self, members: &[Rank]) -> Vec<u32> {
-        let jobs = members.iter().filter_map(|&rank| self.job_rank(rank).ok());
-        let health = self.client.health();
-        let present: Vec<Rank> = jobs.filter(|&rank| health.is_there(rank)).collect();
-        // Ranks of the job always fit.
-        wire_ranks(&present).unwrap_or_default()
-    }
-
-    fn send(&self, number: u64, to: Vec<u32>, payload: &[u8]) -> bool {
-        let (group, payload) = (self.name().to_bytes(), Bytes::from(payload));
-        self.client.notify(&Request::Query {
-            group,
-            number,
-            to,
-            payload,
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     #[test]
     fn only_answers_that_are_awaited_count() {
