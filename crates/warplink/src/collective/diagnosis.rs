@@ -9,7 +9,7 @@ use crate::deadline::Deadline;
 use crate::device::{InUse, Priority};
 use crate::error::{Error, ErrorKind, Result};
 use crate::p2p::Direction;
-use crate::program::execute::{Announced, calls_differ};
+use crate::program::execute::{Announced, calls_differ, unknown_memory};
 use crate::sync::lock;
 use std::borrow::Cow;
 use std::sync::{Arc, Mutex, Weak};
@@ -179,16 +179,6 @@ pub(super) fn difference(own: &[u32], theirs: &[u32]) -> String {
         );
     }
     format!("the peer calls {there}; expected {here}, as this rank calls")
-}
-
-/// Error of a call whose data another rank has in memory that this rank has released.
-pub(super) fn unknown_memory(call: &str) -> Error {
-    let text = format!(
-        "in {call}, the peer has its data in memory that this rank no longer maps; expected memory that all ranks can access"
-    );
-    Error::mismatch(text).with_help(
-        "keep the memory of a graph alive, and record the graph again if its memory changes",
-    )
 }
 
 fn timed_out(text: impl Into<Cow<'static, str>>, help: &'static str) -> Error {

@@ -4,12 +4,13 @@ use super::MAX_LAUNCH_BYTES;
 use super::algorithm::Algorithm;
 use super::call::{Call, CollectiveKind, Overlap};
 use super::choice::{Choice, Machine};
+use super::diagnosis::difference;
 use super::fused::FusedLaunches;
-use super::launches::{CallKey, Form, KernelCache, section};
+use super::launches::{CallKey, Form, KernelCache, is_aligned, section};
 use crate::device::{DeviceSlice, Readying, ReduceOp, Stream};
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};
-use crate::program::execute::{RankContext, SharedKernel, SharedWorkspace};
+use crate::program::execute::{RankContext, SharedKernel, SharedWorkspace, calls_differ};
 use crate::program::section::{Packing, ScratchInstance, SectionInstance, WorkspaceLayout};
 use crate::topology;
 use std::sync::Arc;
@@ -24,11 +25,6 @@ const MIN_LAUNCH_BYTES: usize = 4096;
 /// Maximum cached calls, and maximum kernels whose code others share.
 const MAX_KEPT: usize = 4096;
 const MAX_MODELS: usize = 512;
-
-/// Whether kernels may access all of a slice in vectors.
-pub(super) fn is_aligned(slice: &DeviceSlice) -> bool {
-    slice.address().is_multiple_of(16)
-}
 
 /// State of a rank.
 pub(super) struct Direct {
@@ -80,13 +76,15 @@ impl Direct {
         let mut layout = WorkspaceLayout::of(&scratch);
         // Both halves by epoch.
         layout.reserve(Packing::Packets128, 2 * machine.lined_bytes);
+        let tell = Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
+        // In a hybrid cube mesh, other ranks cannot be mapped, and the program does not access them.
+        let reaches = |peer| {
+            let positions = machine.cube.as_ref();
+            positions.is_none_or(|positions| topology::is_cube_link(positions, rank, peer))
+        };
         Ok(Self {
             rank,
-            workspace: SharedWorkspace::join(context, layout, MAX_BLOCKS, |peer| {
-                // In a hybrid cube mesh, other ranks cannot be mapped, and the program does not access them.
-                let positions = machine.cube.as_ref();
-                positions.is_none_or(|positions| topology::is_cube_link(positions, rank, peer))
-            })?,
+            workspace: SharedWorkspace::join(context, layout, MAX_BLOCKS, tell, reaches)?,
             launches: KernelCache::new(MAX_KEPT, MAX_MODELS),
             fused: FusedLaunches::new(rank),
             launch_bytes: launch_bytes.clamp(MIN_LAUNCH_BYTES, MAX_LAUNCH_BYTES),

@@ -2,9 +2,8 @@
 
 use super::Collectives;
 use super::call::{Call, CollectiveKind, Overlap};
-use super::direct::is_aligned;
 use super::join::CallPath;
-use super::launches::CallKey;
+use super::launches::{CallKey, is_aligned};
 use crate::device::{DeviceSlice, ReduceOp, Stream};
 use crate::dtype::DType;
 #[cfg(doc)]

@@ -3,13 +3,10 @@
 use super::algorithm::Algorithm;
 use super::call::{Call, Overlap};
 use super::choice::Choice;
-use super::diagnosis::difference;
 use super::recent::Recent;
-use crate::device::{Readying, ReduceOp};
+use crate::device::{DeviceSlice, Readying, ReduceOp};
 use crate::error::{Error, Result};
-use crate::program::execute::{
-    CodeWanted, SharedKernel, SharedWorkspace, TellDifference, calls_differ,
-};
+use crate::program::execute::{CodeWanted, SharedKernel, SharedWorkspace};
 use crate::program::section::SectionInstance;
 use crate::program::{OperationKind, RankProgram};
 use crate::sync::lock;
@@ -24,6 +21,11 @@ pub(super) struct CallKey {
     pub(super) aligned: bool,
     /// Overlap of input and output.
     pub(super) overlap: Overlap,
+}
+
+/// Whether kernels may access all of a slice in vectors.
+pub(super) fn is_aligned(slice: &DeviceSlice) -> bool {
+    slice.address().is_multiple_of(16)
 }
 
 /// Cache key of code: everything that the code depends on, which excludes count and factor.
@@ -81,9 +83,7 @@ impl<K: Copy + Eq + Hash, F: Copy + Eq + Hash> KernelCache<K, F> {
             None => {
                 let largest = largest.filter(|largest| *largest > size);
                 wanted.largest = largest.and_then(|largest| section(largest).ok());
-                let tell: Arc<TellDifference> =
-                    Arc::new(|own: &[u32], theirs: &[u32]| calls_differ(difference(own, theirs)));
-                let kernel = Arc::new(workspace.kernel(&wanted, tell)?);
+                let kernel = Arc::new(workspace.kernel(&wanted)?);
                 let before = lock(&self.models).insert(form, kernel.clone());
                 drop(before);
                 kernel

@@ -4,8 +4,7 @@
 use super::launch::{COMBINE, MANY, SCRATCH_WORDS, UNIT, UNWEIGHTED, announced, layer_section};
 use super::{ExpertOptions, RowLayout};
 use crate::collective::choice::{Machine, part};
-use crate::collective::direct::is_aligned;
-use crate::collective::launches::KernelCache;
+use crate::collective::launches::{KernelCache, is_aligned};
 use crate::collective::text::{filled, parsed};
 use crate::device::{DeviceSlice, Readying, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};

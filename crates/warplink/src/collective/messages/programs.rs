@@ -4,14 +4,13 @@
 use super::difference::difference;
 use super::pieces::launches;
 use super::{LINED_BYTES, MessageShape, THREADS};
-use crate::collective::diagnosis::unknown_memory;
 use crate::collective::launches::section;
 use crate::device::{DeviceSlice, Stream};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::p2p::Direction;
 use crate::program::execute::{
     Announced, CARRIED_WORDS, MAX_MESSAGES, PairMessage, PairProgram, Pairs, RankContext,
-    SharedWorkspace, TellDifference,
+    SharedWorkspace, TellDifference, unknown_memory,
 };
 use crate::program::section::{
     MAX_TENSOR_BYTES, PairLayout, SectionInstance, WorkspaceLayout, pair_text,

@@ -186,6 +186,16 @@ pub(crate) fn calls_differ(text: String) -> Error {
     Error::mismatch(text).with_help("make the same calls in the same order on every rank")
 }
 
+/// Error of a call whose data another rank has in memory that this rank has released.
+pub(crate) fn unknown_memory(call: &str) -> Error {
+    let text = format!(
+        "in {call}, the peer has its data in memory that this rank no longer maps; expected memory that all ranks can access"
+    );
+    Error::mismatch(text).with_help(
+        "keep the memory of a graph alive, and record the graph again if its memory changes",
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -42,7 +42,7 @@ pub use bind::Prepared;
 pub(crate) use context::{DirectCollectives, EngineSource, RankContext};
 pub use kernel::KernelReport;
 pub(crate) use kernel_notes::KernelNotes;
-pub(crate) use kernel_notes::calls_differ;
+pub(crate) use kernel_notes::{calls_differ, unknown_memory};
 pub(crate) use lane::TellDifference;
 pub use memory::Bindings;
 pub(crate) use pairs::{CARRIED_WORDS, MAX_MESSAGES, PairMessage, PairProgram, Pairs};

@@ -28,13 +28,13 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 
 /// Memory, signals and an epoch of a group of ranks, for kernels that are launched in the same order on all ranks.
-#[derive(Debug)]
 pub(crate) struct SharedWorkspace {
     device: Arc<dyn Device>,
     kernels: BoundKernels,
     publication: Arc<Publication>,
     /// Serial launch order of its kernels.
     serial: SerialKernels,
+    tell: Arc<TellDifference>,
     /// Raised if ranks make different calls, to abort waits that would never end.
     fault: Arc<Fault>,
     rank: Rank,
@@ -83,16 +83,18 @@ pub(crate) struct CodeWanted<'a> {
 
 impl SharedWorkspace {
     /// Allocates a workspace and maps those of the peers that kernels access. Collective: every rank calls it at the
-    /// same time, with the same layout and number of lanes. Blocks until all have: all succeed, or none does.
+    /// same time, with the same layout and number of lanes. Blocks until all have: all succeed, or none does. `tell` makes
+    /// the error of an announcement that differs from this rank's.
     pub(crate) fn join(
         context: &RankContext,
         layout: WorkspaceLayout,
         lanes: usize,
+        tell: Arc<TellDifference>,
         reaches: impl Fn(Rank) -> bool,
     ) -> Result<Self> {
         let kernels = Self::map(context, layout, lanes, reaches)?;
-        let publication = Publication::join(context)?;
-        Ok(Self::new(context, kernels, Arc::new(publication)))
+        let publication = Arc::new(Publication::join(context)?);
+        Ok(Self::new(context, kernels, publication, tell))
     }
 
     /// Another workspace of the same ranks, whose kernels access all of them, and this one's published memory.
@@ -104,7 +106,8 @@ impl SharedWorkspace {
         lanes: usize,
     ) -> Result<Self> {
         let kernels = Self::map(context, layout, lanes, |_| true)?;
-        Ok(Self::new(context, kernels, self.publication.clone()))
+        let (publication, tell) = (self.publication.clone(), self.tell.clone());
+        Ok(Self::new(context, kernels, publication, tell))
     }
 
     fn map(
@@ -118,12 +121,18 @@ impl SharedWorkspace {
         context.agree_on(memory.exchange(context, BTreeMap::new(), reaches))
     }
 
-    fn new(context: &RankContext, kernels: BoundKernels, publication: Arc<Publication>) -> Self {
+    fn new(
+        context: &RankContext,
+        kernels: BoundKernels,
+        publication: Arc<Publication>,
+        tell: Arc<TellDifference>,
+    ) -> Self {
         Self {
             device: context.device.clone(),
             kernels,
             publication,
             serial: SerialKernels::default(),
+            tell,
             fault: context.fault.clone(),
             rank: context.rank(),
             world: context.world(),
@@ -235,17 +244,12 @@ impl SharedWorkspace {
         }
     }
 
-    /// Kernel of a section, compiled unless a kernel of the same text exists. `tell` formats mismatches with another
-    /// rank's announcement.
+    /// Kernel of a section, compiled unless a kernel of the same text exists.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`] for a section that accesses tensors of other ranks without announcing them; and
     /// compilation errors.
-    pub(crate) fn kernel(
-        &self,
-        wanted: &CodeWanted<'_>,
-        tell: Arc<TellDifference>,
-    ) -> Result<SharedKernel> {
+    pub(crate) fn kernel(&self, wanted: &CodeWanted<'_>) -> Result<SharedKernel> {
         let section = wanted.section.clone();
         let bound = self.bind(&section, wanted.aligned);
         let (written, aligned) = (section.clone(), bound.aligned.clone());
@@ -253,7 +257,7 @@ impl SharedWorkspace {
         let lanes = SectionLanes {
             section: section.clone(),
             reach: self.kernels.reach.clone(),
-            tell,
+            tell: self.tell.clone(),
             launched: Some((self.publication.tables().clone(), bound.first_place)),
             fault: self.fault.clone(),
             times: None,
