@@ -38,7 +38,7 @@ pub fn service_packets(bytes: &[u8]) {
         handle.region,
         publication,
     ];
-    let answered = shared.clone();
+    let answered = registry.requests.clone();
     let handler: Handler = Box::new(move |request| answered.answer(request));
     let mut rest = bytes;
     while let [form, tail @ ..] = rest {

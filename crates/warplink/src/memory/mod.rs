@@ -27,11 +27,14 @@ mod notifier;
 #[cfg(test)]
 mod notifier_tests;
 mod opening;
+mod outbox;
 mod peers;
+mod process;
 mod publications;
 mod region;
 mod registry;
 mod releaser;
+mod requests;
 mod service;
 mod service_client;
 mod shared;

@@ -7,6 +7,7 @@
 //! so handling is idempotent. A peer counts as gone only if nobody listens on its socket any more.
 
 use super::message::Message;
+use super::outbox::{Notice, Outbox, Queue};
 use super::service_client::{self, Asked};
 use super::shared::Shared;
 use crate::deadline::Deadline;
@@ -14,16 +15,14 @@ use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::shortage::Throttle;
 use crate::sync::lock;
 use crate::threads;
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, Weak, mpsc};
+use std::sync::{Mutex, Weak, mpsc};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// Maximum wait of a flush.
-const MAX_FLUSH: Duration = Duration::from_secs(5);
 /// How long the thread continues to send after it was asked to stop.
 const MAX_STOP: Duration = Duration::from_secs(2);
 /// Retry interval after resource exhaustion, here or at the peer.
@@ -31,78 +30,11 @@ const PAUSE: Duration = Duration::from_millis(10);
 /// Minimum interval between expirations of idle mappings.
 const MIN_AGING_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A command to the thread.
-#[derive(Debug)]
-enum Notice {
-    Tell(Rank, Message),
-    // The peer is gone; drop its notices.
-    Forget(Rank),
-    // Replies once every earlier notice was sent.
-    Flush(mpsc::Sender<()>),
-    Stop,
-}
-
-/// Sending side of the queue. Clones share it.
-#[derive(Clone, Debug)]
-pub(super) struct Outbox {
-    notices: mpsc::Sender<Notice>,
-    /// Eventfd, readable when there are commands.
-    wake: Arc<OwnedFd>,
-}
-
-/// Receiving side of the queue, until the thread starts.
-#[derive(Debug)]
-pub(super) struct Queue {
-    notices: mpsc::Receiver<Notice>,
-    wake: Arc<OwnedFd>,
-}
-
 /// The notifier thread.
 #[derive(Debug)]
 pub(super) struct Notifier {
     outbox: Outbox,
     thread: Mutex<Option<JoinHandle<()>>>,
-}
-
-/// Creates the queue.
-pub(super) fn queue() -> Result<(Outbox, Queue)> {
-    let (sender, receiver) = mpsc::channel();
-    let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-        .map_err(|errno| Error::io("make an event descriptor", &errno.into()))?;
-    let wake = Arc::new(wake);
-    let outbox = Outbox {
-        notices: sender,
-        wake: wake.clone(),
-    };
-    let notices = receiver;
-    Ok((outbox, Queue { notices, wake }))
-}
-
-impl Outbox {
-    /// Queues a notice to `peer`. Does not block.
-    pub(super) fn notify(&self, peer: Rank, message: Message) {
-        self.send(Notice::Tell(peer, message));
-    }
-
-    /// Drops queued notices to `peer`, which is gone. Does not block.
-    pub(super) fn forget(&self, peer: Rank) {
-        self.send(Notice::Forget(peer));
-    }
-
-    /// Waits until every queued notice was sent, up to [`MAX_FLUSH`].
-    pub(super) fn flush(&self) {
-        let (done, wait) = mpsc::channel();
-        self.send(Notice::Flush(done));
-        // A closed channel means that the thread has ended.
-        let _ = wait.recv_timeout(MAX_FLUSH);
-    }
-
-    fn send(&self, notice: Notice) {
-        // The thread ends only when the job is closed, which peers notice by other means.
-        let _ = self.notices.send(notice);
-        // Fails only if the counter is full, and then the thread wakes anyway.
-        let _ = rustix::io::write(&*self.wake, &1u64.to_ne_bytes());
-    }
 }
 
 impl Notifier {

@@ -126,7 +126,12 @@ fn a_notice_that_comes_again_is_not_handled_again() {
         region,
         handles: 1,
     };
-    let hear = |number, message| registry.shared.answer(notice(1, number, message)).unwrap();
+    let hear = |number, message| {
+        registry
+            .requests
+            .answer(notice(1, number, message))
+            .unwrap()
+    };
     for again in 1..4 {
         assert!(hear(1, released(0)).is_none());
         assert!(hear(2, released(number)).is_none());

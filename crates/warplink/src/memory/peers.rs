@@ -1,6 +1,6 @@
 //! Peer information: machine, process, device and service address of every rank.
 
-use super::opening::process_identity;
+use super::process;
 use crate::device::{
     Device, DeviceIdentity, DeviceKind, PciAddress, PeerAccess, machine_identity, network_namespace,
 };
@@ -37,7 +37,7 @@ impl PeerInfo {
     pub(super) fn of_this_rank(device: &dyn Device, service: &[u8]) -> Self {
         let DeviceIdentity(identity) = device.identity();
         Self {
-            process: process_identity(),
+            process: process::identity(),
             host: machine_identity(),
             namespace: network_namespace(),
             device: identity,
@@ -142,7 +142,7 @@ impl Peers {
 
     /// Whether `peer` is a thread of this process.
     pub(super) fn is_in_process(&self, peer: Rank) -> Result<bool> {
-        Ok(self.info(peer)?.process == super::opening::process_identity())
+        Ok(self.info(peer)?.process == process::identity())
     }
 
     /// Maximum number of `ranks` on one device, at least 1; equal on every rank. Devices that provide threads

@@ -6,14 +6,17 @@ use super::exports::{Exports, RegionNumbers};
 use super::handle::{Handle, HandleKey};
 use super::limits::IdleMappings;
 use super::message::Message;
-use super::notifier::{self, Notifier};
-use super::opening::{self, process_identity};
+use super::notifier::Notifier;
+use super::outbox;
 use super::peers::{PeerInfo, Peers};
-use super::publications::{Heard, Publications};
+use super::process;
+use super::publications::Heard;
 use super::region::{self, Region, Registration};
+use super::requests::RequestHandler;
 use super::service::Service;
 use super::shared::Shared;
 use crate::deadline::Deadline;
+use crate::debug::debug_fields;
 use crate::device::{AllocationKind, Device, DeviceSlice, Fault, PeerAccess};
 use crate::error::{Error, ErrorKind, Rank, Result};
 use crate::sync::lock;
@@ -26,10 +29,13 @@ const MAX_RECLAIM: Duration = Duration::from_secs(2);
 /// Retry interval of such an allocation.
 const RECLAIM_INTERVAL: Duration = Duration::from_millis(20);
 
+type Reclaimer = Box<dyn Fn() + Send + Sync>;
+
 /// A rank's registrations, and its mappings of peers' memory.
-#[derive(Debug)]
 pub(crate) struct MemoryRegistry {
     pub(super) shared: Arc<Shared>,
+    pub(super) requests: Arc<RequestHandler>,
+    reclaimers: Mutex<Vec<Reclaimer>>,
     service: Service,
     notifier: Notifier,
 }
@@ -47,7 +53,7 @@ impl MemoryRegistry {
     ) -> Result<Self> {
         // Created before the threads that use it, since the service may queue notices before the notifier
         // runs.
-        let (outbox, queue) = notifier::queue()?;
+        let (outbox, queue) = outbox::queue()?;
         let key = HandleKey::new(secret)?;
         let shared = Arc::new(Shared {
             rank,
@@ -61,18 +67,15 @@ impl MemoryRegistry {
                 idle_bytes: idle.max_bytes,
             }),
             outbox: outbox.clone(),
-            heard: Mutex::default(),
-            slot_released: OnceLock::new(),
-            publications: Publications::default(),
-            reclaimers: Mutex::default(),
             waited: Mutex::default(),
         });
+        let requests = Arc::new(RequestHandler::new(&shared));
         // A weak reference: the service must not keep the registry alive.
-        let answering = Arc::downgrade(&shared);
+        let answering = Arc::downgrade(&requests);
         let service = Service::start(
             shared.token,
             Box::new(move |request| match answering.upgrade() {
-                Some(shared) => shared.answer(request),
+                Some(requests) => requests.answer(request),
                 None => Err(Error::closed("the communicator is closed")),
             }),
         )?;
@@ -83,6 +86,8 @@ impl MemoryRegistry {
         let notifier = Notifier::start(outbox, queue, Arc::downgrade(&shared), idle.max_age)?;
         Ok(Self {
             shared,
+            requests,
+            reclaimers: Mutex::default(),
             service,
             notifier,
         })
@@ -157,10 +162,8 @@ impl MemoryRegistry {
     fn release_unused(&self) {
         let shared = &self.shared;
         // From the users towards the pool: each step may return memory that the next one releases.
-        shared.publications.reclaim();
-        lock(&shared.reclaimers)
-            .iter()
-            .for_each(|reclaim| reclaim());
+        self.requests.publications.reclaim();
+        lock(&self.reclaimers).iter().for_each(|reclaim| reclaim());
         shared.mappings.release_idle();
         // Allocations evicted just now are no longer registered either.
         shared.exports.empty_pool();
@@ -191,7 +194,7 @@ impl MemoryRegistry {
 
     /// Registers a callback for when memory is exhausted, to release cached memory.
     pub(crate) fn when_out_of_memory(&self, reclaim: impl Fn() + Send + Sync + 'static) {
-        lock(&self.shared.reclaimers).push(Box::new(reclaim));
+        lock(&self.reclaimers).push(Box::new(reclaim));
     }
 
     /// Registers `slice` for peers. Its memory stays allocated as long as a region or a peer's mapping of it
@@ -221,7 +224,7 @@ impl MemoryRegistry {
                     .with_rank(shared.rank)
             })?;
         // Ranks that are threads of this process find it without a handle's descriptors.
-        opening::publish_in_process(slice.backing());
+        process::publish(slice.backing());
         Ok(self.region(slice.clone(), numbers))
     }
 
@@ -258,7 +261,7 @@ impl MemoryRegistry {
                     owner: shared.rank,
                     kind: shared.device.kind(),
                     device: shared.device.identity(),
-                    process: process_identity(),
+                    process: process::identity(),
                     allocation: allocation.identity,
                     generation: region.generation(),
                     region: allocation.region,
@@ -300,7 +303,7 @@ impl MemoryRegistry {
 
     /// Registers the handler for peers' releases of signal slots; it receives the peer and the slot number.
     pub(crate) fn when_slot_released(&self, handler: impl Fn(Rank, u64) + Send + Sync + 'static) {
-        if self.shared.slot_released.set(Box::new(handler)).is_err() {
+        if self.requests.slot_released.set(Box::new(handler)).is_err() {
             tracing::error!("two handlers for released signal slots");
         }
     }
@@ -308,12 +311,12 @@ impl MemoryRegistry {
     /// Adds a publication, whose `listener` receives peers' notices and is called when memory is exhausted.
     /// Returns its number, by which peers address it.
     pub(crate) fn listen(&self, listener: impl Fn(Heard) + Send + Sync + 'static) -> u64 {
-        self.shared.publications.add(Arc::new(listener))
+        self.requests.publications.add(Arc::new(listener))
     }
 
     /// Ends a publication: later notices about it are ignored.
     pub(crate) fn stop_listening(&self, publication: u64) {
-        self.shared.publications.remove(publication);
+        self.requests.publications.remove(publication);
     }
 
     /// Whether `peer` is a thread of this process, in which a mapping is the memory itself.
@@ -354,6 +357,8 @@ impl MemoryRegistry {
         self.service.stop();
     }
 }
+
+debug_fields!(MemoryRegistry, |it| shared: it.shared);
 
 impl Drop for MemoryRegistry {
     fn drop(&mut self) {

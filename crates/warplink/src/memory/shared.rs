@@ -1,19 +1,17 @@
-//! State shared by regions, mappings and threads of one rank, and the handling of peers' requests.
+//! State shared by regions, mappings and threads of one rank.
 
 use super::cache::MappingCache;
-use super::exchanged::PeerHandle;
-use super::exports::{Exports, RegionNumbers, Unwanted};
+use super::exports::{Exports, Unwanted};
 use super::handle::{Handle, HandleKey};
 use super::mapping::Mapped;
 use super::message::{Message, Request, TOKEN_BYTES};
-use super::notifier::Outbox;
+use super::outbox::Outbox;
 use super::peers::Peers;
-use super::publications::{Heard, Publications};
 use super::service_client::{self, Asked};
+use crate::debug::debug_fields;
 use crate::device::{Device, Piece};
 use crate::error::{Error, Rank, Result};
 use crate::sync::lock;
-use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -30,10 +28,6 @@ const RENEWAL: Duration = Duration::from_secs(10);
 /// Cache key of a mapping: owner and allocation.
 pub(super) type MappingKey = (Rank, u64);
 
-pub(super) type SlotReleasedHandler = Box<dyn Fn(Rank, u64) + Send + Sync>;
-
-pub(super) type Reclaimer = Box<dyn Fn() + Send + Sync>;
-
 /// State shared by regions, mappings and threads.
 pub(super) struct Shared {
     pub(super) rank: Rank,
@@ -44,11 +38,6 @@ pub(super) struct Shared {
     pub(super) exports: Exports,
     pub(super) mappings: MappingCache<MappingKey, Mapped>,
     pub(super) outbox: Outbox,
-    /// Sequence number of the last handled notice of each peer.
-    pub(super) heard: Mutex<BTreeMap<Rank, u64>>,
-    pub(super) slot_released: OnceLock<SlotReleasedHandler>,
-    pub(super) publications: Publications,
-    pub(super) reclaimers: Mutex<Vec<Reclaimer>>,
     /// Recently spent wait budget, and when the last wait ended.
     pub(super) waited: Mutex<Option<(Duration, Instant)>>,
 }
@@ -149,92 +138,6 @@ impl Shared {
         service_client::begin(self.peers()?.service(peer)?, &self.token, request)
             .map_err(|error| error.with_rank(self.rank).with_peer(peer))
     }
-
-    /// Handles a peer's request, unless it is a notice that was handled before and is retransmitted because
-    /// its answer was lost.
-    pub(super) fn answer(self: &Arc<Self>, request: Request) -> Result<Option<Piece>> {
-        let Request {
-            from,
-            number,
-            message,
-        } = request;
-        // Reject unknown ranks. Before the peers are gathered, only their own information can be requested.
-        if let Some(peers) = self.peers.get() {
-            peers.service(from)?;
-        }
-        if number != 0 {
-            // Deduplicate retransmissions: the answer to an earlier copy was lost.
-            let mut heard = lock(&self.heard);
-            let last = heard.entry(from).or_default();
-            if number <= *last {
-                return Ok(None);
-            }
-            *last = number;
-        }
-        match message {
-            Message::Piece {
-                allocation,
-                generation,
-                index,
-            } => {
-                let piece = self.exports.piece(generation, allocation, index);
-                return piece.map(Some);
-            }
-            Message::Unmap {
-                allocation,
-                generation,
-            } => {
-                // The generation guards against a request that arrives after the memory was mapped anew.
-                self.mappings.revoke((from, allocation), generation);
-            }
-            Message::Released {
-                generation,
-                region,
-                handles,
-            } => {
-                let numbers = RegionNumbers { generation, region };
-                self.exports.released(numbers, from, handles);
-            }
-            Message::SlotReleased { slot } => {
-                if let Some(handler) = self.slot_released.get() {
-                    handler(from, slot);
-                }
-            }
-            Message::Offered {
-                publication,
-                entry,
-                handle,
-            } => {
-                let handle = PeerHandle::new(self, from, handle.to_vec());
-                let offer = Heard::Offer {
-                    from,
-                    entry,
-                    handle,
-                };
-                self.publications.notify(publication, offer);
-            }
-            Message::Published {
-                publication,
-                entry,
-                notice,
-            } => {
-                let heard = Heard::Notice {
-                    from,
-                    entry,
-                    notice,
-                };
-                self.publications.notify(publication, heard);
-            }
-        }
-        Ok(None)
-    }
 }
 
-impl std::fmt::Debug for Shared {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("MemoryRegistry")
-            .field("rank", &self.rank)
-            .field("device", &self.device)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Shared, |it| rank: it.rank, device: it.device);
