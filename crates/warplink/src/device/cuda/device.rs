@@ -1,10 +1,10 @@
 //! The `cuda` device.
 
 use super::compute::CudaCompute;
+use super::engine::NcclEngine;
 use super::gpu::Gpu;
 use super::kernels::nvrtc;
 use super::kernels::transfer::TransferKernel;
-use super::kernels::user::UserModule;
 use super::memory::borrowed;
 use super::memory::fifo::CudaFifoMemory;
 use super::memory::host_memory::HostMemory;
@@ -12,10 +12,10 @@ use super::memory::operands::Operands;
 use super::memory::sharing;
 use super::memory::virtual_memory::{CudaSegment, VirtualMemory};
 use super::memory::{CudaBacking, PinnedMemory, PlainMemory, Source, next_identity};
-use super::nccl::engine::NcclEngine;
 use super::nvml::NvmlGpu;
 use super::stream::CudaStream;
 use super::stream::event::CudaEvent;
+use super::user::UserModule;
 use crate::deadline::Deadline;
 use crate::device::{
     AllGatherBytes, AllocationKind, Attachment, CollectiveEngine, Compute, Device, DeviceIdentity,

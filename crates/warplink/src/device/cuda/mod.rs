@@ -2,13 +2,15 @@
 //!
 //! | folder or file | subject |
 //! |---|---|
-//! | `driver/` | driver functions and errors; the primary context; RAII wrappers of streams, events and pinned memory (`raw`) |
-//! | `gpu`, `device` | state shared by everything on one GPU; the implementation of `Device` |
-//! | `memory/` | own and borrowed allocations; exporting and importing (`sharing`, `ipc`); blocking copies (`staging`); reuse of freed memory (`block_pool`); returning it to the driver (`reaper`) when that is safe (`gate`) |
-//! | `stream/` | enqueuing and capture; progress of streams (`live`); aborting waits after a fault (`signals`) |
-//! | `kernels/` | compiling (`nvrtc`), caching and loading kernels, including users' (`user`); serialized launches (`serial`); small transfers; element-wise operations |
-//! | `compute/` | GEMMs by `cublas_lt`, batches by `cublas`; algorithm tuning and scratch memory; prepared launches (`recorded`) |
-//! | `nccl/` | NCCL; collectives over it |
+//! | `driver/` | driver functions and errors; the primary context; RAII wrappers of streams, events and pinned memory (`raw`); captures; operations on words (`memory_ops`) |
+//! | `gpu/` | state shared by everything on one GPU: progress of streams (`live`); aborting waits after a fault (`signals`); reuse of freed memory (`block_pool`), and returning it to the driver (`reaper`) when that is safe (`gate`); blocking copies (`staging`); scratch memory (`workspace`); attributes of addresses (`known_places`) |
+//! | `device` | the implementation of `Device` |
+//! | `memory/` | own and borrowed allocations; exporting and importing (`sharing`, `ipc`) |
+//! | `stream/` | enqueuing, also small transfers by kernels (`transfer`); graphs |
+//! | `kernels/` | compiling (`nvrtc`), caching and loading kernels |
+//! | `user/` | users' kernels; serialized launches (`serial`) |
+//! | `compute/` | GEMMs by `cublas_lt`, batches by `cublas`; algorithm tuning; prepared launches (`recorded`); element-wise operations |
+//! | `nccl/`, `engine` | NCCL; collectives over it |
 //! | `nvml/` | NVML: links and peer access of a GPU |
 //! | `capabilities` | GPU capabilities, for the doctor |
 //!
@@ -26,6 +28,7 @@ mod capabilities;
 mod compute;
 mod device;
 mod driver;
+mod engine;
 mod gpu;
 mod kernels;
 mod memory;
@@ -33,6 +36,7 @@ mod nccl;
 mod nvml;
 mod properties;
 mod stream;
+mod user;
 
 pub use super::library::{LibraryReport, libraries};
 pub use capabilities::{Capabilities, capabilities};

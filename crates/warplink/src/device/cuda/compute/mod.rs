@@ -2,18 +2,18 @@
 
 pub(super) mod cublas;
 pub(super) mod cublas_lt;
+mod elementwise;
 pub(super) mod gemm;
 pub(super) mod recorded;
 pub(super) mod tuning;
-pub(super) mod workspace;
 
 use self::cublas::BatchedGemms;
 use self::cublas_lt::CublasLtHandle;
+use self::elementwise::ElementwiseKernels;
 use self::gemm::{BEST_ALIGNMENT, Gemm, GemmOperands};
 use self::recorded::Recorder;
 use self::tuning::Scratch;
 use crate::device::cuda::gpu::Gpu;
-use crate::device::cuda::kernels::elementwise::ElementwiseKernels;
 use crate::device::cuda::memory::CudaBacking;
 use crate::device::cuda::stream::CudaStream;
 use crate::device::{Compute, DeviceSlice, Elementwise, MatmulSpec, PreparedLaunch, Stream};

@@ -4,7 +4,9 @@
 //! suffix, for example, is an older function that current drivers refuse. Status codes are integers: a newer
 //! driver may return one that no enumeration knows.
 
+pub(super) mod capture;
 pub(super) mod context;
+pub(super) mod memory_ops;
 pub(super) mod poll;
 pub(super) mod raw;
 

@@ -1,9 +1,6 @@
 //! CUDA C++ kernels, embedded and user-supplied: compilation, cache and loading.
 
 pub(super) mod cache;
-pub(super) mod elementwise;
 pub(super) mod module;
 pub(super) mod nvrtc;
-pub(super) mod serial;
 pub(super) mod transfer;
-pub(super) mod user;

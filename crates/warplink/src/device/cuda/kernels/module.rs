@@ -6,13 +6,14 @@ use crate::device::Launch;
 use crate::device::cuda::capabilities::Capabilities;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::{Status, status};
-use crate::device::cuda::memory::reaper::Reaper;
+use crate::device::cuda::gpu::reaper::Reaper;
 use crate::error::Result;
 use crate::sync::lock;
 use cudarc::driver::sys::{
     CUfunction, CUfunction_attribute_enum, CUlaunchAttribute, CUlaunchAttributeID,
     CUlaunchAttributeValue, CUlaunchConfig, CUmodule, CUstream,
 };
+use std::collections::HashMap;
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::{Arc, Mutex};
 
@@ -135,7 +136,7 @@ debug_text!(Module, |it| "Module({:p})", it.raw.0);
 
 /// A launch may start early only if the GPU has space for this many of its kind; see
 /// [`Kernel::early`](crate::device::Kernel).
-pub(super) const EARLY_LAUNCHES: u64 = 8;
+pub(crate) const EARLY_LAUNCHES: u64 = 8;
 
 /// A launchable kernel.
 #[derive(Debug)]
@@ -151,7 +152,7 @@ unsafe impl Sync for Function {}
 
 impl Function {
     /// Driver handle, valid as long as `self`.
-    pub(super) fn handle(&self) -> CUfunction {
+    pub(crate) fn handle(&self) -> CUfunction {
         self.raw
     }
 
@@ -305,5 +306,33 @@ impl Function {
                 _ => return None,
             }
         }
+    }
+}
+
+/// Cache of modules of generated text. Modules are kept, since unloading one may wait for the GPU.
+#[derive(Default)]
+pub(crate) struct WrittenModules(Mutex<HashMap<String, Arc<Module>>>);
+
+impl WrittenModules {
+    /// The module of `text`, created by `load` on a miss.
+    pub(crate) fn get(
+        &self,
+        text: &str,
+        load: impl FnOnce() -> Result<Arc<Module>>,
+    ) -> Result<Arc<Module>> {
+        if let Some(module) = lock(&self.0).get(text) {
+            return Ok(module.clone());
+        }
+        // Unlocked, since compiling is slow.
+        let module = load()?;
+        Ok(lock(&self.0)
+            .entry(text.to_owned())
+            .or_insert(module)
+            .clone())
+    }
+
+    /// Removes all entries.
+    pub(crate) fn take_all(&self) -> Vec<Arc<Module>> {
+        lock(&self.0).drain().map(|(_, module)| module).collect()
     }
 }

@@ -5,7 +5,7 @@ use super::{CudaBacking, Source, next_identity, not_ours, release};
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
-use crate::device::cuda::stream::live::Uses;
+use crate::device::cuda::gpu::live::Uses;
 use crate::device::host::memory as files;
 use crate::device::{AllocationKind, DeviceSlice, Fault, Piece};
 use crate::error::{Error, ErrorKind, Result};

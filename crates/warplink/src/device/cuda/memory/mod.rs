@@ -1,26 +1,22 @@
 //! Backings of GPU memory slices: plain memory, signal pages, virtual memory, borrowed memory, and mapped
 //! peer memory.
 
-pub(super) mod block_pool;
 pub(super) mod borrowed;
 pub(super) mod fifo;
-pub(super) mod gate;
 pub(super) mod host_memory;
 pub(super) mod ipc;
 pub(super) mod operands;
-pub(super) mod reaper;
 pub(super) mod sharing;
-pub(super) mod staging;
 pub(super) mod virtual_memory;
 
-use self::block_pool::Block;
 use self::host_memory::HostMemory;
 use self::ipc::IpcMapping;
 use self::virtual_memory::VirtualMemory;
 use crate::device::cuda::driver::raw::Pinned;
 use crate::device::cuda::driver::status;
 use crate::device::cuda::gpu::Gpu;
-use crate::device::cuda::stream::live::{PendingUse, Uses};
+use crate::device::cuda::gpu::block_pool::Block;
+use crate::device::cuda::gpu::live::{PendingUse, Uses};
 use crate::device::{Backing, DeviceKind, DeviceSlice, Fault};
 use crate::error::{Error, Result};
 use std::any::Any;

@@ -1,8 +1,7 @@
 //! NCCL: its functions, and communicators that another thread can abort.
 
-pub(super) mod engine;
-mod operator;
-mod threads;
+pub(super) mod operator;
+pub(super) mod threads;
 pub(super) mod watch;
 
 use crate::deadline::Deadline;

@@ -6,7 +6,7 @@ use crate::dtype::DType;
 use std::ffi::c_int;
 
 /// `ncclUint8`, for operations that only move data.
-pub(super) const BYTES: c_int = 1;
+pub(in crate::device::cuda) const BYTES: c_int = 1;
 
 /// `ncclScalarHostImmediate`: the factor is read before the call returns.
 const ON_HOST: c_int = 1;
@@ -37,7 +37,7 @@ pub const NCCL_OPERATORS: [ReduceOp; 5] = [
 ];
 
 /// NCCL's code of an element type.
-pub(super) fn data_type(dtype: DType) -> c_int {
+pub(in crate::device::cuda) fn data_type(dtype: DType) -> c_int {
     let known = NCCL_TYPES.iter().position(|known| *known == dtype);
     known.map_or(-1, |number| number as c_int)
 }
@@ -46,7 +46,7 @@ pub(super) fn data_type(dtype: DType) -> c_int {
 ///
 /// # Safety
 /// `comm` must be a communicator that may be called now.
-pub(super) unsafe fn with_operator(
+pub(in crate::device::cuda) unsafe fn with_operator(
     nccl: &Nccl,
     comm: NcclHandle,
     (op, dtype): (ReduceOp, DType),

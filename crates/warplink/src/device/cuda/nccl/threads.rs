@@ -37,7 +37,10 @@ impl Drop for Inside {
 
 /// Runs `body` on a thread named `warplink-nccl-` and `name`, after NCCL has been loaded. If the thread is left when
 /// the process exits, the process ends without unloading NCCL.
-pub(super) fn spawn(name: &'static str, body: impl FnOnce() + Send + 'static) -> Result<()> {
+pub(in crate::device::cuda) fn spawn(
+    name: &'static str,
+    body: impl FnOnce() + Send + 'static,
+) -> Result<()> {
     static REGISTERED: Mutex<Vec<&str>> = Mutex::new(Vec::new());
     let mut registered = lock(&REGISTERED);
     // Once for each name: NCCL loads libraries of its own while ranks join, and what is registered after them

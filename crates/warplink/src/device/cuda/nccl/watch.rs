@@ -15,7 +15,7 @@ pub(in crate::device::cuda) struct Watched(Mutex<Vec<(Weak<NcclComm>, Weak<Fault
 
 impl Watched {
     /// Watches a communicator, which is aborted when `fault` is raised.
-    pub(super) fn add(&self, comm: &Arc<NcclComm>, fault: &Arc<Fault>) {
+    pub(in crate::device::cuda) fn add(&self, comm: &Arc<NcclComm>, fault: &Arc<Fault>) {
         let mut watched = lock(&self.0);
         watched.retain(|(comm, _)| comm.strong_count() > 0);
         watched.push((Arc::downgrade(comm), Arc::downgrade(fault)));

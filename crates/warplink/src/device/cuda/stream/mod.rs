@@ -1,25 +1,22 @@
 //! Streams of a GPU: copies, fills, words, events, capture.
 
-pub(super) mod capture;
 pub(super) mod event;
 pub(super) mod graph;
-pub(super) mod live;
-pub(super) mod memory_ops;
-mod second_context;
 mod sequence;
-pub(super) mod signals;
+mod transfer;
 
-use self::capture::{Capture, is_capturing};
 use self::event::CudaEvent;
 use self::graph::CudaGraph;
-use self::live::{Enqueuing, Keep, LiveStream};
 use crate::deadline::Deadline;
 use crate::debug::debug_text;
+use crate::device::cuda::driver::capture::{Capture, is_capturing};
 use crate::device::cuda::driver::context::Entered;
+use crate::device::cuda::driver::memory_ops;
 use crate::device::cuda::driver::poll::poll;
 use crate::device::cuda::driver::raw::{RawEvent, RawStream};
 use crate::device::cuda::driver::{Driver, status};
 use crate::device::cuda::gpu::Gpu;
+use crate::device::cuda::gpu::live::{Enqueuing, Keep, LiveStream};
 use crate::device::cuda::memory::CudaBacking;
 use crate::device::cuda::nccl::watch;
 use crate::device::{

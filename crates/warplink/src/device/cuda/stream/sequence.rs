@@ -1,7 +1,8 @@
 //! Sequences: decides which copies and word operations are merged into one kernel.
 
+use super::transfer::{MAX_OPERATIONS, MAX_PARTS};
 use super::{CudaStream, check_copy, check_kind};
-use crate::device::cuda::kernels::transfer::{MAX_OPERATIONS, MAX_PARTS, TransferKernel};
+use crate::device::cuda::kernels::transfer::TransferKernel;
 use crate::device::{
     DeviceSlice, KernelCopy, MemoryOp, PacketPart, StreamBackend, StreamOp, Unit, Word,
 };

@@ -1,19 +1,29 @@
 //! State shared by everything on one opened GPU: context, fault, and the threads and buffers that must exist
 //! before anything fails.
 
+pub(super) mod block_pool;
+pub(super) mod gate;
+pub(super) mod known_places;
+pub(super) mod live;
+pub(super) mod reaper;
+mod second_context;
+pub(super) mod signals;
+pub(super) mod staging;
+pub(super) mod workspace;
+
+use self::block_pool::{Block, BlockPool};
+use self::known_places::{BorrowedPlace, KnownPlaces};
+use self::reaper::Reaper;
+use self::signals::Signals;
+use self::staging::Staging;
+use self::workspace::{Workspace, Workspaces};
 use super::capabilities::{self, Capabilities};
-use super::compute::workspace::{Workspace, Workspaces};
 use super::driver::context::Context;
+use super::driver::memory_ops;
+use super::kernels::module::WrittenModules;
 use super::kernels::transfer::TransferKernel;
-use super::kernels::user::WrittenModules;
-use super::memory::block_pool::{Block, BlockPool};
-use super::memory::borrowed::KnownPlaces;
-use super::memory::reaper::Reaper;
-use super::memory::staging::Staging;
 use super::nccl::watch::Watched;
 use super::properties;
-use super::stream::memory_ops;
-use super::stream::signals::Signals;
 use crate::device::{DeviceProperties, Fault, PciAddress};
 use crate::error::Result;
 use std::fmt;
@@ -104,6 +114,11 @@ impl Gpu {
     #[inline]
     pub(super) fn captures_memory_ops(&self) -> bool {
         self.captures_memory_ops.get().copied().unwrap_or(true)
+    }
+
+    /// The driver's attributes of an address of borrowed memory.
+    pub(super) fn place(&self, address: u64) -> BorrowedPlace {
+        self.known_places.place(&self.context, address)
     }
 
     /// Returns pooled memory to the driver, by `until`; returns whether it completed.

@@ -1,8 +1,8 @@
 //! The kernels of element-wise operations.
 
-use super::module::{Function, Module};
-use super::nvrtc;
 use crate::device::cuda::gpu::Gpu;
+use crate::device::cuda::kernels::module::{Function, Module};
+use crate::device::cuda::kernels::nvrtc;
 use crate::device::cuda::memory::CudaBacking;
 use crate::device::cuda::stream::CudaStream;
 use crate::device::{

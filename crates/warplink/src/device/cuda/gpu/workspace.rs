@@ -6,11 +6,11 @@
 //! for each call, so buffers of a few streams without borrowers are kept. A graph's buffers are freed with
 //! the last graph instantiated from the capture, even if another library recorded it.
 
+use super::live::LiveStream;
+use super::reaper::Reaper;
+use crate::device::cuda::driver::capture::Capture;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::status;
-use crate::device::cuda::memory::reaper::Reaper;
-use crate::device::cuda::stream::capture::Capture;
-use crate::device::cuda::stream::live::LiveStream;
 use crate::error::Result;
 use crate::sync::lock;
 use std::cmp::Reverse;

@@ -4,7 +4,7 @@
 //! launch. The driver serializes launches of one graph, even across streams, so a graph serves one user,
 //! whose launches are ordered anyway.
 
-use super::user::UserKernel;
+use super::UserKernel;
 use crate::debug::debug_text;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::raw::RawStream;

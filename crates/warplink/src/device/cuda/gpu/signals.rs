@@ -6,12 +6,12 @@
 //! released stream may reset words or wait again. Thread, stream and buffer are created with the device:
 //! creating them after a failure could block.
 
+use super::reaper::Reaper;
 use super::second_context::SecondContext;
 use crate::device::Fault;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::raw::{Pinned, RawStream};
 use crate::device::cuda::driver::status;
-use crate::device::cuda::memory::reaper::Reaper;
 use crate::error::Result;
 use crate::sync::{lock, wait_for};
 use crate::threads;

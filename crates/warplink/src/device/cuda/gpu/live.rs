@@ -3,10 +3,10 @@
 //! Streams are never queried directly, since querying one that other code is capturing would invalidate the
 //! capture. Instead an event is recorded after our work and queried.
 
+use super::gate::{GATE, Passage};
+use crate::device::cuda::driver::capture;
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::raw::{RawEvent, RawStream};
-use crate::device::cuda::memory::gate::{GATE, Passage};
-use crate::device::cuda::stream::capture;
 use crate::error::{Error, ErrorKind, Result};
 use crate::sync::lock;
 use cudarc::driver::sys::CUstream;

@@ -1,21 +1,21 @@
 //! User kernels: modules of CUDA C++ or machine code, and launches with checked arguments.
 
-use super::module::{EARLY_LAUNCHES, Function, Module};
-use super::nvrtc;
-use super::serial::SerialKernel;
+mod serial;
+
+use self::serial::SerialKernel;
 use crate::debug::debug_text;
 use crate::device::cuda::gpu::Gpu;
+use crate::device::cuda::kernels::module::{EARLY_LAUNCHES, Function, Module};
+use crate::device::cuda::kernels::nvrtc;
 use crate::device::cuda::stream::CudaStream;
 use crate::device::module::{CudaCode, KernelBackend, KernelResources, ModuleBackend};
 use crate::device::{
     Argument, DeviceKind, DeviceSlice, Launch, ModuleSource, SerialArguments, SerialBackend, Stream,
 };
 use crate::error::{Error, Result};
-use crate::sync::lock;
-use std::collections::HashMap;
 use std::ffi::{CString, c_void};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
 
 /// Dynamic shared memory that needs no opt-in.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
@@ -116,30 +116,6 @@ impl ModuleBackend for UserModule {
 }
 
 debug_text!(UserModule, |it| "UserModule({} on {:?})", it.name, it.gpu);
-
-/// Cache of modules of generated text. Modules are kept, since unloading one may wait for the GPU.
-#[derive(Default)]
-pub(crate) struct WrittenModules(Mutex<HashMap<String, Arc<Module>>>);
-
-impl WrittenModules {
-    /// The module of `text`, created by `load` on a miss.
-    fn get(&self, text: &str, load: impl FnOnce() -> Result<Arc<Module>>) -> Result<Arc<Module>> {
-        if let Some(module) = lock(&self.0).get(text) {
-            return Ok(module.clone());
-        }
-        // Unlocked, since compiling is slow.
-        let module = load()?;
-        Ok(lock(&self.0)
-            .entry(text.to_owned())
-            .or_insert(module)
-            .clone())
-    }
-
-    /// Removes all entries.
-    pub(crate) fn take_all(&self) -> Vec<Arc<Module>> {
-        lock(&self.0).drain().map(|(_, module)| module).collect()
-    }
-}
 
 /// A user's kernel.
 pub(super) struct UserKernel {

@@ -1,11 +1,11 @@
 //! Collective engine over NCCL.
 
-use super::operator::{BYTES, data_type, with_operator};
-use super::{Nccl, NcclComm, NcclHandle, UNIQUE_ID, Window, threads};
+use super::gpu::Gpu;
+use super::memory::CudaBacking;
+use super::nccl::operator::{BYTES, data_type, with_operator};
+use super::nccl::{Nccl, NcclComm, NcclHandle, UNIQUE_ID, Window, threads};
+use super::stream::CudaStream;
 use crate::deadline::Deadline;
-use crate::device::cuda::gpu::Gpu;
-use crate::device::cuda::memory::CudaBacking;
-use crate::device::cuda::stream::CudaStream;
 use crate::device::{
     AllGatherBytes, Collective, CollectiveEngine, CollectiveRequest, DeviceSlice, Fault, Stream,
     VendorCommunicator, check_adopted,

@@ -8,9 +8,9 @@
 
 use super::block_pool::Block;
 use super::gate::{Closed, GATE};
+use super::live::{PendingUse, all_done};
 use crate::device::cuda::driver::context::Context;
 use crate::device::cuda::driver::status;
-use crate::device::cuda::stream::live::{PendingUse, all_done};
 use crate::error::Result;
 use crate::sync::{lock, wait_while};
 use crate::threads;
