@@ -114,15 +114,16 @@ mod tests {
     fn enqueued_work_waits_for_the_gate() {
         let gate = Gate::new();
         let closed = gate.close().unwrap();
+        // Before the thread is started, which may take longer than the wait on a busy machine.
+        let begun = Instant::now();
         std::thread::scope(|scope| {
             let passing = scope.spawn(|| {
-                let begun = Instant::now();
                 drop(gate.pass());
                 begun.elapsed()
             });
             std::thread::sleep(MAX_HOLD / 4);
             drop(closed);
-            assert!(passing.join().unwrap() >= MAX_HOLD / 8);
+            assert!(passing.join().unwrap() >= MAX_HOLD / 4);
         });
         assert_eq!(gate.enqueuing.load(Ordering::SeqCst), 0);
     }
