@@ -387,7 +387,7 @@ mod tests {
     fn the_largest_element_is_a_number() {
         let max = |values: &[f32]| {
             let order = RowOrder { threads: 32 };
-            f32::row(RowReduction::Max, &values, order)
+            f32::row(RowReduction::Max, values, order)
         };
         assert_eq!(max(&[1.0, f32::NAN, 3.0]), 3.0);
         assert_eq!(max(&[f32::NAN]), f32::NEG_INFINITY);
