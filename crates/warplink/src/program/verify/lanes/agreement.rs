@@ -1,7 +1,8 @@
 //! Announcements of a launch: all ranks must announce the same values, or the launch fails.
 
+use super::announcements::AnnouncedMemory;
 use super::report::by_steps;
-use super::run::{LaneRun, RankMemory};
+use super::state::LaneRun;
 use crate::error::Rank;
 use crate::named::comma;
 use crate::program::diagnostic::DiagnosticKind;
@@ -15,38 +16,8 @@ use std::collections::{BTreeMap, BTreeSet, HashSet};
 // Far more than the 64 diagnostics that are reported; one mismatch in a loop yields one for each lane and launch.
 const MAX_KEPT: usize = 4096;
 
-/// Location of announced words: owner of the memory, tensor or area, and start byte.
-type AnnouncedMemory = (Rank, RankMemory, usize);
-
-/// Values that a step announces or expects.
-type Announced = (Actor, Vec<u32>);
-
 /// An `agree` in any launch: rank, lane, peer and place.
 pub(super) type Agreement = (u32, u32, Rank, Site);
-
-/// Last announcements of each rank, and mismatches with expected ones.
-#[derive(Debug, Default)]
-pub(super) struct Announcements {
-    last: BTreeMap<AnnouncedMemory, Announced>,
-    /// Expected values with the step that expects them, its peer, and the announcement found instead.
-    differ: Vec<(Announced, Rank, Option<Announced>)>,
-    /// Steps that found what they expect, and the peer, where kernels read words.
-    agreed: Vec<(Actor, Rank)>,
-    /// Lanes that announce tensors, each with its first step that does, and those that agree on them.
-    located: BTreeMap<OfTensor, Vec<Actor>>,
-    met: HashSet<(OfTensor, u32)>,
-}
-
-/// A tensor in the lanes of one number: launch, lane and tensor.
-type OfTensor = (u32, u32, usize);
-
-impl Announcements {
-    /// Whether any rank expects another announcement than one that it gets. One that another launch has overwritten is
-    /// none.
-    pub(super) fn differ(&self) -> bool {
-        self.differ.iter().any(|(_, _, found)| found.is_some())
-    }
-}
 
 impl LaneRun<'_> {
     /// Records an announcement of a lane.

@@ -2,8 +2,8 @@
 
 use super::Does;
 use super::knowledge::{Knowledge, Stamp};
-use super::memory::{AreaHistory, STREAM, Touch};
-use super::run::{Finding, LaneRun, RankMemory};
+use super::memory::{AreaHistory, RankMemory, STREAM, Touch};
+use super::state::{Finding, LaneRun};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Role;

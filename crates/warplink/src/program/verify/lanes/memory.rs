@@ -2,6 +2,7 @@
 
 use super::knowledge::{Knowledge, Proof, Proofs, Stamp};
 use crate::program::machine::Actor;
+use crate::program::section::{OperandMemory, Packing, SectionMemory};
 use crate::program::verify::clock::Snapshot;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -76,6 +77,22 @@ pub(super) enum Wrong {
 pub(super) enum Was {
     Read,
     Write,
+}
+
+/// Memory of a rank: a tensor, or an area of its workspace.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum RankMemory {
+    Tensor(usize),
+    Area(Packing),
+}
+
+impl RankMemory {
+    pub(super) fn of(operand: &OperandMemory) -> Self {
+        match operand.memory {
+            SectionMemory::Tensor(id) => Self::Tensor(id),
+            SectionMemory::Scratch(_) => Self::Area(operand.packing),
+        }
+    }
 }
 
 /// How lanes of a launch accessed bytes.

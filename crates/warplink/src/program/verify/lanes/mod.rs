@@ -19,16 +19,19 @@
 //! can; it starts when the previous launch on its rank has ended.
 
 mod agreement;
+mod announcements;
 mod knowledge;
 mod launch;
 mod memory;
 mod reach;
 mod report;
 mod run;
+mod state;
 mod values;
+mod words;
 
 pub(super) use reach::{Reach, Reaches};
-pub(super) use values::Valuation;
+pub(super) use words::Valuation;
 
 use super::diagnostics::Diagnostics;
 use super::kernel_accesses::{OnRank, either};
@@ -37,7 +40,7 @@ use crate::program::ir::Program;
 use crate::program::rank_program::RankProgram;
 use crate::program::section::{MAX_PERIOD, SectionInstance, StepCache, common_multiple};
 use agreement::Agreement;
-use run::LaneRun;
+use state::LaneRun;
 use std::collections::HashSet;
 use std::rc::Rc;
 

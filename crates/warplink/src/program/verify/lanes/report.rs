@@ -2,8 +2,8 @@
 
 use super::agreement;
 use super::knowledge::Knowledge;
-use super::memory::{STREAM, Was, Wrong};
-use super::run::{Finding, LaneRun, RankMemory};
+use super::memory::{RankMemory, STREAM, Was, Wrong};
+use super::state::{Finding, LaneRun};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind, RankSite};
 use crate::program::machine::{Actor, Machine};

@@ -1,0 +1,255 @@
+//! Values that the verifier assumes for integers that lanes read from memory.
+//!
+//! A word stands for any value from 0 to the bound of its reader. Words are told apart by symbols: that of an input is the
+//! same in a run, and a copy hands on the symbol of its source. Sections that read words are simulated under several
+//! valuations, which give each symbol a value: the edges of its range, or a number that the text compares it with, in all
+//! words, and mixtures of them that differ between ranks, words and launches.
+//!
+//! Words that lanes search stand for any value: those at the edges of the ranges, in the same valuations. Their
+//! numbers and positions follow from these values, so that they are consistent wherever such a word, or a copy of it, is
+//! looked at. An integer that a lane stores has its value.
+
+use super::memory::RankMemory;
+use crate::error::Rank;
+use crate::program::section::{SectionInstance, SectionMemory};
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+/// Values that a simulation gives to the words that lanes read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(in crate::program::verify) enum Valuation {
+    /// The same edge of all ranges.
+    Edge(usize),
+    /// The greatest values on ranks of one parity, 0 on the others.
+    Ranks(usize),
+    /// The greatest values in tensors with this value of a bit of their number, 0 in the others: the bound of a word may
+    /// be what another one leaves.
+    Tensors(u32, usize),
+    /// The greatest value for the first word of each tensor, 0 for the others.
+    First,
+    /// The same edge for all words of a launch.
+    Launches,
+    /// Any edge for any word.
+    Mixed(usize),
+    /// The same threshold for all words.
+    Threshold(usize),
+    /// The greatest values, and for words among which lanes look for some, all the same edge of what they look for.
+    Matched(usize),
+}
+
+/// Maximum number of edges that are given to all such words.
+// Each edge is one more simulation of all launches.
+const MAX_EDGES: usize = 16;
+
+/// Maximum number of thresholds that are given to all words. Others are in mixtures alone.
+const MAX_THRESHOLDS: usize = 12;
+
+impl Valuation {
+    /// Those under which a section that reads words is simulated.
+    pub(in crate::program::verify) const ALL: [Self; 18] = [
+        Self::Edge(0),
+        Self::Edge(3),
+        Self::Edge(1),
+        Self::Edge(2),
+        Self::Ranks(0),
+        Self::Ranks(1),
+        Self::Tensors(0, 0),
+        Self::Tensors(0, 1),
+        Self::Tensors(1, 0),
+        Self::Tensors(1, 1),
+        Self::Tensors(2, 0),
+        Self::Tensors(2, 1),
+        Self::First,
+        Self::Launches,
+        Self::Mixed(0),
+        Self::Mixed(1),
+        Self::Mixed(2),
+        Self::Mixed(3),
+    ];
+
+    /// Those needed for some sections: a single one if none of them reads words.
+    pub(in crate::program::verify) fn of<'a>(
+        sections: impl Iterator<Item = &'a SectionInstance> + Clone,
+    ) -> Vec<Self> {
+        let reads = |section: &SectionInstance| !section.read_as_values().is_empty();
+        // Without such words all valuations are the same run.
+        if !sections.clone().any(reads) {
+            return vec![Self::ALL[0]];
+        }
+        let (_, edges) = matched(sections.clone());
+        let edges = 0..edges.len().min(MAX_EDGES);
+        let thresholds = 0..thresholds(sections).len().min(MAX_THRESHOLDS);
+        Self::ALL
+            .into_iter()
+            .chain(edges.map(Self::Matched))
+            .chain(thresholds.map(Self::Threshold))
+            .collect()
+    }
+
+    /// A value of 0 to `most`: one of its edges, its middle, or one of `thresholds`.
+    pub(super) fn value(self, symbol: &Symbol, most: i64, thresholds: &[i64]) -> i64 {
+        let threshold = |number: usize| thresholds.get(number).map_or(most, |it| most.min(*it));
+        if let Self::Threshold(number) = self {
+            return threshold(number);
+        }
+        let choices = match self {
+            Self::Mixed(_) => 5 + thresholds.len() as u64,
+            _ => 5,
+        };
+        self.one_of(symbol, &|number| match number % choices {
+            0 => 0,
+            1 => 1.min(most),
+            // A bound may be 0, and negative values are out of range.
+            2 => (most - 1).max(0),
+            3 => most,
+            4 => most / 2,
+            further => threshold(further as usize - 5),
+        })
+    }
+
+    /// One of the values at the edges of what lanes look for.
+    pub(super) fn among(self, symbol: &Symbol, values: &[i64]) -> i64 {
+        let last = values.len().saturating_sub(1);
+        let at = |number: u64| match (self, number) {
+            (Self::Mixed(_), number) => (number % values.len().max(1) as u64) as usize,
+            (Self::Matched(edge), _) => edge,
+            (_, number) => match number % 5 {
+                0 => 0,
+                1 => last.min(1),
+                2 => last.saturating_sub(1),
+                3 => last,
+                _ => last / 2,
+            },
+        };
+        self.one_of(symbol, &|number| {
+            values.get(at(number)).copied().unwrap_or(0)
+        })
+    }
+
+    /// The value with a number, which the valuation gives the symbol: 0 is the least, 3 the greatest.
+    fn one_of(self, symbol: &Symbol, numbered: &dyn Fn(u64) -> i64) -> i64 {
+        let last = |is: bool| numbered(if is { 3 } else { 0 });
+        match self {
+            Self::Edge(number) => numbered(number as u64),
+            Self::Ranks(parity) => last(symbol.rank % 2 == parity),
+            Self::Tensors(bit, value) => last(symbol.number() >> bit & 1 == value),
+            Self::First => last(symbol.byte == 0),
+            Self::Launches => numbered(hash(&symbol.launch)),
+            // Pseudo-random, but the same on every run of the verifier: `DefaultHasher::new` has fixed keys.
+            Self::Mixed(_) => numbered(hash(&(self, symbol))),
+            Self::Matched(_) | Self::Threshold(_) => last(true),
+        }
+    }
+}
+
+/// Identity of the content of a word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Symbol {
+    pub(super) launch: u32,
+    pub(super) rank: Rank,
+    pub(super) place: RankMemory,
+    pub(super) byte: usize,
+    /// Step of the launch that computed it, if one did.
+    pub(super) step: Option<(u32, u32, u32)>,
+    /// The integer that the step stored, if it is known.
+    pub(super) known: Option<i64>,
+}
+
+impl Symbol {
+    /// Number of its tensor.
+    const fn number(&self) -> usize {
+        match self.place {
+            RankMemory::Tensor(id) => id,
+            RankMemory::Area(_) => 0,
+        }
+    }
+}
+
+/// Lane of a launch: the launch, the rank and the lane.
+pub(super) type LaneOf = (u32, u32, u32);
+
+/// Words that lanes read.
+#[derive(Debug)]
+pub(super) struct ReadWords {
+    pub(super) valuation: Valuation,
+    /// Memory of each rank whose words any section reads.
+    pub(super) read: HashSet<(Rank, SectionMemory)>,
+    /// Symbols that steps have stored, and the launch of the last of them.
+    pub(super) stored: HashMap<(Rank, RankMemory, usize), (Symbol, u32)>,
+    /// Memory of each rank among whose words lanes look for some, and values at the edges of what they look for.
+    pub(super) matched: HashSet<(Rank, RankMemory)>,
+    pub(super) edges: Vec<i64>,
+    pub(super) thresholds: Vec<i64>,
+    /// Value of each symbol that was read.
+    pub(super) chosen: RefCell<HashMap<Symbol, i64>>,
+    /// Values that lanes have read from memory that may change, by the number of the read.
+    pub(super) known: HashMap<LaneOf, BTreeMap<usize, i64>>,
+}
+
+impl ReadWords {
+    pub(super) fn new<'a>(
+        valuation: Valuation,
+        sections: impl Iterator<Item = &'a SectionInstance> + Clone,
+    ) -> Self {
+        let read = sections.clone().flat_map(|section| {
+            let tensors = section.read_as_values().into_iter();
+            let memory = move |tensor: usize| section.tensors[tensor].memory;
+            // A name may mean other tensors on other ranks, which all have sections here.
+            tensors.map(move |tensor| (section.rank, memory(tensor)))
+        });
+        let (matched, edges) = matched(sections.clone());
+        Self {
+            valuation,
+            matched,
+            edges,
+            thresholds: thresholds(sections),
+            read: read.collect(),
+            stored: HashMap::new(),
+            chosen: RefCell::default(),
+            known: HashMap::new(),
+        }
+    }
+
+    /// Whether any section reads words.
+    pub(super) fn are_read(&self) -> bool {
+        !self.read.is_empty()
+    }
+}
+
+/// Memory among whose words lanes look for some, and the values at the edges of what they look for. The greatest one, which is
+/// mostly outside, comes first, before the least one.
+fn matched<'a>(
+    sections: impl Iterator<Item = &'a SectionInstance>,
+) -> (HashSet<(Rank, RankMemory)>, Vec<i64>) {
+    let (mut memory, mut edges) = (HashSet::new(), BTreeSet::new());
+    for section in sections {
+        let (tensors, of_section) = section.matched();
+        edges.extend(of_section);
+        memory.extend(tensors.into_iter().filter_map(|tensor| {
+            match section.tensors[tensor].memory {
+                SectionMemory::Tensor(id) => Some((section.rank, RankMemory::Tensor(id))),
+                // What is in scratch was copied or computed.
+                SectionMemory::Scratch(_) => None,
+            }
+        }));
+    }
+    let mut edges: Vec<i64> = edges.into_iter().collect();
+    if !edges.is_empty() {
+        // Only the first `MAX_EDGES` are tried for all words, and the value outside of all ranges must be among them.
+        edges.rotate_right(1);
+    }
+    (memory, edges)
+}
+
+/// Values at which lanes may do something else.
+fn thresholds<'a>(sections: impl Iterator<Item = &'a SectionInstance>) -> Vec<i64> {
+    let all: BTreeSet<i64> = sections.flat_map(SectionInstance::thresholds).collect();
+    all.into_iter().collect()
+}
+
+pub(super) fn hash(of: &impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    of.hash(&mut hasher);
+    hasher.finish()
+}
