@@ -271,7 +271,7 @@ fn words_are_counted_and_found() {
                 to,
                 nth,
             }
-            .of(words)
+            .of(&words)
         };
         assert_eq!(of(None), places.len() as i64);
         for (number, place) in places.iter().enumerate() {

@@ -214,7 +214,7 @@ impl LaunchMemory<'_, '_> {
         }
         let mut words = values.into_iter().map(|value| value.value as i64);
         match matching {
-            Some(matching) => matching.of(words),
+            Some(matching) => matching.of(&words.collect::<Vec<_>>()),
             None => words.next().unwrap_or(-1),
         }
     }

@@ -10,22 +10,21 @@ pub(super) fn row_bytes(dtype: DType, values: &[f32], elements: usize) -> Vec<u8
     }
 }
 
-/// An integer of a type that lanes read; -1, which is out of any range, for any other.
-pub(super) fn integer(dtype: DType, bytes: &[u8]) -> i64 {
-    let word = |bytes: &[u8]| {
-        Some([
-            *bytes.first()?,
-            *bytes.get(1)?,
-            *bytes.get(2)?,
-            *bytes.get(3)?,
-        ])
-    };
-    let low = word(bytes).map(u32::from_le_bytes);
-    let high = bytes.get(4..).and_then(word).map(u32::from_le_bytes);
-    match (dtype, low, high) {
-        (DType::I32, Some(low), _) => (low as i32).into(),
-        (DType::U32, Some(low), _) => low.into(),
-        (DType::I64, Some(low), Some(high)) => (u64::from(high) << 32 | u64::from(low)) as i64,
-        _ => -1,
+/// Integers of a type that lanes read; -1, which is out of any range, for any other.
+pub(super) fn integers(dtype: DType, bytes: &[u8]) -> Vec<i64> {
+    match dtype {
+        DType::I32 => words(bytes, |word| i32::from_le_bytes(word).into()),
+        DType::U32 => words(bytes, |word| u32::from_le_bytes(word).into()),
+        DType::I64 => words(bytes, i64::from_le_bytes),
+        _ => vec![-1; bytes.len() / dtype.size()],
     }
+}
+
+/// The first of them; -1 if there is none.
+pub(super) fn integer(dtype: DType, bytes: &[u8]) -> i64 {
+    integers(dtype, bytes).first().copied().unwrap_or(-1)
+}
+
+fn words<const SIZE: usize>(bytes: &[u8], of: impl Fn([u8; SIZE]) -> i64) -> Vec<i64> {
+    bytes.as_chunks().0.iter().map(|word| of(*word)).collect()
 }

@@ -151,17 +151,31 @@ pub struct Matching {
 impl Matching {
     /// Whether a row of words, or a single one, is one of them.
     pub fn holds(&self, row: &[i64]) -> bool {
-        row.iter().any(|word| (self.from..self.to).contains(word)) == self.inside
+        row.iter().any(|word| self.has(*word)) == self.inside
+    }
+
+    fn has(&self, word: i64) -> bool {
+        (self.from..self.to).contains(&word)
     }
 
     /// The result for these words; -1 if there is no such word or row.
-    pub fn of(&self, words: impl IntoIterator<Item = i64>) -> i64 {
-        let words: Vec<i64> = words.into_iter().collect();
+    pub fn of(&self, words: &[i64]) -> i64 {
+        let Some(nth) = self.nth else {
+            let count = match self.row {
+                // Without a slice for each word, as kernels count thousands of them for each row that they move.
+                1 => words
+                    .iter()
+                    .filter(|word| self.has(**word) == self.inside)
+                    .count(),
+                row => words
+                    .chunks(row.max(1))
+                    .filter(|row| self.holds(row))
+                    .count(),
+            };
+            return count as i64;
+        };
         let rows = words.chunks(self.row.max(1)).enumerate();
         let mut matching = rows.filter(|(_, row)| self.holds(row));
-        let Some(nth) = self.nth else {
-            return matching.count() as i64;
-        };
         let found = usize::try_from(nth).ok().and_then(|nth| matching.nth(nth));
         // Below every valid position, so that the bounds check that follows fails in kernels too.
         found.map_or(-1, |(position, _)| position as i64)

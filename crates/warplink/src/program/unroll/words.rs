@@ -194,7 +194,7 @@ impl<'p> Unroller<'p> {
             return Ok(matching.most(elements));
         };
         let wrong = |message| self.diagnostic(DiagnosticKind::Expectation, message);
-        let value = matching.of(read(&operand).map_err(wrong)?);
+        let value = matching.of(&read(&operand).map_err(wrong)?);
         if value < 0 {
             let number = nth.unwrap_or_default();
             return Err(wrong(format!(

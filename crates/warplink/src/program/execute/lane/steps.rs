@@ -2,7 +2,7 @@
 
 use super::{Lane, internal};
 use crate::error::{Error, Result};
-use crate::program::execute::row_values::integer;
+use crate::program::execute::row_values::integers;
 use crate::program::section::{LaneStep, Matching, Part, ReadWord};
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -72,10 +72,10 @@ impl Lane<'_> {
         let dtype = self.section.tensors[word.tensor].dtype;
         let mut bytes = Vec::with_capacity(word.elements * dtype.size());
         self.block.load_into(&operand.memory, &mut bytes)?;
-        let words = bytes.chunks_exact(dtype.size());
-        Ok(matching.map_or_else(
-            || integer(dtype, &bytes),
-            |matching| matching.of(words.map(|word| integer(dtype, word))),
-        ))
+        let words = integers(dtype, &bytes);
+        Ok(match matching {
+            Some(matching) => matching.of(&words),
+            None => words.first().copied().unwrap_or(-1),
+        })
     }
 }

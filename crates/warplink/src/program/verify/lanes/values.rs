@@ -41,7 +41,10 @@ impl LaneRun<'_> {
             return self.value_of(launch, source, Some(most));
         };
         let words = (0..source.elements).map(|element| source.piece(&(element..element + 1)));
-        matching.of(words.map(|word| self.value_of(launch, &word, None)))
+        let words: Vec<i64> = words
+            .map(|word| self.value_of(launch, &word, None))
+            .collect();
+        matching.of(&words)
     }
 
     /// Value of a word, at most `most` if nothing looks for words in its memory.
