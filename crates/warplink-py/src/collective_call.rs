@@ -49,7 +49,18 @@ pub(crate) fn call_on(
     // Without a reduction, bytes are moved: types that the library does not compute with work as well, and one kernel
     // serves all of them.
     let dtype = if op.is_some() {
-        source.element("the source")?.dtype()?
+        let dtype = source.element("the source")?.dtype()?;
+        // A target without a type, such as a region, takes any, as does the empty one of a rank that is not the root.
+        if let Ok(element) = target.element("the target")
+            && element.name != dtype.name()
+            && target.slice.bytes() > 0
+        {
+            return Err(invalid(format!(
+                "{kind}: the target has elements of {}; expected {dtype}, as the source has",
+                element.name
+            )));
+        }
+        dtype
     } else {
         DType::U8
     };

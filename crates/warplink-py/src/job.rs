@@ -241,6 +241,7 @@ impl Job {
         slf
     }
 
+    /// Leaves as `close` does; after an exception as `abort` does, with the exception as the reason.
     fn __exit__(
         &self,
         py: Python<'_>,
@@ -251,7 +252,8 @@ impl Job {
         if value.is_none() {
             return self.close(py, None).map(drop);
         }
-        let reason = value.str()?.to_string();
+        // With its type: the text of some exceptions is a bare number or name.
+        let reason = value.repr()?.to_string();
         // Aborted, since closing blocks until every rank has closed, and peers may be waiting for this one.
         self.abort(py, &reason);
         Ok(())

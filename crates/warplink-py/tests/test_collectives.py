@@ -31,6 +31,23 @@ def test_sums_of_values_that_are_multiplied_beforehand(comm, rank, world, path):
 
 
 @as_ranks(2, device="host")
+def test_a_target_of_another_type_is_refused_by_reductions(comm):
+    collectives, stream = comm.collectives(), comm.create_stream()
+    source = numpy.ones(4, numpy.float32)
+    for target in (numpy.zeros(4, numpy.int32), numpy.zeros(2, numpy.float64), numpy.zeros(8, numpy.uint16)):
+        with pytest.raises(InvalidArgumentError, match="the target has elements of .*; expected f32, as the source"):
+            collectives.all_reduce(stream, target, source)
+        with pytest.raises(InvalidArgumentError, match="the target has elements of .*; expected f32, as the source"):
+            collectives.bind("all_reduce", target, source, op="sum")
+    # Memory without a type takes any.
+    region = comm.alloc(16)
+    collectives.all_reduce(stream, region, source)
+    stream.synchronize()
+    assert (numpy.frombuffer(region.download(), numpy.float32) == 2).all()
+    comm.barrier()
+
+
+@as_ranks(2, device="host")
 def test_the_path_and_the_algorithm_of_a_call_are_told(comm):
     collectives = comm.collectives()
     assert collectives.path_of("all_reduce", 100, "f32", "sum") == "direct" == collectives.path_of_messages

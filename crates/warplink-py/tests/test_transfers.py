@@ -141,6 +141,20 @@ def test_a_lost_rank_raises_in_the_others_and_the_rest_go_on():
     assert run_ranks(lost, 3)[:2] == ["Communicator(closed)"] * 2
 
 
+@as_ranks(2)
+def test_an_exception_that_leaves_the_job_is_named_to_the_others(rank, world, meeting):
+    job = join(rank, world, meeting)
+    comm = job.world()
+    comm.barrier()
+    if rank == 1:
+        with pytest.raises(SystemExit), job:
+            raise SystemExit(0)
+    else:
+        with pytest.raises(PeerLostError, match=r"it aborted: SystemExit\(0\)"):
+            while True:
+                comm.barrier()
+
+
 @as_ranks(4, device="host")
 def test_subgroups_and_collectives(comm, rank, world):
     # NumPy arrays are the processor's memory.
