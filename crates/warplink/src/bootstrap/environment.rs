@@ -190,9 +190,16 @@ impl Variables<'_> {
     }
 
     fn identity(&self) -> Result<(usize, usize, usize)> {
+        let mut lone = None;
         for launcher in &LAUNCHERS {
             let (rank, world) = (self.number(launcher.rank)?, self.number(launcher.world)?);
             // Both or neither: batch systems set some of these variables for processes that are no ranks.
+            let alone = match (rank, world) {
+                (Some(_), None) => Some((launcher.rank, launcher.world)),
+                (None, Some(_)) => Some((launcher.world, launcher.rank)),
+                _ => None,
+            };
+            lone = lone.or(alone);
             let (Some(rank), Some(world)) = (rank, world) else {
                 continue;
             };
@@ -217,11 +224,15 @@ impl Variables<'_> {
                 )
             })
             .collect();
-        Err(Error::invalid(format!(
-            "rank and world size are not set; expected {}",
-            sought.join(", ")
-        ))
-        .with_help("start the ranks with a launcher, or set WARPLINK_RANK and WARPLINK_WORLD"))
+        let found = match lone {
+            Some((set, missing)) => format!("{set} is set, and {missing} is not"),
+            None => "rank and world size are not set".to_owned(),
+        };
+        Err(
+            Error::invalid(format!("{found}; expected {}", sought.join(", "))).with_help(
+                "start the ranks with a launcher, or set WARPLINK_RANK and WARPLINK_WORLD",
+            ),
+        )
     }
 
     fn rendezvous(&self, rank: usize, world: usize) -> Result<Rendezvous> {

@@ -124,6 +124,11 @@ fn errors_name_the_missing_variables() {
     ] {
         assert!(error.contains(name), "{error}");
     }
+    for (set, missing) in [("WARPLINK_RANK", "WARPLINK_WORLD"), ("WORLD_SIZE", "RANK")] {
+        let error = read(&[(set, "1")]).unwrap_err().to_string();
+        let says = format!("{set} is set, and {missing} is not; expected ");
+        assert!(error.contains(&says), "{error}");
+    }
     let me = [("WARPLINK_RANK", "0"), ("WARPLINK_WORLD", "1")];
     for (name, value) in [
         ("WARPLINK_ADDRESS", "10.0.0.1"),
