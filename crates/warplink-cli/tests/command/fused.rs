@@ -37,5 +37,12 @@ fn fused_calls_are_right_and_measured_beside_two_steps() {
     }
     let table = succeeded(&bench("2", "--peers pair"));
     assert_contains(&table, &["rows of 300 bf16", "pair us", "speedup"]);
+    let table = succeeded(&bench("1", "--peers none --quantization nvfp4"));
+    assert_contains(&table, &["rows of 300 bf16, quantised nvfp4, 1 rank"]);
     assert_refused(&bench("2", "--quantization other"), "expected static");
+    // Each algorithm once, though some are several programs.
+    assert_refused(
+        &bench("1", "--algorithm cube"),
+        "expected one-shot, chunks, direct or two-shot;",
+    );
 }

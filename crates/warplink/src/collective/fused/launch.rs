@@ -113,7 +113,10 @@ impl FusedLaunches {
         if let Some(forced) = machine.forced {
             let way = ways.iter().copied().find(|way| way.algorithm() == forced);
             return way.ok_or_else(|| {
-                let supported: Vec<Algorithm> = ways.iter().map(|way| way.algorithm()).collect();
+                let mut supported: Vec<Algorithm> =
+                    ways.iter().map(|way| way.algorithm()).collect();
+                // Several ways have the algorithm `chunks`.
+                supported.dedup();
                 let expected = alternatives(&supported);
                 let text =
                     format!("algorithm {forced} cannot execute this call; expected {expected}");

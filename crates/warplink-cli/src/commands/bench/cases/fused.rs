@@ -104,7 +104,7 @@ impl Case for Fused {
         let quantization = self.quantization.map(Quantization::name);
         let title = format!(
             "all-reduce, residual and RMSNorm of rows of {width} {dtype}{}, {}{}",
-            or_empty(quantization, |kind| format!(", fp8 {kind}")),
+            or_empty(quantization, |kind| format!(", quantised {kind}")),
             job(comm),
             compared(&runner.peers)
         );
