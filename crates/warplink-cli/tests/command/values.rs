@@ -150,7 +150,13 @@ fn an_output_that_is_not_what_is_expected_fails_the_command() {
     let output = gather("r", "--unreachable Z");
     let said = stderr(&output);
     assert!(
-        !output.status.success() && said.contains("'Z' is not announced"),
+        !output.status.success() && said.contains("'Z' is not announced by any kernel; expected Y"),
+        "{said}"
+    );
+    let output = run_program(&example("ring_pass"), "-n 2 -p n=8 --unreachable A");
+    let said = stderr(&output);
+    assert!(
+        !output.status.success() && said.contains("expected none, since no kernel announces"),
         "{said}"
     );
 }

@@ -12,6 +12,7 @@ pub use super::tensor::{Range, TensorInstance};
 use crate::device::{MatmulSpec, ReduceOp};
 use crate::dtype::DType;
 use crate::error::{Error, Rank, Result};
+use crate::named::listed;
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::fmt;
 use std::sync::Arc;
@@ -129,10 +130,13 @@ impl RankProgram {
     pub fn withhold(&mut self, names: &[String]) -> Result<()> {
         let announced = self.announced();
         if let Some(name) = names.iter().find(|name| !announced.contains(name.as_str())) {
-            let all: Vec<&str> = announced.into_iter().collect();
+            let expected = if announced.is_empty() {
+                "none, since no kernel announces a tensor".to_owned()
+            } else {
+                listed(announced)
+            };
             return Err(Error::invalid(format!(
-                "'{name}' is not announced by any kernel; expected one of: {}",
-                all.join(", ")
+                "'{name}' is not announced by any kernel; expected {expected}"
             )));
         }
         for operation in &mut self.operations {
