@@ -90,4 +90,7 @@ fn a_setting_that_keeps_ranks_from_starting_is_reported() {
             .contains("WARPLINK_PROTOCOL is 'push'; expected get or put"),
         "{failed}"
     );
+    // Nothing is listed under machine.
+    let help = failed["help"].as_str().unwrap();
+    assert!(help.contains("fix what the error names"), "{help}");
 }

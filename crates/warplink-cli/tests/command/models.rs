@@ -97,6 +97,15 @@ fn a_cache_that_cannot_be_written_stops_nobody() {
     let output = bench(&file);
     assert_right(&output, "a file in the place of the directory");
     assert_contains(&stderr(&output), &["cannot be cached"]);
+    // The doctor has seen it coming, and leaves nothing where something can be kept.
+    let warned = doctor(&file);
+    assert_contains(
+        &warned,
+        &["nothing can be cached in ", "set WARPLINK_CACHE_DIR"],
+    );
+    let empty = tempfile::tempdir().unwrap();
+    assert!(!doctor(empty.path()).contains("nothing can be cached"));
+    assert_eq!(fs::read_dir(empty.path()).unwrap().count(), 0);
     assert_right(&bench(Path::new("/dev/full")), "a device");
     if let Some(disk) = FullDisk::new() {
         let output = bench(disk.path());

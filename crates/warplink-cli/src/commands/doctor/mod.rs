@@ -18,6 +18,8 @@ use crate::report::{self, Object, counted};
 use anyhow::Result;
 use clap::{Args, ValueEnum};
 use serde::Serialize;
+use std::io::{self, Write as _};
+use std::path::Path;
 use std::process::ExitCode;
 use warplink::DeviceKind;
 use warplink::device::cuda::{self, Capabilities};
@@ -184,17 +186,34 @@ fn model(kind: DeviceKind) -> Found {
             model.name, model.source.command, model.source.date
         )),
         Ok(((_, Origin::Derived), measured)) => match find::calibrations() {
-            Some(directory) => Found::ok(format!(
-                "from the device's specifications and a short measurement by the first job of several ranks, cached in {}: {}",
-                directory.display(),
-                known(&measured)
-            )),
+            Some(directory) => match takes_files(&directory) {
+                Ok(()) => Found::ok(format!(
+                    "from the device's specifications and a short measurement by the first job of several ranks, cached in {}: {}",
+                    directory.display(),
+                    known(&measured)
+                )),
+                Err(error) => Found::warning(
+                    format!(
+                        "nothing can be cached in {}: {error}; each job measures the machine and compiles its kernels anew",
+                        directory.display()
+                    ),
+                    "make it writable, or set WARPLINK_CACHE_DIR to a directory that is",
+                ),
+            },
             None => Found::warning(
                 "from the device's specifications and a short measurement repeated by each job, since there is no cache directory",
                 "set HOME or WARPLINK_CACHE_DIR",
             ),
         },
     }
+}
+
+/// Whether files can be created in `directory`, or in the nearest one above it that exists. Leaves none behind.
+fn takes_files(directory: &Path) -> io::Result<()> {
+    let nearest = directory.ancestors().find(|path| path.exists());
+    let mut file = tempfile::tempfile_in(nearest.unwrap_or(directory))?;
+    // Some bytes, since a full disk may have room for names.
+    file.write_all(&[0; 4096])
 }
 
 /// The cached figures, by number of ranks.

@@ -48,7 +48,9 @@ fn tried(area: &'static str, kind: DeviceKind, ranks: usize, what: TrialKind) ->
                 TrialKind::Collectives => "collectives",
             };
             let help = match kind {
-                DeviceKind::Host => "fix the items listed under machine, above",
+                DeviceKind::Host => {
+                    "fix what the error names, and the items listed under machine, above, if there are any"
+                }
                 DeviceKind::Cuda => {
                     "in a container, share the host's IPC and PID namespaces \
                      (--ipc=host --pid=host); run with -v for details"
