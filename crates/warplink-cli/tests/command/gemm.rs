@@ -196,6 +196,11 @@ fn bench_overlap_takes_some_lowerings() {
         !text.contains("in-order ") && !text.contains("reduce-scatter"),
         "{text}"
     );
+    // A single rank receives nothing, so that there is no time of the link to divide by.
+    let text = succeeded(&run(
+        "bench overlap --device host -n 1 --shape 16,16,16 --lowerings collective --samples 1",
+    ));
+    assert!(!text.contains("inf"), "{text}");
 }
 
 #[test]

@@ -93,7 +93,7 @@ impl ShapeTimes {
             let verdict = if row.right { "" } else { " WRONG" };
             let name = format!("{}{mark}", row.lowering);
             times(&name, &row.times, row.of_compute)
-                .number("over link", format!("{:.3}", row.over_link))
+                .number_or_empty("over link", row.over_link, |times| format!("{times:.3}"))
                 .number_or_empty("x collective", row.over_collective, |times| {
                     format!("{times:.3}")
                 })

@@ -84,8 +84,8 @@ pub(super) struct OverlapRow {
     pub(super) tflops: f64,
     /// The GEMM's time alone over this one.
     pub(super) of_compute: f64,
-    /// This time over that of the link alone.
-    pub(super) over_link: f64,
+    /// This time over that of the link alone; none for a single rank, which receives nothing.
+    pub(super) over_link: Option<f64>,
     /// The collective's time over this one.
     pub(super) over_collective: Option<f64>,
     /// Relative, against a GEMM in double precision, on some rows.
@@ -226,7 +226,7 @@ pub(super) fn measure(
             times: *times,
             tflops: flops / best / 1e12,
             of_compute: compute.best() / best,
-            over_link: best / link_limit,
+            over_link: (link_limit > 0.0).then(|| best / link_limit),
             over_collective: None,
             error: *error,
             difference: *difference,

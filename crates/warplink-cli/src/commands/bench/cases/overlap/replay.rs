@@ -70,15 +70,20 @@ pub(super) fn replay(file: &Path, model: &HardwareModel) -> Result<(Object, Stri
             } else {
                 ""
             };
+            let chosen = estimate.map_or_else(String::new, |estimate| estimate.chosen.to_string());
+            // Some lowerings have no parameters.
+            let parameters = if row.parameters.is_empty() && chosen.is_empty() {
+                String::new()
+            } else {
+                format!("  measured {}, expected {chosen}", row.parameters)
+            };
             text += &format!(
-                "  {:12} {:9.1} eager {:9.1} captured, expected {:9.1} and {:9.1}{mark}  measured {}, expected {}\n",
+                "  {:12} {:9.1} us eager {:9.1} us captured, expected {:9.1} and {:9.1} us{mark}{parameters}\n",
                 row.lowering,
                 row.times.eager.median * 1e6,
                 row.times.captured.median * 1e6,
                 estimate.map_or(f64::NAN, |estimate| estimate.expected.eager * 1e6),
                 estimate.map_or(f64::NAN, |estimate| estimate.expected.captured * 1e6),
-                row.parameters,
-                estimate.map_or_else(String::new, |estimate| estimate.chosen.to_string())
             );
         }
         all_of_best.push(of_best);
