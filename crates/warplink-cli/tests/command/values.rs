@@ -50,6 +50,25 @@ fn right_values_are_said_to_be_right() {
     assert!(0.0 < error && error <= value["allowed_error"].as_f64().unwrap());
 }
 
+/// Of an output that is never written, nothing can be said.
+#[test]
+fn unknown_values_are_not_said_to_be_right() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("forgets.wlp");
+    let text =
+        "program forgets(n) { input A: f32[n]; output B: f32[n]; output C: f32[n]; C = copy(A) }";
+    std::fs::write(&file, text).unwrap();
+    let file = file.display().to_string();
+    let text = succeeded(&run_program(&file, "-n 1 -p n=4 --unverified"));
+    assert_contains(
+        &text,
+        &[
+            "'B' of rank 0: 4 elements not compared, since nothing is known about them",
+            "'C' is right: exact",
+        ],
+    );
+}
+
 #[test]
 fn a_result_is_printed_where_its_trace_cannot_be_written() {
     let output = run_program(&example("ring_pass"), "-n 2 -p n=64 --trace /dev/full");

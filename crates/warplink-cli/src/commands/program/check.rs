@@ -1,6 +1,7 @@
 //! Comparison of a program's outputs with values computed on the host.
 
 use crate::commands::bench::peers::download;
+use crate::report::counted;
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 use std::cell::RefCell;
@@ -37,7 +38,7 @@ pub(super) struct Compared {
     allowed_error: f64,
     /// Elements with a larger error than rounding allows.
     wrong: usize,
-    /// Description of the error.
+    /// Description of the error, or of the elements that were not compared.
     #[serde(skip_serializing_if = "Option::is_none")]
     what: Option<String>,
 }
@@ -164,7 +165,14 @@ impl Compared {
             largest_error: Some(comparison.largest).filter(|error| error.is_finite()),
             allowed_error: comparison.allowed,
             wrong: comparison.wrong,
-            what: (!right).then(|| format!("{how}: {comparison}")),
+            what: match comparison.unknown {
+                _ if !right => Some(format!("{how}: {comparison}")),
+                0 => None,
+                unknown => Some(format!(
+                    "{} not compared, since nothing is known about them",
+                    counted(unknown, "element")
+                )),
+            },
         }
     }
 
@@ -175,17 +183,24 @@ impl Compared {
 
 impl fmt::Display for Compared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.what {
-            Some(what) => write!(f, "'{}' of rank {} is wrong {what}", self.tensor, self.rank),
-            None if self.largest_error == Some(0.0) && self.allowed_error == 0.0 => {
-                write!(f, "'{}' is right: exact", self.tensor)
-            }
-            None => write!(
+        let what = self.what.as_deref();
+        if !self.is_right() {
+            let what = what.unwrap_or_default();
+            return write!(f, "'{}' of rank {} is wrong {what}", self.tensor, self.rank);
+        }
+        match (
+            self.largest_error == Some(0.0) && self.allowed_error == 0.0,
+            what,
+        ) {
+            (true, None) => write!(f, "'{}' is right: exact", self.tensor),
+            (true, Some(what)) => write!(f, "'{}' of rank {}: {what}", self.tensor, self.rank),
+            (false, _) => write!(
                 f,
-                "'{}' is right: largest error {:.3e} where {:.3e} is allowed",
+                "'{}' is right: largest error {:.3e} where {:.3e} is allowed{}",
                 self.tensor,
                 self.largest_error.unwrap_or_default(),
-                self.allowed_error
+                self.allowed_error,
+                what.map_or_else(String::new, |what| format!("; {what}"))
             ),
         }
     }

@@ -12,6 +12,8 @@ pub struct Comparison {
     pub allowed: f64,
     /// Number of elements with a larger error than rounding allows.
     pub wrong: usize,
+    /// Number of elements that may be anything, such as those that are never written. They are not compared.
+    pub unknown: usize,
     /// First wrong element: its index, the value found, and the expected one.
     pub first: Option<(usize, f64, f64)>,
 }
@@ -28,6 +30,7 @@ impl Comparison {
                 all.first.get_or_insert((index, found, expected.value));
             }
             let counts = expected.bound.is_finite();
+            all.unknown += usize::from(!counts);
             // A NaN is kept as the largest: no later error compares greater than it.
             if counts && (error > all.largest || error.is_nan()) && !all.largest.is_nan() {
                 (all.largest, all.allowed) = (error, expected.bound);
@@ -69,6 +72,9 @@ mod tests {
         let expected = [BoundedValue::exact(1.0), BoundedValue::exact(2.0)];
         let of = |found: [f64; 2]| Comparison::of(expected.iter().zip(found));
         assert!(of([1.0, 2.0]).is_right());
+        assert_eq!(of([1.0, 2.0]).unknown, 0);
+        let unknown = Comparison::of([BoundedValue::UNKNOWN].iter().zip([1.0]));
+        assert_eq!((unknown.wrong, unknown.unknown), (0, 1));
         let wrong = of([1.0, f64::NAN]);
         assert_eq!((wrong.wrong, wrong.first.map(|f| f.0)), (1, Some(1)));
         assert!(wrong.largest.is_nan());
