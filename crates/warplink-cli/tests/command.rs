@@ -13,6 +13,8 @@ mod common;
 mod cost;
 #[path = "command/doctor.rs"]
 mod doctor;
+#[path = "command/documents.rs"]
+mod documents;
 #[path = "command/expert_parallel.rs"]
 mod expert_parallel;
 #[path = "command/files.rs"]

@@ -94,7 +94,7 @@ struct SectionTimes {
 impl Case for Section {
     const NAME: &'static str = "section";
     const SAMPLES: [u16; 2] = [10, 10];
-    const SIZES: Option<SizeRange> = Some(SizeRange::of_bytes(1 << 10, [16 << 20, 16 << 20], 4));
+    const SIZES: Option<SizeRange> = Some(SizeRange::of_bytes(1 << 10, [16 << 20, 64 << 10], 4));
 
     fn prepare(&mut self, _: &Options) -> Result<Option<ExitCode>> {
         self.text = Some(self.source.read_for_ranks()?);
