@@ -8,7 +8,7 @@ use warplink::program::{DiagnosticKind, Parameters, Program, verify};
 const LENGTH: i64 = 1024;
 
 /// What a kernel does, on how many ranks, with how many lanes, and how it is refused, if it is.
-const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 8] = [
+const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 16] = [
     // A packet proves nothing of the other threads of the lane that sends it.
     (
         "if lane == 0 {
@@ -58,6 +58,111 @@ const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 8] = [
         2,
         None,
     ),
+    // The packets come from one thread, and others still copy: what a lane reads later does not end what it read before.
+    (
+        "if lane == 0 {
+            Y = copy(S)
+            put S[512..514] to P[epoch % 2][0..2] on rank
+        } else {
+            Z = copy(P[epoch % 2][0..2])
+            barrier
+            S[512..514] = copy(W[0..2])
+        }",
+        2,
+        2,
+        Some(DiagnosticKind::Race),
+    ),
+    // Each read is proved over by packets of its own.
+    (
+        "if lane == 0 {
+            put S to P[epoch % 2] on rank
+            put S to Q[epoch % 2] on rank
+        } else {
+            Y = copy(P[epoch % 2])
+            Y = copy(Q[epoch % 2])
+            barrier
+            S = copy(W)
+        }",
+        2,
+        2,
+        None,
+    ),
+    // Reads of more steps are not kept apart.
+    (
+        "if lane == 0 {
+            Y = copy(S)
+            for i in 0..8 { put S[0..64] to P[epoch % 2][64 * i..64 * i + 64] on rank }
+        } else {
+            for i in 0..8 { Y[0..64] = copy(P[epoch % 2][64 * i..64 * i + 64]) }
+            barrier
+            S[0..64] = copy(W[0..64])
+        }",
+        2,
+        2,
+        Some(DiagnosticKind::Race),
+    ),
+    // Kernels wait for no packets of which no result has need.
+    (
+        "if lane == 0 {
+            put X to P[epoch % 2] on rank
+        } else {
+            S = first(P[epoch % 2], X)
+        }",
+        1,
+        2,
+        Some(DiagnosticKind::Mismatch),
+    ),
+    // Y's packets are sent before those in P have come.
+    (
+        "if lane == 0 {
+            Y = copy(S)
+            signal rank at 1
+            put X to P[epoch % 2] on rank
+        } else {
+            S; R[0] = late(P[epoch % 2], X)
+            wait rank
+        }",
+        1,
+        2,
+        Some(DiagnosticKind::Race),
+    ),
+    // Packets of a result that does not need S come before S is read.
+    (
+        "if lane == 0 {
+            P[epoch % 2]; Y = late(S, X)
+        } else {
+            Y = copy(P[epoch % 2])
+            barrier
+            S = copy(W)
+        }",
+        2,
+        2,
+        Some(DiagnosticKind::Race),
+    ),
+    // Two threads read the announcement, as data.
+    (
+        "let slot = epoch % 2
+        put X to R[slot] on 1 - rank
+        announce 1, 2 with Z in A[slot]
+        K = copy(A[slot][1 - rank])
+        Y = copy(R[slot])
+        agree 1, 2 with Z in A[slot]
+        barrier",
+        2,
+        1,
+        Some(DiagnosticKind::Race),
+    ),
+    (
+        "let slot = epoch % 2
+        put X to R[slot] on 1 - rank
+        announce 1, 2 with Z in A[slot]
+        agree 1, 2 with Z in A[slot]
+        Y = copy(R[slot])
+        barrier",
+        2,
+        1,
+        None,
+    ),
     // Only between two numbers do two ranks go on at once.
     (
         "let slot = epoch % 2
@@ -99,9 +204,14 @@ fn each_kernel_gets_its_verdict_in_time() {
                 output Y: f32[n]
                 output Z: f32[2]
                 output S: f32[n]
+                allocate K: i32[4] = 0
                 scratch P: packets16 f32[2, n]
+                scratch Q: packets16 f32[2, n]
+                scratch A: packets16 i32[2, world, 4]
                 scratch R: f32[2, n]
                 function step(x, s) {{ return x * s, s * 2 }}
+                function first(p, x) {{ return x * 2 }}
+                function late(p, x) {{ return x * 2, p * x }}
                 S = copy(X)
                 Y = copy(X)
                 Z = copy(X[0..2])

@@ -4,6 +4,7 @@ use crate::dtype::DType;
 
 /// Bytes of a row of `elements`, each rounded to `dtype`; a single value is broadcast.
 pub(super) fn row_bytes(dtype: DType, values: &[f32], elements: usize) -> Vec<u8> {
+    debug_assert!(values.len() == 1 || values.len() == elements);
     match values {
         [value] => dtype.encode_f32(&vec![*value; elements]),
         _ => dtype.encode_f32(values),

@@ -295,6 +295,22 @@ impl RowFunction {
         blocks
     }
 
+    /// For each argument, whether the result depends on it.
+    pub(crate) fn needs(&self, result: usize) -> Vec<bool> {
+        let mut needs = vec![false; self.arguments.len()];
+        let mut is_seen = vec![false; self.nodes.len()];
+        let mut left = vec![self.results[result]];
+        while let Some(node) = left.pop() {
+            if let RowNode::Argument(number) | RowNode::OfBlock(number, _) = self.nodes[node] {
+                needs[number] = true;
+            }
+            if !std::mem::replace(&mut is_seen[node], true) {
+                left.extend(self.nodes[node].operands());
+            }
+        }
+        needs
+    }
+
     /// For each node, the number of reductions, over the row or blocks, that must precede it.
     pub(crate) fn levels(&self) -> Vec<usize> {
         let mut levels: Vec<usize> = Vec::with_capacity(self.nodes.len());
@@ -400,6 +416,28 @@ pub struct RowStep {
     pub results: Vec<usize>,
     /// Threads of the lane, which determine the summation order along the row.
     pub threads: usize,
+}
+
+impl RowStep {
+    /// For each target of the step, whether what is stored there depends on each of its sources.
+    pub(crate) fn needs(&self) -> Vec<Vec<bool>> {
+        let needs = self.results.iter().enumerate().map(|(result, targets)| {
+            let needs = self.function.needs(result);
+            let sources = self
+                .arguments
+                .iter()
+                .zip(needs)
+                .flat_map(|(argument, is_needed)| {
+                    let count = match argument {
+                        RowArgument::Sources(count, _) => *count,
+                        RowArgument::Number(_) => 0,
+                    };
+                    std::iter::repeat_n(is_needed, count)
+                });
+            std::iter::repeat_n(sources.collect(), *targets)
+        });
+        needs.flatten().collect()
+    }
 }
 
 /// An argument of a function.

@@ -6,7 +6,7 @@ use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::named::alternatives;
 use crate::program::diagnostic::DiagnosticKind;
-use crate::program::section::function::{RowArgument, RowNode, RowStep};
+use crate::program::section::function::{RowArgument, RowFunction, RowNode, RowStep};
 use crate::program::section::ir::{Application, FunctionArgument, Source};
 use crate::program::section::lane::{LaneMove, LaneStepKind};
 use crate::program::section::{MAX_OPERANDS, Packing};
@@ -117,6 +117,7 @@ impl<'s> Resolver<'s> {
         )?;
         self.check_singles(&sources, &targets)?;
         self.check_packets(&sources)?;
+        self.check_waits(&function, &arguments, &sources)?;
         // Threads read the word that names a row without waiting for each other.
         self.check_words(&targets)?;
         self.check_arguments(&arguments, &sources)?;
@@ -150,6 +151,37 @@ impl<'s> Resolver<'s> {
             targets: targets.iter().map(|operand| operand.part).collect(),
             sources: sources.iter().map(|operand| operand.part).collect(),
         }));
+        Ok(())
+    }
+
+    /// Rejects packets that no result depends on: kernels do not compute with them, and so do not wait for them.
+    fn check_waits(
+        &self,
+        function: &RowFunction,
+        arguments: &[RowArgument],
+        sources: &[MoveOperand],
+    ) -> Resolved<()> {
+        let needs = (0..function.results()).map(|result| function.needs(result));
+        let needs: Vec<Vec<bool>> = needs.collect();
+        let mut sources = sources.iter();
+        for (number, argument) in arguments.iter().enumerate() {
+            let RowArgument::Sources(count, _) = argument else {
+                continue;
+            };
+            let mut given = sources.by_ref().take(*count);
+            // All sources of an argument are consumed, or the next one would begin among them.
+            let packets = given
+                .by_ref()
+                .fold(false, |any, it| any | self.packets(&it.part));
+            if packets && !needs.iter().any(|needs| needs[number]) {
+                return self.mismatch(format!(
+                    "argument {} of '{}' is given packets, and no result depends on it; expected one that does, since \
+                     kernels would not wait for these packets",
+                    number + 1,
+                    function.name
+                ));
+            }
+        }
         Ok(())
     }
 

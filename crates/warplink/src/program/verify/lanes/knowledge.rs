@@ -29,7 +29,12 @@ struct Complete {
 impl Complete {
     fn has(&self, stamp: &Stamp) -> bool {
         let stream = stamp.stream as usize;
-        self.all.get(stream) >= stamp.time || self.single.get(stream).contains(stamp.time)
+        self.has_all(stamp) || self.single.get(stream).contains(stamp.time)
+    }
+
+    /// Whether the step and all that its lane did before are complete.
+    fn has_all(&self, stamp: &Stamp) -> bool {
+        self.all.get(stamp.stream as usize) >= stamp.time
     }
 
     fn join(&mut self, other: &Self) {
@@ -74,9 +79,10 @@ struct Whole {
 }
 
 impl Proof {
-    /// That of what the step `stamp` stores, each thread of which has `each` and `held`.
+    /// That of what the step `stamp` stores, each thread of which has `each` and `held`; `stamp` is `None` if a thread may
+    /// store before it has read all that the step reads.
     fn behind(
-        stamp: &Stamp,
+        stamp: Option<&Stamp>,
         mut each: Option<Rc<Complete>>,
         held: &[Self],
         nothing: &Complete,
@@ -88,7 +94,7 @@ impl Proof {
                 whole.add_to(&mut further, nothing);
             }
         }
-        let step = Some(*stamp);
+        let step = stamp.copied();
         let whole = Some(Whole { further, step });
         Self { each, whole }
     }
@@ -226,13 +232,13 @@ impl Knowledge {
     }
 
     /// Proof by packets that the step `stamp` sends, each thread of which holds `held`.
-    pub(super) fn sent(&self, stamp: &Stamp, held: &[Proof]) -> Proof {
+    pub(super) fn sent(&self, stamp: Option<&Stamp>, held: &[Proof]) -> Proof {
         Proof::behind(stamp, Some(self.met.clone()), held, &self.nothing())
     }
 
     /// The same by plain memory that the step writes, for later steps of the same lane: a thread that reads an element has
     /// written it, or has met the one that did.
-    pub(super) fn kept(&self, stamp: &Stamp, held: &[Proof]) -> Proof {
+    pub(super) fn kept(&self, stamp: Option<&Stamp>, held: &[Proof]) -> Proof {
         Proof::behind(stamp, None, held, &self.nothing())
     }
 
@@ -274,7 +280,21 @@ impl Knowledge {
 
     /// Whether a step is complete for all threads, or for each by a packet that it has waited for in the current step: `held`.
     pub(super) fn outlives(&self, stamp: &Stamp, held: &[Proof]) -> bool {
-        let mut each = held.iter().filter_map(|proof| proof.each.as_ref());
-        self.over.has(stamp) || each.any(|known| known.has(stamp))
+        self.complete(held).any(|known| known.has(stamp))
+    }
+
+    /// The same of the step with all that its lane did before.
+    pub(super) fn outlives_all(&self, stamp: &Stamp, held: &[Proof]) -> bool {
+        self.complete(held).any(|known| known.has_all(stamp))
+    }
+
+    fn complete<'a>(&'a self, held: &'a [Proof]) -> impl Iterator<Item = &'a Complete> {
+        let each = held.iter().filter_map(|proof| proof.each.as_deref());
+        std::iter::once(&self.over).chain(each)
+    }
+
+    /// Whether the lane's threads have met since the step `stamp` of theirs.
+    pub(super) fn met_since(&self, stamp: &Stamp) -> bool {
+        self.met.has_all(stamp)
     }
 }

@@ -155,7 +155,7 @@ impl<'a> LaneRun<'a> {
         };
         let knows = self.streams[rank].knows.clone();
         let tensors = &self.ranks[rank].tensors;
-        let proof = knows.kept(&stamp, &[]);
+        let proof = knows.kept(Some(&stamp), &[]);
         let mut found = Vec::new();
         for (place, bytes) in &mut self.memory[rank] {
             let RankMemory::Tensor(id) = place else {

@@ -32,13 +32,24 @@ struct Kept {
     stored: Range<usize>,
 }
 
+/// Maximum reads of a lane between which its threads have not met that are kept apart, to bound the time.
+const MAX_APART: usize = 4;
+
+/// A read of some bytes.
+#[derive(Clone, Copy, Debug)]
+struct Read {
+    by: Stamp,
+    /// Whether it stands for earlier reads of the lane, too.
+    and_earlier: bool,
+}
+
 /// A range of bytes with one access history.
 #[derive(Clone, Debug)]
 struct Cell {
     end: usize,
     write: Option<Stamp>,
     /// Reads since the write.
-    reads: Vec<Stamp>,
+    reads: Vec<Read>,
     sender: Option<Sender>,
     kept: Option<Kept>,
     /// Launches whose packets it held, counted from 1.
@@ -157,13 +168,14 @@ impl AreaHistory {
         sent.filter(move |lane| last.replace(*lane) != Some(*lane))
     }
 
-    /// Reads stored packets, even if overwritten since; of the last packet, only the bytes before `filled`. The proof that all of
-    /// them have, if they do: whichever packet a thread waits for, it has this one.
+    /// Reads stored packets, even if overwritten since; of the last packet, only the bytes before `filled`. With `acquires`, all
+    /// threads see what the senders published. Returns the proof that all packets have, if they do: whichever one a thread
+    /// waits for, it has this one.
     pub(super) fn read_packets(
         &mut self,
         range: &Range<usize>,
         filled: usize,
-        flag: u64,
+        (flag, acquires): (u64, bool),
         stamp: Stamp,
         knows: &mut Knowledge,
         mut tell: impl FnMut(Wrong),
@@ -186,10 +198,10 @@ impl AreaHistory {
             let proof = sender.proof.within(range, &sender.stored);
             proofs.add(Some(proof.clone()));
             knows.prove(proof);
-            if let Some(seen) = &sender.seen {
+            if let (true, Some(seen)) = (acquires, &sender.seen) {
                 knows.seen.learn(seen);
             }
-            cell.note(stamp);
+            cell.note(stamp, knows);
         }
         proofs.together(knows)
     }
@@ -226,7 +238,7 @@ impl AreaHistory {
             if cell.written_in != launch {
                 cell.read_in = launch;
             }
-            cell.note(stamp);
+            cell.note(stamp, knows);
         }
         proofs.together(knows)
     }
@@ -262,8 +274,13 @@ impl AreaHistory {
             let mut unread = None;
             for read in cell.reads.drain(..) {
                 // A read is over once its step has completed, which packets tell too: not `sees`.
-                if read.actor != stamp.actor && !knows.outlives(&read, held) {
-                    unread.get_or_insert(read);
+                let over = if read.and_earlier {
+                    knows.outlives_all(&read.by, held)
+                } else {
+                    knows.outlives(&read.by, held)
+                };
+                if read.by.actor != stamp.actor && !over {
+                    unread.get_or_insert(read.by);
                 }
             }
             let read = unread.is_none() && cell.written_and_read;
@@ -333,17 +350,33 @@ impl AreaHistory {
 }
 
 impl Cell {
-    /// Records a read.
-    fn note(&mut self, stamp: Stamp) {
+    /// Records a read of the lane that knows `knows`.
+    fn note(&mut self, stamp: Stamp, knows: &Knowledge) {
         self.written_and_read = true;
-        match self
+        let is_own = |read: &Read| read.by.stream == stamp.stream;
+        if self
             .reads
-            .iter_mut()
-            // The last read of a lane subsumes its earlier ones: a step ordered after it is ordered after those as well.
-            .find(|read| read.stream == stamp.stream)
+            .iter()
+            .any(|read| is_own(read) && read.by.time == stamp.time)
         {
-            Some(read) => *read = stamp,
-            None => self.reads.push(stamp),
+            return;
+        }
+        // Those before its threads last met were over when this step began. Of later ones, some threads may be behind.
+        self.reads
+            .retain(|read| !is_own(read) || !knows.met_since(&read.by));
+        let apart = self.reads.iter().filter(|read| is_own(read)).count();
+        let last = self.reads.iter_mut().rfind(|read| is_own(read));
+        match last.filter(|_| apart >= MAX_APART) {
+            Some(last) => {
+                *last = Read {
+                    by: stamp,
+                    and_earlier: true,
+                }
+            }
+            None => self.reads.push(Read {
+                by: stamp,
+                and_earlier: false,
+            }),
         }
     }
 }

@@ -6,7 +6,9 @@ use super::state::{LaneRun, MAX_FINDINGS};
 use crate::error::Rank;
 use crate::program::diagnostic::Diagnostic;
 use crate::program::machine::{Actor, Domain, Machine};
-use crate::program::section::{LaneStep, LaneStepKind, OperandMemory, Part, SectionInstance};
+use crate::program::section::{
+    LaneStep, LaneStepKind, OperandMemory, Part, RowStep, SectionInstance,
+};
 use std::sync::Arc;
 
 impl LaneRun<'_> {
@@ -50,14 +52,15 @@ impl LaneRun<'_> {
         filled.map_or(0, |filled| filled.end)
     }
 
-    /// Reads of a step, and the proofs that each of its threads holds then.
+    /// Reads of a step, and for each source the proof that each thread holds then which waits for it. `acquires` is whether all
+    /// threads see then what senders published.
     fn read(
         &mut self,
-        stamp: Stamp,
+        (stamp, acquires): (Stamp, bool),
         sources: &[Part],
         found: &mut Vec<(bool, Part, Wrong)>,
-    ) -> Vec<Proof> {
-        let mut held = Vec::new();
+    ) -> Vec<Option<Proof>> {
+        let mut held = Vec::with_capacity(sources.len());
         let actor = stamp.actor;
         let number = actor.launch as usize;
         let (lane, flag) = (self.lane_of(actor), number as u64 + 1);
@@ -73,35 +76,41 @@ impl LaneRun<'_> {
             };
             // An empty operand has no history.
             let Some(bytes) = self.memory[source.rank].get_mut(&place) else {
+                held.push(None);
                 continue;
             };
             let knows = &mut self.knows[lane];
             let tell = |wrong| found.push((false, *source, wrong));
-            match place {
+            held.push(match place {
                 RankMemory::Area(packing) if packing.is_packets() => {
                     let (synchronized, lane) =
                         (&mut self.synchronized[self.sequence[number]], actor.lane);
                     for sender in bytes.senders(&range, flag).filter(|sender| *sender != lane) {
                         synchronized.insert((sender as usize, lane as usize));
                     }
-                    held.extend(bytes.read_packets(&range, filled, flag, stamp, knows, tell));
+                    let flag = (flag, acquires);
+                    bytes.read_packets(&range, filled, flag, stamp, knows, tell)
                 }
-                _ => held.extend(bytes.read(&range, since, stamp, knows, tell)),
-            }
+                _ => bytes.read(&range, since, stamp, knows, tell),
+            });
         }
         held
     }
 
-    /// Writes of a step, each thread of which holds `held`.
+    /// Writes of a step. `held` has for each source the proof that a thread holds which has read it; `rows` is what it
+    /// computes.
     fn write(
         &mut self,
-        (stamp, held): (Stamp, &[Proof]),
-        (targets, sources): (&[Part], &[Part]),
+        (stamp, held): (Stamp, &[Option<Proof>]),
+        (targets, sources, rows): (&[Part], &[Part], Option<&RowStep>),
         found: &mut Vec<(bool, Part, Wrong)>,
     ) {
+        // A thread may store a result of a function before it reads sources that others depend on.
+        let needs = rows.map(RowStep::needs);
         let actor = stamp.actor;
         let number = actor.launch as usize;
         let (lane, flag) = (self.lane_of(actor), number as u64 + 1);
+        let all: Vec<Proof> = held.iter().flatten().cloned().collect();
         let (mut sent, mut kept) = (None, None);
         for (position, target) in targets.iter().enumerate() {
             self.check_overlaps(actor, target, sources, Was::Read);
@@ -113,10 +122,18 @@ impl LaneRun<'_> {
             };
             let packets = matches!(place, RankMemory::Area(packing) if packing.is_packets());
             let knows = &self.knows[lane];
-            let proof = if packets {
-                sent.get_or_insert_with(|| knows.sent(&stamp, held))
-            } else {
-                kept.get_or_insert_with(|| knows.kept(&stamp, held))
+            let needs = needs.as_ref().map(|needs| &needs[position]);
+            let partial = needs.filter(|needs| needs.contains(&false)).map(|needs| {
+                let held = held.iter().zip(needs).filter(|(_, is_needed)| **is_needed);
+                held.filter_map(|(proof, _)| proof.clone())
+                    .collect::<Vec<_>>()
+            });
+            let held = partial.as_deref().unwrap_or(&all);
+            let proof = match (&partial, packets) {
+                (Some(held), true) => &knows.sent(None, held),
+                (Some(held), false) => &knows.kept(None, held),
+                (None, true) => sent.get_or_insert_with(|| knows.sent(Some(&stamp), held)),
+                (None, false) => kept.get_or_insert_with(|| knows.kept(Some(&stamp), held)),
             };
             let flag = packets.then_some(flag);
             bytes.write(&range, flag, stamp, (knows, held, proof), |wrong| {
@@ -227,12 +244,19 @@ impl Domain for LaneRun<'_> {
         }
         let (targets, sources) = (step.targets(), step.sources());
         let mut found = Vec::new();
-        let held = self.read(stamp, sources, &mut found);
-        self.write((stamp, &held), (targets, sources), &mut found);
+        let meets = self.meets_after(actor, step);
+        // Of packets that announce tensors, only this step loads the flag with acquire, for all of the lane's threads.
+        let acquires = meets && matches!(step, LaneStepKind::Agree { .. });
+        let held = self.read((stamp, acquires), sources, &mut found);
+        let rows = match step {
+            LaneStepKind::Move(it) => it.rows.as_deref(),
+            _ => None,
+        };
+        self.write((stamp, &held), (targets, sources, rows), &mut found);
         for (writes, part, wrong) in found {
             self.find_operand(actor, writes, &part, wrong);
         }
-        if self.meets_after(actor, step) {
+        if meets {
             self.meet(actor);
         }
         match step {
