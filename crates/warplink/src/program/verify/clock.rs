@@ -22,13 +22,13 @@ const BRANCH_BITS: usize = 4;
 type Branch<T> = Option<Rc<Node<T>>>;
 
 /// A stream's entry in a clock.
-pub(super) trait Entry: Copy + PartialEq {
+pub(super) trait PerStream: Copy + PartialEq {
     /// That of a stream of which nothing is known.
     const NOTHING: Self;
     fn joined(self, other: Self) -> Self;
 }
 
-impl Entry for u32 {
+impl PerStream for u32 {
     const NOTHING: Self = 0;
 
     fn joined(self, other: Self) -> Self {
@@ -65,7 +65,7 @@ impl Recent {
     }
 }
 
-impl Entry for Recent {
+impl PerStream for Recent {
     const NOTHING: Self = Self { last: 0, mask: 0 };
 
     fn joined(self, other: Self) -> Self {
@@ -192,7 +192,7 @@ impl Clock {
     }
 }
 
-impl<T: Entry> Clock<T> {
+impl<T: PerStream> Clock<T> {
     /// A clock of the same streams without any operation.
     pub(super) fn empty(&self) -> Self {
         Self {
@@ -282,7 +282,7 @@ impl<T: Entry> Clock<T> {
     }
 }
 
-impl<T: Entry> Node<T> {
+impl<T: PerStream> Node<T> {
     fn new(level: usize, nodes: &Rc<Cell<usize>>) -> Self {
         let content = match level {
             0 => Content::Leaf([T::NOTHING; 1 << LEAF_BITS]),
@@ -328,7 +328,7 @@ fn has_all<T>(own: &[Option<Base<T>>], others: &[Option<Base<T>>]) -> bool {
         .all(|(other, own)| number(own) >= number(other))
 }
 
-fn join_trees<T: Entry>(own: &mut Branch<T>, theirs: &Branch<T>) {
+fn join_trees<T: PerStream>(own: &mut Branch<T>, theirs: &Branch<T>) {
     match (&*own, theirs) {
         (_, None) => {}
         (None, Some(theirs)) => *own = Some(theirs.clone()),
@@ -346,7 +346,7 @@ const fn index(stream: usize, level: usize) -> usize {
 }
 
 /// Element-wise join; shares the node of either side if that includes the other.
-fn joined<T: Entry>(own: &Rc<Node<T>>, theirs: &Rc<Node<T>>) -> Rc<Node<T>> {
+fn joined<T: PerStream>(own: &Rc<Node<T>>, theirs: &Rc<Node<T>>) -> Rc<Node<T>> {
     if Rc::ptr_eq(own, theirs) {
         return own.clone();
     }

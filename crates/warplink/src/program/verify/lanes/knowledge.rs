@@ -5,7 +5,7 @@
 //! packet's proof counts for all threads of a lane only once these have met.
 
 use crate::program::machine::Actor;
-use crate::program::verify::clock::{Clock, Clocks, Entry, Recent};
+use crate::program::verify::clock::{Clock, Clocks, PerStream, Recent};
 use std::ops::Range;
 use std::rc::Rc;
 
