@@ -127,6 +127,13 @@ macro_rules! elements {
                 }
             }
 
+            /// The type in which values are combined.
+            pub(crate) const fn wide(self) -> Self {
+                match self {
+                    $(Self::$dtype => <$wide as Element>::DTYPE,)+
+                }
+            }
+
             /// Which numbers it has.
             pub const fn numbers(self) -> Numbers {
                 match self {

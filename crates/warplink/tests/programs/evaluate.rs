@@ -1,7 +1,6 @@
 //! The evaluator against devices: every lowering, in every type that matmuls have.
 
-use crate::common::{kind, threads, values, world};
-use half::{bf16, f16};
+use crate::common::{encode, kind, threads, values, world};
 use warplink::device::{AllocationKind, Priority};
 use warplink::program::evaluate::Evaluator;
 use warplink::program::ir::Role;
@@ -14,28 +13,20 @@ use warplink::{Communicator, DType, DeviceKind};
 
 const STREAMS: usize = 2;
 
-/// Random elements between -1 and 1.
+/// Random elements: floats between -1 and 1, and integers of which few fit in a sum.
 fn elements(rank: usize, number: usize, tensor: &TensorInstance) -> Vec<u8> {
     let count = tensor.bytes / tensor.dtype.size();
+    let most = if tensor.dtype.is_float() {
+        1.0
+    } else {
+        0.75 * 2f64.powi(8 * tensor.dtype.size() as i32 - 1)
+    };
     let random = values(rank, number, 2 * count);
     let random = random.chunks_exact(2).map(|pair| {
         let word = u16::from_le_bytes([pair[0], pair[1]]);
-        f32::from(word) / 32768.0 - 1.0
+        most * (f64::from(word) / 32768.0 - 1.0)
     });
-    match tensor.dtype {
-        DType::BF16 => random
-            .flat_map(|v| bf16::from_f32(v).to_le_bytes())
-            .collect(),
-        DType::F16 => random
-            .flat_map(|v| f16::from_f32(v).to_le_bytes())
-            .collect(),
-        DType::F32 => random.flat_map(f32::to_le_bytes).collect(),
-        DType::F64 => random.flat_map(|v| f64::from(v).to_le_bytes()).collect(),
-        DType::I32 => random
-            .flat_map(|v| ((v * 1e9) as i32).to_le_bytes())
-            .collect(),
-        _ => random.map(|v| (v * 100.0) as u8).collect(),
-    }
+    encode(tensor.dtype, &random.collect::<Vec<_>>())
 }
 
 /// Runs `program`, eagerly or as a graph, and compares every output with what it means.

@@ -276,13 +276,8 @@ pub(super) fn combine(
     let Some(operator) = operator else {
         return sources.first().cloned().unwrap_or_default();
     };
-    // Kernels accumulate narrow types in 32 bits, and round once when they store.
-    let between = match dtype {
-        DType::I8 => DType::I32,
-        DType::U8 => DType::U32,
-        _ if dtype.is_float() && dtype.size() < DType::F32.size() => DType::F32,
-        _ => dtype,
-    };
+    // Kernels round once, when they store.
+    let between = dtype.wide();
     let at = |index: usize| {
         combined(
             operator,
