@@ -3,10 +3,13 @@
 use crate::common::{assert_refused, json, run, succeeded};
 use serde_json::Value;
 
-/// Each benchmark with arguments that make it quick, and a text of its drawing.
+/// Each benchmark with arguments that make it quick, `--sizes` among them if it has some, and a text of its drawing.
 const BENCHES: [(&str, &str); 9] = [
     ("p2p --sizes 4KiB --methods put", "eager: latency in us"),
-    ("channel --rows packets", "packets, direct, 4 KiB"),
+    (
+        "channel --sizes 4KiB --rows packets",
+        "packets, direct, 4 KiB",
+    ),
     (
         "collective all-reduce --sizes 1KiB,4KiB --calls 1",
         "captured: bus bandwidth in GB/s",
@@ -70,7 +73,7 @@ fn help_has_the_options_of_all_benchmarks() {
         for option in ["--samples <N>", "--output <FILE.json>", "--plot <FILE.svg>"] {
             assert_eq!(text.matches(option).count(), 1, "{option} in {text}");
         }
-        let has_sizes = !["overlap", "program"].contains(&name(bench));
+        let has_sizes = bench.contains(" --sizes ");
         for option in ["--from <", "--to <", "--step <N>", "--sizes <"] {
             assert_eq!(text.contains(option), has_sizes, "{option} in {text}");
         }
