@@ -2,10 +2,11 @@
 # Measures on all GPUs of this machine: the hardware model, transfers, host programs, overlapped GEMMs,
 # and PyTorch's fused operations beside them. Full tables and JSON go to $OUT/bench.tar.
 #
-# PARTS names the parts to run (default: tune p2p ring program overlap random torch; there are channel, collective, bound and
-# experts as well). COLLECTIVES names those of the part collective, for which PyTorch's symmetric memory is measured, too;
-# bound are collectives that are bound to their memory. With a command of an earlier commit in device-bin/base/, the parts
-# p2p, ring and overlap are measured with both, one after the other.
+# PARTS names the parts to run (default: tune p2p ring program overlap random torch; there are collective, bound and
+# experts as well, and every other benchmark by its name, with the arguments in NAME_ARGS). COLLECTIVES names those of the
+# part collective, for which PyTorch's symmetric memory is measured, too; bound are collectives that are bound to their
+# memory. With a command of an earlier commit in device-bin/base/, the parts p2p, ring and overlap are measured with both,
+# one after the other.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 . scripts/device-environment.sh
@@ -38,7 +39,6 @@ for name in ${PARTS:-tune p2p ring program overlap random torch}; do
         ;;
     p2p) both p2p 60 bench p2p -n "$ranks" ${P2P_ARGS:-} ;;
     ring) both ring 60 bench p2p -n "$ranks" --ring --from 64KiB --step 16 ${RING_ARGS:-} ;;
-    program) part program 60 device-bin/warplink bench program -n "$ranks" ${PROGRAM_ARGS:-} ;;
     overlap)
         both overlap 240 bench overlap -n "$ranks" ${OVERLAP_ARGS:-}
         ;;
@@ -67,7 +67,6 @@ for name in ${PARTS:-tune p2p ring program overlap random torch}; do
                 --from 16MiB --peers nccl,nccl-symmetric ${BOUND_ARGS:-}
         done
         ;;
-    channel) part channel 120 device-bin/warplink bench channel -n "$ranks" ${CHANNEL_ARGS:-} ;;
     experts)
         for routing in random one-rank; do
             part "experts-$routing" 120 device-bin/warplink bench expert-parallel -n "$ranks" --routing "$routing" \
@@ -77,6 +76,11 @@ for name in ${PARTS:-tune p2p ring program overlap random torch}; do
     torch)
         part torch 150 torchrun --nproc-per-node "$ranks" scripts/torch_overlap.py \
             --output "$OUT/bench/torch.json" ${TORCH_ARGS:-}
+        ;;
+    *)
+        more=${name^^}_ARGS
+        more=${more//-/_}
+        part "$name" 120 device-bin/warplink bench "$name" -n "$ranks" ${!more:-}
         ;;
     esac
 done
