@@ -2,6 +2,7 @@
 
 use warplink::DType;
 use warplink::device::ReduceOp;
+use warplink::dtype::Numbers;
 
 /// How far the reduction of numbers of a magnitude of 2 may be off.
 pub(crate) fn off(op: ReduceOp, dtype: DType, world: usize, value: f64) -> f64 {
@@ -47,7 +48,7 @@ pub(crate) fn integer(dtype: DType, bytes: &[u8]) -> i128 {
 }
 
 fn is_signed(dtype: DType) -> bool {
-    matches!(dtype, DType::I8 | DType::I32 | DType::I64)
+    dtype.numbers() == Numbers::Signed
 }
 
 /// A value wrapped to `bits` bits.
@@ -61,7 +62,7 @@ fn wrapped(signed: bool, bits: u32, value: i128) -> i128 {
     }
 }
 
-/// The reduction of integers, which wrap; bytes are added in 32 bits.
+/// The reduction of integers, which wrap; narrow ones are added in 32 bits.
 pub(crate) fn reduced_integers(op: ReduceOp, dtype: DType, values: &[i128]) -> i128 {
     let bits = 8 * dtype.size().max(4) as u32;
     let wrap = |value| wrapped(is_signed(dtype), bits, value);
