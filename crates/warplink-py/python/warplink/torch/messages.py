@@ -1,12 +1,11 @@
 """Sends and receives of CPU tensors between two ranks of a group, matched by tag.
 
 Every ordered pair of ranks has a line of its own, in which messages arrive in the order in which they
-were sent: a header with the tag, the length and the type, and with the bytes where they are few; else these follow. A
-receiver reads a line only while a
-receive is posted that may match what comes (a header that none of them lived to see is taken up by the next);
-what does not match yet is kept until something does. So tags may be received in any order, and a receive from
-any rank takes the first message with its tag. A receive that times out ends alone; a line on which something
-goes wrong in the middle of a message ends all messages of the group.
+were sent: a header with the tag, the length and the type, and with the bytes where they are few; else these follow.
+A receiver reads a line only while a receive is posted that may match what comes (a header that none of them lived to
+see is taken up by the next); what does not match yet is kept until something does. So tags may be received in any
+order, and a receive from any rank takes the first message with its tag. A receive that times out ends alone; a line on
+which something goes wrong in the middle of a message ends all messages of the group.
 """
 
 from __future__ import annotations
@@ -333,7 +332,7 @@ class _Line:
     def post(self, peer: int, tensor: torch.Tensor, tag: int) -> bool:
         """As ``send``; False if nothing was sent, and the line's thread is to find out why."""
         if tensor.numel() * tensor.element_size() > INLINE:
-            # Two exchanges may fail between one another.
+            # The second of two exchanges could fail alone.
             return False
         try:
             self.send(peer, tensor, tag)

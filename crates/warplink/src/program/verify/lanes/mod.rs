@@ -2,7 +2,8 @@
 //!
 //! A program's kernels are simulated for twice the period of their epoch use, so that each launch is checked against
 //! the next equivalent one, plus two runs, because a rank may be one launch ahead of another. Each lane keeps two
-//! clocks: visible memory, which signals and streams propagate, and completed steps, which packets propagate too.
+//! clocks: visible memory, which signals and streams propagate, and completed steps, which packets propagate too, to the
+//! threads that wait for them (`knowledge.rs`).
 //! Between two launches a rank's stream writes all of its tensors. This makes a peer's read a race if it is not
 //! ordered after the start of the launch, or if its completion is not signalled before the launch ends. Scratch is
 //! uninitialized at the start of every run: bytes written by an earlier run may be read only if the scratch is
