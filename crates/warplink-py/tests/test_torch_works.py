@@ -228,17 +228,18 @@ def test_a_sender_that_dies_in_a_message(dist, rank):
 
     dist.barrier()
     if rank == 1:
-        send, sent = warplink.torch.messages._Line.send, []
+        put, sent = warplink.torch.messages._Line._put, []
 
-        def die_at_second(*arguments):
+        def die_at_second(line, *arguments):
             sent.append(None)
             if len(sent) == 2:
+                line.wait(20)
                 os._exit(1)
-            send(*arguments)
+            put(line, *arguments)
 
-        warplink.torch.messages._Line.send = die_at_second
-        dist.send(torch.ones(1000), 0)
-    for length in (1000, 10):
+        warplink.torch.messages._Line._put = die_at_second
+        dist.send(torch.ones(warplink.torch.messages.INLINE), 0)
+    for length in (warplink.torch.messages.INLINE, 10):
         work = dist.irecv(torch.empty(length), 1)
         end = time.monotonic() + 20
         while not work.is_completed() and time.monotonic() < end:

@@ -325,9 +325,12 @@ class _Line:
         """Begins to send a message. One thread at a time."""
         data = as_bytes(readable(tensor))
         header = _Header.of(tensor, tag)
-        self._engine.exchange(self._stream, [(peer, header.pack(data))], [])
+        self._put(peer, header.pack(data))
         if header.nbytes > INLINE:
-            self._engine.exchange(self._stream, [(peer, data)], [])
+            self._put(peer, data)
+
+    def _put(self, peer: int, data: torch.Tensor) -> None:
+        self._engine.exchange(self._stream, [(peer, data)], [])
 
     def post(self, peer: int, tensor: torch.Tensor, tag: int) -> bool:
         """As ``send``; False if nothing was sent, and the line's thread is to find out why."""
