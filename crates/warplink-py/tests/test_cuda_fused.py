@@ -186,8 +186,8 @@ def test_first_calls_in_a_graph_raise(rank, world, place):
             result = call()
         return graph, result
 
-    # Rank 1 does not record, and would wait for the other.
-    calls = ((fused, "what needs memory of other members"), (fused, "fused_all_gather"), (group.intra_node_barrier, "intra_n"))
+    # Rank 1 does not record, and would wait for the other. The barrier before the fused call, whose trials make one.
+    calls = ((fused, "what needs memory of other members"), (group.intra_node_barrier, "intra_n"), (fused, "fused_all_gather"))
     for made, (call, what) in enumerate(calls):
         if rank == 0:
             with pytest.raises(InvalidArgumentError, match=f"records a graph.*{what}.*call it once on every rank before"):
