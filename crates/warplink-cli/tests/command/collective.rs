@@ -239,6 +239,8 @@ fn a_file_that_cannot_be_written_costs_no_figures() {
     let output = bench("all-reduce -n 2 --plot /nowhere/plot.svg");
     assert_refused(&output, "open /nowhere/plot.svg for writing");
     assert!(!stderr(&output).contains("rank"), "{}", stderr(&output));
+    let output = bench("all-reduce -n 2 --plot figures.png");
+    assert_refused(&output, "expected a name that ends in .svg");
     let output = bench("all-reduce -n 2 --plot /dev/full");
     // Its peers name the cause as well.
     assert_refused(&output, "warplink: error: write /dev/full");
@@ -254,6 +256,10 @@ fn arguments_that_do_not_go_together_are_refused_once() {
     for (more, said) in [
         ("all-to-all --place in", "no in-place"),
         ("broadcast --root 2", "--root is 2; expected a rank below 2"),
+        (
+            "all-gather --op max",
+            "--op is max; expected none, since all-gather reduces nothing",
+        ),
         ("all-reduce --algorithm magic", "unknown algorithm 'magic'"),
         (
             "all-gather --algorithm two-shot",

@@ -255,6 +255,16 @@ impl<C: Case> Bench<C> {
         {
             check_output(path)?;
         }
+        if let Some(path) = &self.common.plot {
+            let other = path
+                .extension()
+                .filter(|it| !it.eq_ignore_ascii_case("svg"));
+            ensure!(
+                other.is_none(),
+                "--plot is {}; expected a name that ends in .svg, as figures are drawn as SVG",
+                path.display()
+            );
+        }
         let setup = |kind, world| {
             let setup = self.setup(kind, world, options.json)?;
             self.case.check(&setup)?;

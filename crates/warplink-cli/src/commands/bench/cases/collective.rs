@@ -22,6 +22,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use template::{Template, TemplateKind};
 use warplink::collective::Algorithm;
+use warplink::device::ReduceOp;
 use warplink::file::read_regular;
 use warplink::named::alternatives;
 use warplink::{Communicator, DeviceKind};
@@ -129,6 +130,11 @@ impl Case for CollectiveBench {
         ensure!(
             root < world,
             "--root is {root}; expected a rank below {world}"
+        );
+        ensure!(
+            op == ReduceOp::Sum || collective.reduces(),
+            "--op is {op}; expected none, since {} reduces nothing",
+            template::name(collective)
         );
         let (least, element) = (self.template.unit(world), dtype.size());
         let each = match least / element {
