@@ -72,6 +72,9 @@ def main():
     parser.add_argument("--dtype", default="float32", help="PyTorch's name of the element type")
     parser.add_argument("--samples", type=int, default=15)
     options = parser.parse_args()
+    kinds = options.kinds.split(",")
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        parser.error(f"--kinds has {', '.join(unknown)}; expected some of {', '.join(KINDS)}")
     dtype = getattr(torch, options.dtype)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -80,7 +83,7 @@ def main():
     if rank == 0:
         print(f"{options.dtype}, {world} processes on {os.cpu_count()} processors, torch {torch.__version__}")
         print(f"{'collective':14} {'bytes':>10} {'gloo us':>10} {'warplink us':>12} {'ratio':>6}")
-    for kind in options.kinds.split(","):
+    for kind in kinds:
         for size in map(int, options.sizes.split(",")):
             count = size // dtype.itemsize
             tensors = [torch.zeros(shape, dtype=dtype) for shape in (count, count, (world, count))]
