@@ -128,13 +128,16 @@ impl PacketLine {
         self.peer.word(CONSUMED + 8 * block as usize)
     }
 
-    /// The two words of packet `number` of `epoch`, in the receiver's scratch.
-    pub(crate) fn packet(&self, receives: bool, epoch: u64, number: usize) -> Result<[Word; 2]> {
-        let scratch = if receives { &self.own } else { &self.peer };
+    /// The receiver's scratch: this rank's if it `receives`, else the peer's.
+    pub(crate) fn at_receiver(&self, receives: bool) -> &DeviceSlice {
+        if receives { &self.own } else { &self.peer }
+    }
+
+    /// Offset of packet `number` of `epoch` in the receiver's scratch, in bytes.
+    pub(crate) fn packet(&self, epoch: u64, number: usize) -> usize {
         // Two halves, used in turn, let the sender run one epoch ahead of the receiver.
         let half = (epoch % 2) as usize * self.shape.half_bytes();
-        let start = HALVES + half + PACKET[1] * number;
-        Ok([scratch.word(start)?, scratch.word(start + 8)?])
+        HALVES + half + PACKET[1] * number
     }
 }
 

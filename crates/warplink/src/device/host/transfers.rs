@@ -9,6 +9,7 @@ use crate::device::packet_block::{self, BlockWord, BlockWords};
 use crate::device::{DeviceSlice, KernelCopy, PACKET, PacketLine, PacketPart, Word};
 use crate::error::{Error, Result};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Polls before a waiting thread starts to sleep, and the sleep between polls.
@@ -57,10 +58,10 @@ impl HostStream {
             in_any_order(context, line.shape().blocks, |block| {
                 let end = LineEnd {
                     line: &line,
+                    packets: words::all_of(line.at_receiver(receives))?,
                     data: &data,
                     context,
                     block,
-                    receives,
                 };
                 if receives {
                     end.unpack()?;
@@ -94,10 +95,11 @@ fn in_any_order(context: &Context, blocks: u32, run: impl Fn(u32) -> Result<()>)
 /// One end of a line of packets, for one block.
 struct LineEnd<'a> {
     line: &'a PacketLine,
+    /// The receiver's scratch. A [`Word`] for each packet would take most of the time.
+    packets: &'a [AtomicU64],
     data: &'a DeviceSlice,
     context: &'a Context,
     block: u32,
-    receives: bool,
 }
 
 impl LineEnd<'_> {
@@ -105,7 +107,7 @@ impl LineEnd<'_> {
         packet_block::push(self, self.packets(), |packet| {
             let mut bytes = [0; PACKET[0]];
             let (start, end) = self.range(packet);
-            memory::read_bytes(&self.data.slice(start..end)?, &mut bytes[..end - start])?;
+            memory::read_from(self.data, start, &mut bytes[..end - start])?;
             Ok(halves(bytes))
         })
     }
@@ -114,24 +116,29 @@ impl LineEnd<'_> {
         packet_block::unpack(self, self.packets(), |packet, [low, high]| {
             let bytes = (u64::from(high) << 32 | u64::from(low)).to_le_bytes();
             let (start, end) = self.range(packet);
-            memory::write_bytes(&self.data.slice(start..end)?, &bytes[..end - start])
+            memory::write_to(self.data, start, &bytes[..end - start])
         })
     }
 
-    fn word(&self, word: BlockWord) -> Result<Word> {
-        match word {
-            BlockWord::Epoch => self.line.epoch(self.block),
-            BlockWord::Consumed => self.line.consumed(self.block),
-            BlockWord::ConsumedAtPeer => self.line.consumed_at_peer(self.block),
+    /// Does `access` to a word.
+    fn with<T>(&self, word: BlockWord, access: impl FnOnce(&AtomicU64) -> T) -> Result<T> {
+        let word = match word {
+            BlockWord::Epoch => self.line.epoch(self.block)?,
+            BlockWord::Consumed => self.line.consumed(self.block)?,
+            BlockWord::ConsumedAtPeer => self.line.consumed_at_peer(self.block)?,
             BlockWord::Packet {
                 epoch,
                 number,
                 half,
             } => {
-                let [first, second] = self.line.packet(self.receives, epoch, number)?;
-                Ok(if half == 0 { first } else { second })
+                let index = self.line.packet(epoch, number) / 8 + half;
+                let packet = self.packets.get(index);
+                return packet
+                    .map(access)
+                    .ok_or_else(|| Error::internal("a packet outside of the scratch"));
             }
-        }
+        };
+        Ok(access(words::atomic(&word)))
     }
 
     /// Indices of a block's packets, thread by thread and round by round.
@@ -153,7 +160,7 @@ impl LineEnd<'_> {
 
 impl BlockWords for LineEnd<'_> {
     fn load(&self, word: BlockWord) -> Result<u64> {
-        Ok(words::load(&self.word(word)?))
+        self.with(word, |word| word.load(Ordering::Acquire))
     }
 
     fn set(&self, word: BlockWord, value: u64) -> Result<()> {
@@ -162,8 +169,7 @@ impl BlockWords for LineEnd<'_> {
             // read yet.
             self.context.delay();
         }
-        words::set(&self.word(word)?, value);
-        Ok(())
+        self.with(word, |word| word.store(value, Ordering::Release))
     }
 
     fn pause(&self, looks: u32) -> Result<()> {
