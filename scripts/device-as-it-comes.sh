@@ -9,6 +9,7 @@
 # KINDS names the collectives, PLACE and ARGS the place and more arguments of the first part.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+. scripts/device-environment.sh
 [ -x device-bin/warplink ] || { echo 'device-bin/warplink is missing; run scripts/device-build.sh first' >&2; exit 2; }
 OUT=${OUT:-device-out}
 mkdir -p "$OUT"
@@ -17,7 +18,6 @@ WARPLINK_CACHE_DIR=$(mktemp -d)
 trap 'rm -rf "$WARPLINK_CACHE_DIR"' EXIT
 unset WARPLINK_MODEL
 export WARPLINK_CACHE_DIR NO_COLOR=1 CUDA_DEVICE_MAX_CONNECTIONS=32
-. scripts/device-environment.sh
 ranks=${RANKS:-$(nvidia-smi -L | wc -l)}
 bench() { # label, arguments
     local label=$1 limit=${LIMIT:-150}

@@ -3,3 +3,7 @@
 # Tests that were built elsewhere read files below the folder of the crate here.
 export WARPLINK_TEST_ROOT=$PWD/crates/warplink
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
+# What device-build.sh has packed, unless it is there already.
+if [[ -e device-bin/binaries.tar.gz && ! device-bin/warplink -nt device-bin/binaries.tar.gz ]]; then
+    tar -C device-bin -xmzf device-bin/binaries.tar.gz
+fi

@@ -5,11 +5,11 @@
 # KINDS names the collectives, LANES and THREADS the shapes, ARGS more arguments of each.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+. scripts/device-environment.sh
 [ -x device-bin/warplink ] || { echo 'device-bin/warplink is missing; run scripts/device-build.sh first' >&2; exit 2; }
 OUT=${OUT:-device-out}
 mkdir -p "$OUT"
 export CUDA_DEVICE_MAX_CONNECTIONS=32 NO_COLOR=1
-. scripts/device-environment.sh
 ranks=${RANKS:-$(nvidia-smi -L | wc -l)}
 for kind in ${KINDS:-all-reduce all-gather reduce-scatter all-to-all}; do
     for lanes in ${LANES:-4 8 16 32 64 128}; do
