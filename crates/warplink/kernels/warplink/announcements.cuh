@@ -168,9 +168,12 @@ template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<
 }
 
 // Prepares for the location of a tensor that other ranks announce, and this one does not. All threads see it.
-template <u32 WORLD> __device__ __forceinline__ void locate(Lane &lane, Located<WORLD> &tensor) {
+template <u32 WORLD> __device__ __forceinline__ void locate_of_others(Lane &lane, Located<WORLD> &tensor, u32 rank, u64 address) {
+    locate(lane, tensor, rank, 1, address);
     lane.sync();
-    if (threadIdx.x == 0) tensor.missing = 0;
+}
+template <u32 WORLD> __device__ __forceinline__ void locate_of_others(Lane &lane, Located<WORLD> &tensor, const u64 (&bases)[WORLD]) {
+    locate(lane, tensor, bases);
     lane.sync();
 }
 

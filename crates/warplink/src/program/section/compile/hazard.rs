@@ -84,7 +84,7 @@ pub(super) fn barriers(
 }
 
 /// Whether threads may divide the iterations of a loop: each stores integers at its index, and reads single words that no rank
-/// stores.
+/// stores. The loop begins with a number: if it began elsewhere the next time, another thread would store the same integer.
 pub(super) fn divides_integers(instance: &SectionInstance, it: &Loop<StepKind>) -> bool {
     let mut stores = false;
     let divides = Step::actions(&it.body).all(|(_, kind)| match kind.of_one_word(&it.over.index) {
@@ -97,7 +97,7 @@ pub(super) fn divides_integers(instance: &SectionInstance, it: &Loop<StepKind>) 
         }
         None => false,
     });
-    divides && stores
+    divides && stores && matches!(it.over.from, Expr::Number(_))
 }
 
 /// Whether a place is this rank's, and no rank stores there during the launch.

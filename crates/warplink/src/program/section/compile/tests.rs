@@ -107,6 +107,9 @@ fn one_warp_does_what_only_stores_integers() {
         |body: &str| of(body, "+= 32") == 1 && of(body, "held(") + of(body, ", true);") > 0;
     assert!(divided(one) && divided(word) && !divided(position));
     assert!(!divided("let x = E[k] at most 9\nP[0] = integer(x)"));
+    // Another thread would have an element when the loop begins elsewhere.
+    let shifted = format!("for i in 0..2 {{\nfor k in i..n {{\n{word}\n}}\n}}");
+    assert_eq!(of_integers(&shifted, "+= 32"), 0);
     // Nothing is stored, all threads are needed, or other threads' elements are.
     for body in [
         "let x = E[k] at most 9",
@@ -250,6 +253,53 @@ fn lists_are_written_out_and_begin_with_another_rank_on_each() {
             "{text}"
         );
     }
+}
+
+/// A thread counts the signals to each rank of a step.
+#[test]
+fn signals_to_one_rank_come_one_after_the_other() {
+    for (ranks, calls) in [
+        ("1, 1", ["Places<1>"; 2].as_slice()),
+        ("1, 2, 3", &["Places<3>"]),
+        ("(rank + r) % world for r in 1..world", &["Places<3>"]),
+    ] {
+        let text = kernel(&format!("signal {ranks}\nwait {ranks}"), 0, 4).unwrap();
+        let signals = text.match_indices("outbound.signal(self, ");
+        let signals: Vec<&str> = signals
+            .map(|(at, found)| &text[at + found.len()..])
+            .collect();
+        assert_eq!(signals.len(), calls.len(), "{text}");
+        for (signal, call) in signals.iter().zip(calls) {
+            assert!(signal.starts_with(call), "{ranks}:\n{text}");
+        }
+    }
+}
+
+/// A rank that announces nothing stores at the addresses that the launch knows, whichever branch the lane took before.
+#[test]
+fn a_lane_that_only_agrees_knows_where_tensors_are() {
+    let text = "program test(n) {\n input X: bf16[n]\n output Y: bf16[n]\n scratch A: packets16 i32[2, 4, world, 4]\n \
+                kernel lane in 0..4 threads 128 {\n if lane == 0 or rank == 1 { announce n with Y in A[epoch % 2][lane] }\n\
+                agree n with Y in A[epoch % 2][lane]\nif reachable(Y) { Y on 1 = copy(X) }\n}\n}\n";
+    for rank in 0..2 {
+        let kernel = section(text, rank, 2, 1000).kernel(true).unwrap();
+        let (before, agreed) = kernel.split_once("agree(self").unwrap();
+        assert!(before.contains("announced[0] = true;"), "{kernel}");
+        let located = "if (!announced[0]) locate_of_others(self, located[0], at.v_Y);";
+        assert!(before.contains(located), "{kernel}");
+        assert!(agreed.contains("plain<Bf16>(located[0].at[1]"), "{kernel}");
+    }
+}
+
+#[test]
+fn a_step_that_stores_nothing_is_left_out() {
+    let text = kernel("Y on r for r in 0..0 = reduce(X, sum)", 0, 2).unwrap();
+    assert!(!text.contains("reduce<"), "{text}");
+    let error = kernel("Y on r for r in 0..0 = reduce(P[0][rank], sum)", 0, 2).unwrap_err();
+    assert!(
+        error.contains("packets are read, and stored nowhere"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -142,6 +142,7 @@ pub(in crate::program::section::compile) fn kernel(
         code.line("u32 row_turn = 0;");
     }
     emitter.declare_searches(&mut code);
+    emitter.declare_announced(&mut code);
     // The body was emitted first, since the declarations above depend on what it uses.
     code.append(&steps);
     if emitter.waits {

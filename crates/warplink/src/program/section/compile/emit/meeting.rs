@@ -5,6 +5,7 @@ use super::{Emitter, MAX_PLACES, Result};
 use crate::named::comma;
 use crate::program::section::compile::scope::Scope;
 use crate::program::section::{Announcement, Step, StepKind};
+use std::collections::BTreeSet;
 
 /// Maximum number of words in an announcement.
 // The headers keep all of them in registers.
@@ -37,6 +38,14 @@ impl Emitter<'_> {
             return Err(self.refuse(text, "signal fewer ranks at a time, or use more threads"));
         }
         self.signals = true;
+        // Each thread counts the signals to one rank, so that a rank that is named twice gets two, one after the other.
+        let known = words.iter().map(|(rank, _)| rank.parse::<i64>().ok());
+        let known: Option<BTreeSet<i64>> = known.collect();
+        let distinct = known.is_some_and(|known| known.len() == words.len());
+        if !self.shares_words && words.len() > 1 && !distinct {
+            let mut words = words.into_iter();
+            return words.try_for_each(|word| self.signal(code, vec![word]));
+        }
         let count = words.len();
         let each = |name: &str| {
             let words = words.iter();
@@ -104,13 +113,13 @@ impl Emitter<'_> {
         let places =
             peers.map(|peer| format!("packets<I32>(at.{name}[rank], {}.index({peer}))", part.text));
         let places = comma(places);
+        self.locate_of_others(code, it);
         if !places.is_empty() {
             let count = world - 1;
             let verdict = self.verdict();
             let further = if it.tensors.is_empty() {
                 verdict.to_owned()
             } else {
-                self.locate_of_others(code, it);
                 let tables = if self.instance.published {
                     "at.tables"
                 } else {
@@ -149,16 +158,32 @@ impl Emitter<'_> {
         }
     }
 
-    /// Prepares for the locations of tensors that only other ranks announce.
+    /// Declares whether the lane has announced each tensor since its last agreement.
+    pub(super) fn declare_announced(&self, code: &mut Code) {
+        let count = self.announced.len();
+        if count > 0 {
+            code.line(format!("bool announced[{count}] = {{}};"));
+        }
+    }
+
+    /// Prepares for the locations of tensors that only other ranks announce. Whether this lane has announced one as well may depend on
+    /// branches; an announcement counts for one agreement.
     fn locate_of_others(&self, code: &mut Code, it: &Announcement) {
-        let tensors = it.tensors.iter().filter_map(|name| self.located(name));
-        for (number, _) in tensors.filter(|(number, _)| !self.told.contains(number)) {
-            code.line(format!("locate(self, located[{number}]);"));
+        for (number, name) in it.tensors.iter().filter_map(|name| self.located(name)) {
+            let known = if self.instance.published {
+                format!("rank, at.{name}[rank]")
+            } else {
+                format!("at.{name}")
+            };
+            code.line(format!(
+                "if (!announced[{number}]) locate_of_others(self, located[{number}], {known});"
+            ));
+            code.line(format!("announced[{number}] = false;"));
         }
     }
 
     /// Looks up the locations of all tensors that the lane announces, concurrently.
-    fn locate(&mut self, code: &mut Code, it: &Announcement) {
+    fn locate(&self, code: &mut Code, it: &Announcement) {
         let tensors: Vec<(usize, String)> = it
             .tensors
             .iter()
@@ -167,7 +192,9 @@ impl Emitter<'_> {
         if tensors.is_empty() {
             return;
         }
-        self.told.extend(tensors.iter().map(|(number, _)| *number));
+        for (number, _) in &tensors {
+            code.line(format!("announced[{number}] = true;"));
+        }
         if self.instance.published {
             let tables = if self.paired {
                 "0, at.own_tables"

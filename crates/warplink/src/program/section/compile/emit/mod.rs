@@ -110,8 +110,6 @@ struct Emitter<'s> {
     lines: usize,
     /// Tensors announced by the lanes.
     announced: Vec<usize>,
-    /// Those among them, by their number, that this rank's lanes announce before the current step.
-    told: Vec<usize>,
     /// Whether the lane waits for signals.
     waits: bool,
     signals: bool,
@@ -153,7 +151,6 @@ impl<'s> Emitter<'s> {
             scope,
             aliases: Vec::new(),
             announced: instance.announced(),
-            told: Vec::new(),
             position: Position::default(),
             lines: MAX_LINES,
             waits: false,
@@ -332,6 +329,15 @@ impl<'s> Emitter<'s> {
         let targets = targets.collect::<Result<Vec<_>>>()?;
         let sources = sources.collect::<Result<Vec<_>>>()?;
         self.check(&targets, &sources)?;
+        if targets.is_empty() {
+            if sources.iter().any(|source| source.packing.is_packets()) {
+                let text = "packets are read, and stored nowhere";
+                return Err(
+                    self.refuse(text, "name a target, since the lane does not wait for them")
+                );
+            }
+            return Ok(());
+        }
         if sources.iter().any(|source| source.replaced.is_some()) {
             let text = "a number in place of a source of a step that is no function of rows";
             return Err(self.refuse(text, "give the number to a function of rows"));

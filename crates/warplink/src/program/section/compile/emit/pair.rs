@@ -129,9 +129,10 @@ fn role(section: &SectionInstance) -> Result<EndSteps> {
     let mut steps = Code::default();
     let done: std::result::Result<(), Refusal> = emitter.body(&mut steps, &section.section.body);
     done?;
-    let mut with_searches = Code::default();
-    emitter.declare_searches(&mut with_searches);
-    with_searches.append(&steps);
+    let mut declared = Code::default();
+    emitter.declare_searches(&mut declared);
+    emitter.declare_announced(&mut declared);
+    declared.append(&steps);
     if emitter.shares_words {
         return refused(
             "a program of pairs with signals to other lanes".to_owned(),
@@ -139,7 +140,7 @@ fn role(section: &SectionInstance) -> Result<EndSteps> {
         );
     }
     Ok(EndSteps {
-        steps: with_searches,
+        steps: declared,
         waits: emitter.waits,
         signals: emitter.signals,
     })
