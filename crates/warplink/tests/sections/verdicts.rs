@@ -8,7 +8,7 @@ use warplink::program::{DiagnosticKind, Parameters, Program, verify};
 const LENGTH: i64 = 1024;
 
 /// What a kernel does, on how many ranks, with how many lanes, and how it is refused, if it is.
-const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 16] = [
+const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 20] = [
     // A packet proves nothing of the other threads of the lane that sends it.
     (
         "if lane == 0 {
@@ -184,6 +184,42 @@ const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 16] = [
     ),
     // Each thread reads the single value for itself.
     ("Y; S[0] = step(X, S[0])", 1, 1, Some(DiagnosticKind::Race)),
+    // Every second launch leaves Y as it was, whatever the integer is.
+    (
+        "let m = C[0] at most 3
+        if epoch % 2 == 0 { Y = copy(X) }",
+        1,
+        1,
+        Some(DiagnosticKind::Malformed),
+    ),
+    // The same where another kernel reads the integer.
+    (
+        "let m = C[0] at most 3
+        Z = copy(X[0..2])
+        }
+        kernel lane in 0..1 threads 256 {
+        if epoch % 4 == 1 { Y = copy(X) }",
+        1,
+        1,
+        Some(DiagnosticKind::Malformed),
+    ),
+    // Here it is the integer that decides.
+    (
+        "let m = C[0] at most 3
+        if m > 1 { Y = copy(X) }",
+        1,
+        1,
+        None,
+    ),
+    (
+        "if epoch % 4 == 0 { N[0] = integer(0) }
+        let m = N[0] at most 1
+        if m == 1 { Y = copy(X) }
+        N[0] = integer(1 - m)",
+        1,
+        1,
+        None,
+    ),
     // Nothing, for an hour.
     (
         "for i in 0..32000 { let a = i + epoch % 64 }",
@@ -209,6 +245,7 @@ fn each_kernel_gets_its_verdict_in_time() {
                 scratch Q: packets16 f32[2, n]
                 scratch A: packets16 i32[2, world, 4]
                 scratch R: f32[2, n]
+                scratch persistent N: i32[1]
                 function step(x, s) {{ return x * s, s * 2 }}
                 function first(p, x) {{ return x * 2 }}
                 function late(p, x) {{ return x * 2, p * x }}

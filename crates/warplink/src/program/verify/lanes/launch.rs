@@ -3,7 +3,7 @@
 use super::Does;
 use super::knowledge::{Knowledge, Stamp};
 use super::memory::{AreaHistory, RankMemory, STREAM, Touch};
-use super::state::{Finding, LaneRun};
+use super::state::{Finding, LaneRun, NotedAccesses};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
 use crate::program::ir::Role;
@@ -195,31 +195,43 @@ impl<'a> LaneRun<'a> {
             }
         }
         let kernel = self.sequence[number];
-        let Some(first) = &self.accesses[kernel][rank] else {
-            self.accesses[kernel][rank] = Some(list);
+        let Some(noted) = &self.accesses[kernel][rank] else {
+            self.accesses[kernel][rank] = Some(NotedAccesses {
+                first: list,
+                any: None,
+            });
             return;
         };
-        // Accesses that depend on values may differ from launch to launch, so the rest of the program takes them as
-        // possible only.
-        if *first != list && self.words.are_read() {
-            self.accesses[kernel][rank] = Some(either(first, &list));
-        } else if *first != list {
-            let before = self.sequence.iter().position(|other| *other == kernel);
+        let first = &noted.first;
+        if *first == list {
+            return;
+        }
+        let before = self.sequence.iter().position(|other| *other == kernel);
+        let before = before.unwrap_or(number);
+        if self.read_alike(before, number) {
             let more = list.iter().find(|access| !first.contains(access));
             let less = || first.iter().find(|access| !list.contains(access));
             let differs = match more {
                 Some((range, _)) => Some((number, *range)),
-                None => less().map(|(range, _)| (before.unwrap_or(number), *range)),
+                None => less().map(|(range, _)| (before, *range)),
             };
             self.unsteady
                 .extend(differs.map(|(launch, range)| (rank, launch, range)));
+        } else {
+            // Accesses that depend on values may differ from launch to launch, so the rest of the program takes them as
+            // possible only.
+            let any = either(noted.any.as_ref().unwrap_or(first), &list);
+            let first = first.clone();
+            let any = Some(any);
+            self.accesses[kernel][rank] = Some(NotedAccesses { first, any });
         }
     }
 
     /// Effects of each kernel on each rank.
     pub(super) fn done(self) -> Vec<Does> {
-        let of_kernel = |(accesses, waits): (Vec<Option<_>>, Vec<bool>)| {
+        let of_kernel = |(accesses, waits): (Vec<Option<NotedAccesses>>, Vec<bool>)| {
             let ranks = accesses.into_iter().map(Option::unwrap_or_default);
+            let ranks = ranks.map(|noted| noted.any.unwrap_or(noted.first));
             let both = ranks.zip(waits);
             both.map(|(accesses, waits)| OnRank { accesses, waits })
                 .collect()

@@ -40,6 +40,15 @@ pub(super) struct Stream {
     held: usize,
 }
 
+/// Accesses of a kernel to a rank's tensors.
+#[derive(Clone, Debug, Default)]
+pub(super) struct NotedAccesses {
+    /// In its first launch.
+    pub(super) first: RankAccesses,
+    /// In any launch, where those of another one differ by the words that lanes read.
+    pub(super) any: Option<RankAccesses>,
+}
+
 pub(super) struct LaneRun<'a> {
     pub(super) ranks: &'a [RankProgram],
     pub(super) kernels: &'a [JointLaunch<'a>],
@@ -58,8 +67,8 @@ pub(super) struct LaneRun<'a> {
     /// Number of statements that were resolved since it was last added to these steps.
     resolved: Cell<usize>,
     pub(super) findings: Vec<Finding<'a>>,
-    /// Accesses of each kernel on each rank in its first launch; in all launches, if they read words.
-    pub(super) accesses: Vec<Vec<Option<RankAccesses>>>,
+    /// Accesses of each kernel on each rank.
+    pub(super) accesses: Vec<Vec<Option<NotedAccesses>>>,
     /// For each kernel, the ranks on which lanes wait or are waited for.
     pub(super) waits: Vec<Vec<bool>>,
     /// Announcements of the ranks.
@@ -70,7 +79,7 @@ pub(super) struct LaneRun<'a> {
     pub(super) outlived: Vec<(Actor, Actor)>,
     /// For each kernel, pairs of lanes where one receives the clock of the other.
     pub(super) synchronized: Vec<BTreeSet<(usize, usize)>>,
-    /// Accesses of a rank's launch that another launch of the same kernel does not make.
+    /// Accesses of a rank's launch that another launch of the same kernel does not make, though lanes read the same words.
     pub(super) unsteady: Vec<(Rank, usize, Range)>,
     /// Words that lanes read as integers.
     pub(super) words: ReadWords,

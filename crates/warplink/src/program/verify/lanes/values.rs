@@ -36,6 +36,23 @@ impl LaneRun<'_> {
         known.insert(number, value);
     }
 
+    /// Whether lanes read the same values in two launches of a kernel, as far as they read the same words.
+    pub(super) fn read_alike(&self, one: usize, other: usize) -> bool {
+        let known = |launch: usize, (rank, lane): (Rank, usize)| {
+            let lane = (launch as u32, rank as u32, lane as u32);
+            self.words.known.get(&lane)
+        };
+        // A word that a lane reads in one of the launches alone does not tell why they differ.
+        let alike = |lane| match (known(one, lane), known(other, lane)) {
+            (Some(before), Some(now)) => before
+                .iter()
+                .all(|(number, value)| now.get(number).is_none_or(|it| it == value)),
+            _ => true,
+        };
+        (0..self.ranks.len())
+            .all(|rank| (0..self.section(one, rank).lanes).all(|lane| alike((rank, lane))))
+    }
+
     fn valued(&self, launch: u32, source: &Part, matching: Option<Matching>, most: i64) -> i64 {
         let Some(matching) = matching else {
             return self.value_of(launch, source, Some(most));
