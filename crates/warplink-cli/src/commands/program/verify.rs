@@ -103,7 +103,8 @@ impl Expectations {
         let ranks = evaluator.ranks().iter();
         self.stated = ranks.map(|program| program.expected.len()).sum();
         let withheld = withheld(&evaluator);
-        if let Err(why) = check::computable(&evaluator, withheld.len()) {
+        let runs = withheld.len() * evaluator.period() as usize;
+        if let Err(why) = check::computable(&evaluator, runs) {
             self.not_evaluated = Some(why);
             return Ok(Vec::new());
         }

@@ -22,8 +22,10 @@ pub(super) struct Workspace<'a> {
     sections: Vec<Vec<&'a SectionInstance>>,
     /// For each rank and scratch, the values, each with the launch, counted from 1, that stored it as a packet.
     scratch: Vec<Vec<Vec<(BoundedValue, u64)>>>,
+    /// Epoch of the run's first launch.
+    first: u64,
     /// Number of launched kernels.
-    epoch: u64,
+    launched: u64,
     /// Number of kernels that each rank has passed.
     passed: Vec<usize>,
 }
@@ -41,8 +43,10 @@ struct LaunchMemory<'r, 'a> {
 }
 
 impl<'a> Workspace<'a> {
-    pub(super) fn new(ranks: &'a [RankProgram]) -> Self {
+    /// The state before run `run`.
+    pub(super) fn new(ranks: &'a [RankProgram], run: u64) -> Self {
         let sections: Vec<Vec<_>> = ranks.iter().map(|it| it.sections().collect()).collect();
+        let launches = sections.first().map_or(0, Vec::len) as u64;
         let widths = sections.iter().flatten().map(|section| section.lanes);
         let scratch = |program: &RankProgram| {
             let one = |scratch: &ScratchInstance| {
@@ -56,7 +60,8 @@ impl<'a> Workspace<'a> {
             lanes: Machine::new(ranks.len(), widths.max().unwrap_or(0)),
             sections,
             scratch: ranks.iter().map(scratch).collect(),
-            epoch: 0,
+            first: run * launches,
+            launched: 0,
             passed: vec![0; ranks.len()],
         }
     }
@@ -69,16 +74,15 @@ impl Evaluation<'_> {
         let workspace = &mut self.workspace;
         let number = workspace.passed[rank];
         workspace.passed[rank] += 1;
-        let epoch = workspace.epoch;
         // All ranks' lanes ran when the first rank reached this launch; the others have nothing left to do.
-        if (number as u64) < epoch {
+        if (number as u64) < workspace.launched {
             return Ok(());
         }
         let mut memory = LaunchMemory {
             sections: &workspace.sections,
             scratch: &mut workspace.scratch,
             tensors: &mut self.memory,
-            epoch,
+            epoch: workspace.first + workspace.launched,
             known: BTreeMap::new(),
             failed: None,
         };
@@ -97,7 +101,7 @@ impl Evaluation<'_> {
         if workspace.lanes.blocked().next().is_some() {
             return Err(unfinished("its lanes wait for one another"));
         }
-        workspace.epoch += 1;
+        workspace.launched += 1;
         Ok(())
     }
 }

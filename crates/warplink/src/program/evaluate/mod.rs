@@ -21,6 +21,7 @@ use super::parameters::Parameters;
 use super::rank_program::{
     OperationKind, Range, RankProgram, TensorId, TensorInstance, TransferId,
 };
+use super::section::{MAX_PERIOD, common_multiple};
 use super::unroll::unroll;
 use super::verify::{Meetings, order};
 use crate::device::MatmulSpec;
@@ -134,7 +135,16 @@ impl Evaluator {
         scratch.any(|scratch| scratch.persistent)
     }
 
-    /// Cost of an evaluation.
+    /// Number of runs after which kernels repeat what they do, which depends on the epoch. A program that has not passed
+    /// the verifier may repeat later.
+    pub fn period(&self) -> u64 {
+        let sections = self.ranks.iter().flat_map(RankProgram::sections);
+        sections.fold(1, |period, section| {
+            common_multiple(period, section.period).min(MAX_PERIOD)
+        })
+    }
+
+    /// Cost of the evaluation of one run.
     pub fn effort(&self) -> Effort {
         let tensors = self.ranks.iter().flat_map(|program| &program.tensors);
         let elements = tensors.map(|t| (t.bytes / t.dtype.size()) as u128).sum();
@@ -148,7 +158,7 @@ impl Evaluator {
         }
     }
 
-    /// Evaluates one run; `input` returns the bytes of each rank's inputs.
+    /// Evaluates the first run; `input` returns the bytes of each rank's inputs.
     ///
     /// # Errors
     /// [`ErrorKind::Verification`](crate::ErrorKind::Verification) if an output violates an expectation of the program.
@@ -158,28 +168,37 @@ impl Evaluator {
         &self,
         input: impl FnMut(Rank, TensorId, &TensorInstance) -> Vec<u8>,
     ) -> Result<Values> {
-        let values = self.values(input)?;
+        let values = self.values(0, input)?;
         match &self.unmet(&values)[..] {
             [] => Ok(values),
             unmet => Err(refused(&self.name, unmet)),
         }
     }
 
-    /// Evaluates one run like [`run`](Self::run), and returns a diagnostic for each output that violates an
-    /// expectation.
+    /// Evaluates as many runs as kernels distinguish by the epoch, [`period`](Self::period) of them, each like
+    /// [`run`](Self::run); returns a diagnostic for each output that violates an expectation in the first run in which any
+    /// does.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidArgument`](crate::ErrorKind::InvalidArgument) if `input` returns another length than the
     /// tensor's.
     pub fn violations(
         &self,
-        input: impl FnMut(Rank, TensorId, &TensorInstance) -> Vec<u8>,
+        mut input: impl FnMut(Rank, TensorId, &TensorInstance) -> Vec<u8>,
     ) -> Result<Vec<Diagnostic>> {
-        Ok(self.unmet(&self.values(input)?))
+        for run in 0..self.period() {
+            let unmet = self.unmet(&self.values(run, &mut input)?);
+            if !unmet.is_empty() {
+                return Ok(unmet);
+            }
+        }
+        Ok(Vec::new())
     }
 
+    /// Values after run `run`, of programs that keep nothing from earlier ones.
     fn values(
         &self,
+        run: u64,
         mut input: impl FnMut(Rank, TensorId, &TensorInstance) -> Vec<u8>,
     ) -> Result<Values> {
         let mut tensors = Vec::with_capacity(self.ranks.len());
@@ -220,7 +239,7 @@ impl Evaluator {
             sent: HashMap::new(),
             taken: HashMap::new(),
             gatherings: HashMap::new(),
-            workspace: Workspace::new(&self.ranks),
+            workspace: Workspace::new(&self.ranks, run),
         };
         for &(rank, operation) in &self.order {
             run.perform(rank, operation)?;
