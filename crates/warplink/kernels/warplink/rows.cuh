@@ -468,9 +468,9 @@ template <bool WHOLE = false, bool KEPT = false> struct Row {
         }
     }
 
-    // The same for a single value.
+    // The same for a single value. An empty row has none, so that the step does nothing.
     template <typename Element, typename P> __device__ __forceinline__ void store_single(const P &to, float value) const {
-        if (lane.ended || lane.rank() != 0) return;
+        if (lane.ended || lane.rank() != 0 || width == 0) return;
         float values[Element::cell];
 #pragma unroll
         for (u32 i = 0; i < Element::cell; i++) values[i] = value;

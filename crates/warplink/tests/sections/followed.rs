@@ -466,6 +466,32 @@ fn names_stand_for_the_tensors_of_the_rank_that_is_accessed() {
     );
 }
 
+/// Devices agree that a step does nothing where its row is empty, though a sum of nothing would be 0.
+#[test]
+fn no_single_value_of_an_empty_row_is_stored() {
+    let text = "program p() {
+        input X: f32[8]
+        output Y: f32[8]
+        scratch R: f32[8]
+        function total(x) { return row_sum(x) }
+        kernel lane in 0..1 threads 64 {
+            R = copy(X)
+            Y = copy(X)
+            Y[3] = total(R[1 of 2])
+        }
+        expect Y = copy(X)
+    }";
+    let program = Program::parse(text).unwrap();
+    threads_with(
+        world(2),
+        |_| (),
+        |comm| {
+            let played = play(comm, &program, &Parameters::new(), Launches::default());
+            played.unwrap_or_else(|what| panic!("{what}"));
+        },
+    );
+}
+
 /// Lanes, steps and operands are counted before they are made.
 #[test]
 fn what_is_too_large_is_refused_at_once() {
