@@ -8,7 +8,7 @@ use warplink::program::{DiagnosticKind, Parameters, Program, verify};
 const LENGTH: i64 = 1024;
 
 /// What a kernel does, on how many ranks, with how many lanes, and how it is refused, if it is.
-const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 20] = [
+const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 21] = [
     // A packet proves nothing of the other threads of the lane that sends it.
     (
         "if lane == 0 {
@@ -107,6 +107,17 @@ const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 20] = [
             put X to P[epoch % 2] on rank
         } else {
             S = first(P[epoch % 2], X)
+        }",
+        1,
+        2,
+        Some(DiagnosticKind::Mismatch),
+    ),
+    // The result that has need of them is stored nowhere.
+    (
+        "if lane == 0 {
+            put S to P[epoch % 2] on rank
+        } else {
+            Y; S for r in 0..0 = late(P[epoch % 2], X)
         }",
         1,
         2,

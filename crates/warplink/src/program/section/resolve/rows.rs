@@ -117,7 +117,7 @@ impl<'s> Resolver<'s> {
         )?;
         self.check_singles(&sources, &targets)?;
         self.check_packets(&sources)?;
-        self.check_waits(&function, &arguments, &sources)?;
+        self.check_waits(&function, &results, &arguments, &sources)?;
         // Threads read the word that names a row without waiting for each other.
         self.check_words(&targets)?;
         self.check_arguments(&arguments, &sources)?;
@@ -154,15 +154,17 @@ impl<'s> Resolver<'s> {
         Ok(())
     }
 
-    /// Rejects packets that no result depends on: kernels do not compute with them, and so do not wait for them.
+    /// Rejects packets that no result depends on which is stored: kernels do not compute with them, and so do not wait for
+    /// them. `targets` is the number of targets of each result.
     fn check_waits(
         &self,
         function: &RowFunction,
+        targets: &[usize],
         arguments: &[RowArgument],
         sources: &[MoveOperand],
     ) -> Resolved<()> {
-        let needs = (0..function.results()).map(|result| function.needs(result));
-        let needs: Vec<Vec<bool>> = needs.collect();
+        let stored = (0..function.results()).filter(|result| targets[*result] > 0);
+        let needs: Vec<Vec<bool>> = stored.map(|result| function.needs(result)).collect();
         let mut sources = sources.iter();
         for (number, argument) in arguments.iter().enumerate() {
             let RowArgument::Sources(count, _) = argument else {
@@ -175,8 +177,8 @@ impl<'s> Resolver<'s> {
                 .fold(false, |any, it| any | self.packets(&it.part));
             if packets && !needs.iter().any(|needs| needs[number]) {
                 return self.mismatch(format!(
-                    "argument {} of '{}' is given packets, and no result depends on it; expected one that does, since \
-                     kernels would not wait for these packets",
+                    "argument {} of '{}' is given packets, and no result that is stored depends on it; expected one that \
+                     does, since kernels would not wait for these packets",
                     number + 1,
                     function.name
                 ));
