@@ -8,7 +8,7 @@ use warplink::program::{DiagnosticKind, Parameters, Program, verify};
 const LENGTH: i64 = 1024;
 
 /// What a kernel does, on how many ranks, with how many lanes, and how it is refused, if it is.
-const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 21] = [
+const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 23] = [
     // A packet proves nothing of the other threads of the lane that sends it.
     (
         "if lane == 0 {
@@ -228,6 +228,27 @@ const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 21] = [
         if m == 1 { Y = copy(X) }
         N[0] = integer(1 - m)",
         1,
+        1,
+        None,
+    ),
+    // Rank 1 has announced no Y to rank 0.
+    (
+        "let slot = epoch % 2
+        if rank == 0 { announce 1, 2 with Y in A[slot] } else { agree 1, 2 with Y in A[slot] }
+        barrier
+        if reachable(Y) and rank == 0 { Y on 1 = reduce(X, sum) }
+        barrier",
+        2,
+        1,
+        Some(DiagnosticKind::Malformed),
+    ),
+    (
+        "let slot = epoch % 2
+        if rank == 0 { announce 1, 2 with Y in A[slot] } else { agree 1, 2 with Y in A[slot] }
+        barrier
+        if reachable(Y) and rank == 1 { Y on 0 = reduce(X, sum) }
+        barrier",
+        2,
         1,
         None,
     ),

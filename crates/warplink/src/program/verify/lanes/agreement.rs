@@ -44,6 +44,21 @@ impl LaneRun<'_> {
         }
     }
 
+    /// Whether a lane knows where an operand is: of the tensors that kernels announce, those of ranks that have done so in
+    /// this lane and launch.
+    pub(super) fn is_located(&self, actor: Actor, part: &Part) -> bool {
+        let (number, rank) = (actor.launch as usize, actor.rank as Rank);
+        if part.rank == rank || part.elements == 0 {
+            return true;
+        }
+        let announced = self.cache(number, rank);
+        let announced = announced.announced(self.section(number, rank));
+        let of = (actor.launch, actor.lane, part.tensor);
+        let by_owner = |actors: &Vec<Actor>| actors.iter().any(|it| it.rank as Rank == part.rank);
+        !announced.contains(&part.tensor)
+            || self.announcements.located.get(&of).is_some_and(by_owner)
+    }
+
     /// Lanes of a section that announce tensors on any rank: only these may find other tensors reachable than others.
     pub(super) fn locating(&self, section: &SectionInstance) -> BTreeSet<usize> {
         let launched = |launch: u32| self.kernels[self.sequence[launch as usize]].sections[0];

@@ -79,6 +79,8 @@ pub(super) enum Wrong {
     Stale(Actor),
     /// Waits for packets that were overwritten before it read them.
     Overwritten(Actor),
+    /// Accesses a tensor that its rank has not announced, among those that kernels announce.
+    Unannounced,
     /// Stores packets over packets with the same launch's flag, which a reader cannot tell apart.
     SameFlag(Actor),
 }

@@ -117,6 +117,7 @@ fn say(run: &LaneRun<'_>, finding: &Finding<'_>, diagnostics: &mut Diagnostics<'
         Wrong::Unordered(other, _) | Wrong::Overwritten(other) | Wrong::SameFlag(other) => {
             (DiagnosticKind::Race, [actor, other])
         }
+        Wrong::Unannounced => (DiagnosticKind::Malformed, [actor, actor]),
         Wrong::Unwritten => (DiagnosticKind::UnwrittenRead, [actor, actor]),
         Wrong::Stale(other) => (DiagnosticKind::UnwrittenRead, [actor, other]),
     };
@@ -161,6 +162,10 @@ fn say(run: &LaneRun<'_>, finding: &Finding<'_>, diagnostics: &mut Diagnostics<'
                 "{first} reads '{name}' of rank {owner}, which nothing wrote in this run of the program since {} did in \
                  an earlier one; expected it to be written in each run, or 'scratch persistent {name}'",
                 second.unwrap_or_default()
+            ),
+            (Wrong::Unannounced, _) => format!(
+                "{first} {verb} '{name}' of rank {owner}, which has not announced it to this lane; expected a tensor of a \
+                 rank that has, since no other rank knows where it is"
             ),
             (Wrong::Overwritten(_), second) => format!(
                 "{first} waits for packets in '{name}' of rank {owner} that {} may overwrite before they are read",

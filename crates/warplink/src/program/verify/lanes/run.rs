@@ -244,6 +244,10 @@ impl Domain for LaneRun<'_> {
         }
         let (targets, sources) = (step.targets(), step.sources());
         let mut found = Vec::new();
+        for (parts, writes) in [(targets, true), (sources, false)] {
+            let unknown = parts.iter().filter(|part| !self.is_located(actor, part));
+            found.extend(unknown.map(|part| (writes, *part, Wrong::Unannounced)));
+        }
         let meets = self.meets_after(actor, step);
         // Of packets that announce tensors, only this step loads the flag with acquire, for all of the lane's threads.
         let acquires = meets && matches!(step, LaneStepKind::Agree { .. });
