@@ -61,6 +61,12 @@ def meet(place: str, name: str, rank: int, ranks) -> None:
         time.sleep(0.01)
 
 
+def resident_bytes() -> int:
+    """How much of this process's memory is in RAM."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def compile_every_graph() -> None:
     """Has PyTorch take no graph from its caches, since reports tell only of those that are compiled. Machine code of the
     same C++ is still compiled once for all ranks."""
@@ -190,12 +196,12 @@ def as_ranks(
     world: int | None = None, *, dies: tuple[int, ...] = (), limit: float = LIMIT, starts: Any = start, **options: Any
 ):
     """Makes a test of a function that each rank calls, in a process of its own. By their names, its parameters are
-    ``rank``, ``world``, ``meeting`` and ``place`` as of :func:`on_ranks`, ``comm`` for the communicator of all ranks of a
-    job that is joined with ``options``, or ``dist`` for a process group of PyTorch that ``starts`` makes with them;
+    ``rank``, ``world``, ``meeting`` and ``place`` as of :func:`on_ranks`, ``job`` and ``comm`` for a job that is joined with
+    ``options`` and the communicator of all its ranks, or ``dist`` for a process group of PyTorch that ``starts`` makes with them;
     pytest gives all others, and ``world`` where it is None."""
 
     def decorate(body: Callable[..., Any]):
-        given = {"rank", "meeting", "place", "comm", "dist"} | ({"world"} if world else set())
+        given = {"rank", "meeting", "place", "job", "comm", "dist"} | ({"world"} if world else set())
 
         def test(**others: Any):
             on_ranks(_run_body, others.get("world", world), test, starts, options, others, dies=dies, limit=limit)
@@ -215,9 +221,9 @@ def _run_body(rank, world, meeting, place, test, starts, options, others):
     """The function of a test of :func:`as_ranks`, on one rank."""
     known = {"rank": rank, "world": world, "meeting": meeting, "place": place, **others}
     names = inspect.signature(test.body).parameters
-    if "comm" in names:
+    if "job" in names or "comm" in names:
         with join(rank, world, meeting, **options) as job:
-            known["comm"] = job.world()
+            known.update(job=job, comm=job.world())
             test.body(**{name: known[name] for name in names})
         return
     if "dist" in names:

@@ -18,70 +18,65 @@ import warplink
 
 
 @as_ranks(2)
-def test_ctrl_c_ends_a_wait(rank, world, meeting, place):
+def test_ctrl_c_ends_a_wait(job, comm, rank, world, place):
     """Waits that nobody ends, but for Ctrl-C."""
-    with warplink.Job.join(rank, world, meeting, timeout=60) as job:
-        comm = job.world()
-        region, stream = comm.alloc(64), comm.create_stream()
-        (transfer,) = comm.exchange([(warplink.Receive, warplink.Send)[rank](region, 1 - rank)])
-        if rank == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            transfer.post(stream)
-            transfer.wait(stream)
-            for wait in (stream.synchronize, comm.barrier, lambda: comm.all_gather_bytes(b"")):
-                timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-                timer.start()
-                begin = time.monotonic()
-                with pytest.raises(KeyboardInterrupt):
-                    wait()
-                assert time.monotonic() - begin < 10
-                timer.join()
-        meet(place, "interrupted", rank, range(world))
-        job.abort("interrupted")
+    region, stream = comm.alloc(64), comm.create_stream()
+    (transfer,) = comm.exchange([(warplink.Receive, warplink.Send)[rank](region, 1 - rank)])
+    if rank == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        transfer.post(stream)
+        transfer.wait(stream)
+        for wait in (stream.synchronize, comm.barrier, lambda: comm.all_gather_bytes(b"")):
+            timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            begin = time.monotonic()
+            with pytest.raises(KeyboardInterrupt):
+                wait()
+            assert time.monotonic() - begin < 10
+            timer.join()
+    meet(place, "interrupted", rank, range(world))
+    job.abort("interrupted")
 
 
 @as_ranks(2)
-def test_types_are_named_by_any_name(rank, world, meeting):
-    with warplink.Job.join(rank, world, meeting) as job:
-        region = job.world().alloc(64)
-        names = ["f32", "float32", np.float32, np.dtype("float32"), "torch.float32"]
-        try:
-            import torch
+def test_types_are_named_by_any_name(comm, rank):
+    region = comm.alloc(64)
+    names = ["f32", "float32", np.float32, np.dtype("float32"), "torch.float32"]
+    try:
+        import torch
 
-            names.append(torch.float32)
-        except ImportError:
-            pass
-        for name in names:
-            assert region.view([16], name).dtype == "f32"
-        assert region.view([64], np.bool_).dtype == "bool"
-        with pytest.raises(ValueError, match="unknown element type"):
-            region.view([16], "float")
-        array = np.from_dlpack(region.view([16], np.float32))
-        # NumPy takes memory of a version that it did not ask for as read-only.
-        if int(np.__version__.split(".")[0]) > 1:
-            array[:] = 3
-            assert np.asarray(region.view([16], "f32")).tolist() == [3.0] * 16
-        collectives = job.world().collectives()
-        stream = job.world().create_stream()
-        region.upload(np.full(16, rank, np.float32).tobytes())
-        out = job.world().alloc(64)
-        collectives.all_reduce(stream, out.view([16], "f32"), region.view([16], "f32"), op="avg")
-        stream.synchronize()
-        assert np.asarray(out.view([16], "f32")).tolist() == [0.5] * 16
-        assert collectives.path_of("all_reduce", 16, np.float32, "avg") == collectives.path_of(
-            "all_reduce", 16, "f32", "average"
-        )
+        names.append(torch.float32)
+    except ImportError:
+        pass
+    for name in names:
+        assert region.view([16], name).dtype == "f32"
+    assert region.view([64], np.bool_).dtype == "bool"
+    with pytest.raises(ValueError, match="unknown element type"):
+        region.view([16], "float")
+    array = np.from_dlpack(region.view([16], np.float32))
+    # NumPy takes memory of a version that it did not ask for as read-only.
+    if int(np.__version__.split(".")[0]) > 1:
+        array[:] = 3
+        assert np.asarray(region.view([16], "f32")).tolist() == [3.0] * 16
+    collectives = comm.collectives()
+    stream = comm.create_stream()
+    region.upload(np.full(16, rank, np.float32).tobytes())
+    out = comm.alloc(64)
+    collectives.all_reduce(stream, out.view([16], "f32"), region.view([16], "f32"), op="avg")
+    stream.synchronize()
+    assert np.asarray(out.view([16], "f32")).tolist() == [0.5] * 16
+    assert collectives.path_of("all_reduce", 16, np.float32, "avg") == collectives.path_of(
+        "all_reduce", 16, "f32", "average"
+    )
 
 
 @as_ranks(2)
-def test_an_all_reduce_of_differing_types(rank, world, meeting):
-    with warplink.Job.join(rank, world, meeting) as job:
-        comm = job.world()
-        collectives, stream, memory = comm.collectives(), comm.create_stream(), comm.alloc(64)
-        view = memory.view([16], np.int32 if rank else np.float32)
-        with pytest.raises(warplink.errors.MismatchError):
-            collectives.all_reduce(stream, view, view)
-            stream.synchronize(20)
+def test_an_all_reduce_of_differing_types(comm, rank):
+    collectives, stream, memory = comm.collectives(), comm.create_stream(), comm.alloc(64)
+    view = memory.view([16], np.int32 if rank else np.float32)
+    with pytest.raises(warplink.errors.MismatchError):
+        collectives.all_reduce(stream, view, view)
+        stream.synchronize(20)
 
 
 def test_the_command_says_what_is_missing():

@@ -2,10 +2,11 @@
 
 import os
 import threading
+from importlib.util import find_spec
 
 import numpy
 import pytest
-from conftest import Stopwatch, as_ranks, join, meet, run_ranks
+from conftest import Stopwatch, as_ranks, join, meet
 from held import Held, random_values, shared_seed
 
 from warplink.errors import InvalidArgumentError, MismatchError, PeerLostError, UnsupportedError
@@ -136,37 +137,35 @@ def test_an_all_to_all_with_lengths_that_only_the_device_knows(comm, rank, world
     comm.barrier()
 
 
-@as_ranks(2)
-def test_a_length_above_the_limit_is_told_on_both_ranks(rank, world, meeting):
-    with join(rank, world, meeting, device="host") as job:
-        comm = job.world()
-        collectives, stream = comm.collectives(), comm.create_stream()
-        target, source = numpy.zeros(8, numpy.float32), numpy.ones(8, numpy.float32)
-        received, sent = numpy.zeros(2, numpy.int64), numpy.full(2, 4, numpy.int64)
+@as_ranks(2, device="host")
+def test_a_length_above_the_limit_is_told_on_both_ranks(job, comm, rank):
+    collectives, stream = comm.collectives(), comm.create_stream()
+    target, source = numpy.zeros(8, numpy.float32), numpy.ones(8, numpy.float32)
+    received, sent = numpy.zeros(2, numpy.int64), numpy.full(2, 4, numpy.int64)
 
-        def refused(says, *arguments, kind=InvalidArgumentError):
-            with pytest.raises(kind, match=says):
-                collectives.all_to_all_v_on_device(stream, *arguments)
+    def refused(says, *arguments, kind=InvalidArgumentError):
+        with pytest.raises(kind, match=says):
+            collectives.all_to_all_v_on_device(stream, *arguments)
 
-        refused("expected 5 elements of u32", target, source, received, sent, 5)
-        refused("the source's counts are i32; expected i64", target, source, received, sent.astype(numpy.int32), 4)
-        refused("the target's counts are f64; expected i64", target, source, numpy.zeros(2), sent, 4)
-        refused("elements of 16 bytes", numpy.zeros(2, complex), numpy.zeros(2, complex), received, sent, 1)
-        refused("overlap", target, source, sent, sent, 4)
-        by_library = comm.collectives(path="engine")
-        with pytest.raises(UnsupportedError, match="cannot read counts from device memory"):
-            by_library.all_to_all_v_on_device(stream, target, source, received, sent, 4)
-        collectives.all_to_all_v_on_device(stream, target, source, received, sent, 4)
+    refused("expected 5 elements of u32", target, source, received, sent, 5)
+    refused("the source's counts are i32; expected i64", target, source, received, sent.astype(numpy.int32), 4)
+    refused("the target's counts are f64; expected i64", target, source, numpy.zeros(2), sent, 4)
+    refused("elements of 16 bytes", numpy.zeros(2, complex), numpy.zeros(2, complex), received, sent, 1)
+    refused("overlap", target, source, sent, sent, 4)
+    by_library = comm.collectives(path="engine")
+    with pytest.raises(UnsupportedError, match="cannot read counts from device memory"):
+        by_library.all_to_all_v_on_device(stream, target, source, received, sent, 4)
+    collectives.all_to_all_v_on_device(stream, target, source, received, sent, 4)
+    stream.synchronize()
+    assert received.tolist() == [4, 4] and (target == 1).all()
+    if rank == 0:
+        sent[1] = -1
+    collectives.all_to_all_v_on_device(stream, target, source, received, sent, 4)
+    with pytest.raises(MismatchError, match="expected at most 16, the limit") as caught:
         stream.synchronize()
-        assert received.tolist() == [4, 4] and (target == 1).all()
-        if rank == 0:
-            sent[1] = -1
-        collectives.all_to_all_v_on_device(stream, target, source, received, sent, 4)
-        with pytest.raises(MismatchError, match="expected at most 16, the limit") as caught:
-            stream.synchronize()
-        assert caught.value.peer == 1 - rank
-        comm.all_gather_bytes(b"both were told")
-        job.abort("the test is over")
+    assert caught.value.peer == 1 - rank
+    comm.all_gather_bytes(b"both were told")
+    job.abort("the test is over")
 
 
 @as_ranks(2)
@@ -192,44 +191,39 @@ def test_a_graph_repeats_messages(comm, rank, world):
     comm.barrier()
 
 
-def tensors(rank, world, meeting):
+@pytest.mark.skipif(not find_spec("torch"), reason="there is no PyTorch")
+@as_ranks(2, device="host")
+def test_tensors_and_arrays_of_every_kind(comm, rank):
     import torch
 
-    with join(rank, world, meeting, device="host") as job:
-        comm = job.world()
-        collectives, stream = comm.collectives(), comm.create_stream()
-        peer = 1 - rank
-        # Tensors and NumPy arrays as they are, without a copy.
-        own = torch.randn(300).to(torch.bfloat16) + rank
-        come, told = torch.empty(300, dtype=torch.bfloat16), numpy.zeros(300, numpy.uint16)
-        collectives.send_receive(stream, [(peer, own), (peer, own)], [(peer, come), (peer, told)])
-        stream.synchronize()
-        assert told.tobytes() == come.view(torch.uint8).numpy().tobytes()
-        back = torch.empty_like(own)
-        collectives.send_receive(stream, [(peer, come)], [(peer, back)])
-        # Of nothing: a rank that has none to give, and one that gets none.
-        got = torch.full((3 if rank else 0,), -1.0)
-        given = torch.arange(0 if rank else 3, dtype=torch.float32)
-        got_counts, given_counts = ([3, 0], [0, 0]) if rank else ([0, 0], [0, 3])
-        collectives.all_to_all_v(stream, got, given, got_counts, given_counts)
-        stream.synchronize()
-        assert torch.equal(back, own)
-        assert got.tolist() == ([0.0, 1.0, 2.0] if rank else [])
-        # Other collectives take what is empty as well.
-        collectives.all_reduce(stream, torch.empty(0), torch.empty(0))
-        # Memory without a type is counted in bytes.
-        region = comm.alloc(8)
-        region.upload(bytes(range(8)))
-        halves = comm.alloc(8)
-        collectives.all_to_all_v(stream, halves, region, [4, 4], [4, 4])
-        stream.synchronize()
-        assert halves.download() == bytes(range(4 * rank, 4 * rank + 4)) * 2
-        comm.barrier()
-
-
-def test_tensors_and_arrays_of_every_kind():
-    pytest.importorskip("torch")
-    run_ranks(tensors, 2)
+    collectives, stream = comm.collectives(), comm.create_stream()
+    peer = 1 - rank
+    # Tensors and NumPy arrays as they are, without a copy.
+    own = torch.randn(300).to(torch.bfloat16) + rank
+    come, told = torch.empty(300, dtype=torch.bfloat16), numpy.zeros(300, numpy.uint16)
+    collectives.send_receive(stream, [(peer, own), (peer, own)], [(peer, come), (peer, told)])
+    stream.synchronize()
+    assert told.tobytes() == come.view(torch.uint8).numpy().tobytes()
+    back = torch.empty_like(own)
+    collectives.send_receive(stream, [(peer, come)], [(peer, back)])
+    # Of nothing: a rank that has none to give, and one that gets none.
+    got = torch.full((3 if rank else 0,), -1.0)
+    given = torch.arange(0 if rank else 3, dtype=torch.float32)
+    got_counts, given_counts = ([3, 0], [0, 0]) if rank else ([0, 0], [0, 3])
+    collectives.all_to_all_v(stream, got, given, got_counts, given_counts)
+    stream.synchronize()
+    assert torch.equal(back, own)
+    assert got.tolist() == ([0.0, 1.0, 2.0] if rank else [])
+    # Other collectives take what is empty as well.
+    collectives.all_reduce(stream, torch.empty(0), torch.empty(0))
+    # Memory without a type is counted in bytes.
+    region = comm.alloc(8)
+    region.upload(bytes(range(8)))
+    halves = comm.alloc(8)
+    collectives.all_to_all_v(stream, halves, region, [4, 4], [4, 4])
+    stream.synchronize()
+    assert halves.download() == bytes(range(4 * rank, 4 * rank + 4)) * 2
+    comm.barrier()
 
 
 @as_ranks(2, device="host")
@@ -267,20 +261,18 @@ def test_messages_that_cannot_be_are_refused(comm, rank):
 
 
 @as_ranks(2)
-def test_ends_of_other_lengths_are_told_on_both_ranks(rank, world, meeting):
-    with join(rank, world, meeting) as job:
-        comm = job.world()
-        collectives, stream = comm.collectives(), comm.create_stream()
-        held = Held(comm, numpy.zeros(4 + rank, numpy.float32))
-        if rank == 0:
-            collectives.send_receive(stream, sends=[(1, held.array)])
-        else:
-            collectives.send_receive(stream, receives=[(0, held.array)])
-        with pytest.raises(MismatchError, match="16.*20|20.*16") as caught:
-            stream.synchronize()
-        assert caught.value.peer == 1 - rank
-        comm.all_gather_bytes(b"both were told")
-        job.abort("the test is over")
+def test_ends_of_other_lengths_are_told_on_both_ranks(job, comm, rank):
+    collectives, stream = comm.collectives(), comm.create_stream()
+    held = Held(comm, numpy.zeros(4 + rank, numpy.float32))
+    if rank == 0:
+        collectives.send_receive(stream, sends=[(1, held.array)])
+    else:
+        collectives.send_receive(stream, receives=[(0, held.array)])
+    with pytest.raises(MismatchError, match="16.*20|20.*16") as caught:
+        stream.synchronize()
+    assert caught.value.peer == 1 - rank
+    comm.all_gather_bytes(b"both were told")
+    job.abort("the test is over")
 
 
 @as_ranks(3, dies=(2,))

@@ -87,9 +87,8 @@ def raw(tensor):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@as_ranks()
-def test_all_to_alls_with_a_size_for_each_pair(rank, world, place):
-    dist = begin(rank, world, place)
+@as_ranks(starts=begin)
+def test_all_to_alls_with_a_size_for_each_pair(dist, rank, world):
     group = dist.group.WORLD
     assert group.messages_path == "direct"
     group._host.direct = counted = Counted(group._host.direct)
@@ -126,7 +125,6 @@ def test_all_to_alls_with_a_size_for_each_pair(rank, world, place):
     # It went direct.
     assert counted.calls > 0
     dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -250,9 +248,8 @@ def test_ranks_that_differ_are_told(rank, world, place):
     dist.destroy_process_group()
 
 
-@as_ranks(2, dies=(1,))
-def test_a_lost_rank_ends_a_batch(rank, world, place):
-    dist = begin(rank, world, place)
+@as_ranks(2, dies=(1,), starts=begin)
+def test_a_lost_rank_ends_a_batch(dist, rank, world, place):
     meet(place, "joined", rank, range(world))
     if rank == 1:
         os._exit(1)
@@ -260,7 +257,6 @@ def test_a_lost_rank_ends_a_batch(rank, world, place):
         for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.empty(5), 1)]):
             work.wait()
     assert caught.value.kind == "peer_lost" and caught.value.peer == 1
-    dist.destroy_process_group()
 
 
 def failure(watch, kind):
@@ -276,34 +272,32 @@ def failure(watch, kind):
 
 
 @as_ranks(2)
-def test_what_no_host_waits_for_is_watched(rank, world, meeting):
-    import warplink
+def test_what_no_host_waits_for_is_watched(job, comm, rank):
     from warplink.errors import MismatchError
 
-    with warplink.Job.join(rank, world, meeting, timeout=60.0) as job:
-        comm, peer = job.world(), 1 - rank
-        collectives, streams = comm.collectives(), [comm.create_stream() for _ in range(2)]
-        watch, regions = comm.watch(collectives, 60.0), [comm.alloc(64) for _ in range(2)]
-        for turn in range(60):
-            # On several streams, which no host waits for.
-            stream = streams[turn % 2]
-            collectives.send_receive(stream, [(peer, regions[0])], [(peer, regions[1])])
-        end = time.monotonic() + 60
-        while watch.waits and time.monotonic() < end:
-            time.sleep(0.01)
+    peer = 1 - rank
+    collectives, streams = comm.collectives(), [comm.create_stream() for _ in range(2)]
+    watch, regions = comm.watch(collectives, 60.0), [comm.alloc(64) for _ in range(2)]
+    for turn in range(60):
+        # On several streams, which no host waits for.
+        stream = streams[turn % 2]
+        collectives.send_receive(stream, [(peer, regions[0])], [(peer, regions[1])])
+    end = time.monotonic() + 60
+    while watch.waits and time.monotonic() < end:
+        time.sleep(0.01)
+    watch.check()
+    assert not watch.waits and all(stream.is_idle() for stream in streams)
+    # Ends of other lengths.
+    end = [(peer, regions[0].slice(0, 32 + 16 * rank))]
+    collectives.send_receive(streams[0], *((end, []) if rank else ([], end)))
+    error = failure(watch, MismatchError)
+    assert error.peer == peer and "32" in str(error) and "48" in str(error)
+    # It stays.
+    with pytest.raises(MismatchError):
         watch.check()
-        assert not watch.waits and all(stream.is_idle() for stream in streams)
-        # Ends of other lengths.
-        end = [(peer, regions[0].slice(0, 32 + 16 * rank))]
-        collectives.send_receive(streams[0], *((end, []) if rank else ([], end)))
-        error = failure(watch, MismatchError)
-        assert error.peer == peer and "32" in str(error) and "48" in str(error)
-        # It stays.
-        with pytest.raises(MismatchError):
-            watch.check()
-        comm.all_gather_bytes(b"both were told")
-        watch.close()
-        job.abort("the test is over")
+    comm.all_gather_bytes(b"both were told")
+    watch.close()
+    job.abort("the test is over")
 
 
 @pytest.mark.parametrize("by_turns", [False, True])

@@ -7,7 +7,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import Stopwatch, as_ranks, meet, on_ranks, start  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet, resident_bytes, start  # noqa: E402
+
+#: A long run is WARPLINK_TEST_STEPS=10000.
+STEPS = int(os.environ.get("WARPLINK_TEST_STEPS", "500"))
 
 
 @as_ranks(2)
@@ -188,20 +191,15 @@ def test_tensors_that_are_freed_while_a_peer_reads_them(dist, rank, world):
         assert torch.equal(whole, product)
 
 
-def steps(rank, world, _, place, count):
-    dist = start(rank, world, place)
+@as_ranks(2, limit=120 + STEPS / 10)
+def test_steps_of_random_sizes_take_constant_memory(dist, rank):
     name = dist.group.WORLD.group_name
     space = dist.group.WORLD.workspace("cpu")
     generator = torch.Generator().manual_seed(0)
     weights = torch.ones(32, 16)
 
-    def resident():
-        gc.collect()
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     marks = []
-    for turn in range(count):
+    for turn in range(STEPS):
         rows = int(torch.randint(1, 2000, (1,), generator=generator))
         length = int(torch.randint(1, 50_000, (1,), generator=generator))
         total = torch.full((length,), float(rank))
@@ -210,18 +208,10 @@ def steps(rank, world, _, place, count):
         whole, (product,) = torch.ops.warplink.fused_all_gather_matmul(a, [weights], 0, name)
         torch.ops.warplink.fused_matmul_reduce_scatter(whole, weights, "sum", 0, name)
         assert total[0] == 1 and product[0, 0] == 32
-        if turn in (count // 2, count - 1):
-            marks.append((resident(), sum(space.communicator.registrations_and_mappings())))
-    dist.destroy_process_group()
-    return marks
-
-
-#: A long run is WARPLINK_TEST_STEPS=10000.
-STEPS = int(os.environ.get("WARPLINK_TEST_STEPS", "500"))
-
-
-def test_steps_of_random_sizes_take_constant_memory():
-    for (early, registered), (late, registered_late) in on_ranks(steps, 2, STEPS, limit=120 + STEPS / 10):
-        assert late < early + (24 << 20), (early, late)
-        # A leak of 250 sizes would be more than twice that.
-        assert registered_late <= registered + 120, (registered, registered_late)
+        if turn in (STEPS // 2, STEPS - 1):
+            gc.collect()
+            marks.append((resident_bytes(), sum(space.communicator.registrations_and_mappings())))
+    (early, registered), (late, registered_late) = marks
+    assert late < early + (24 << 20), marks
+    # A leak of 250 sizes would be more than twice that.
+    assert registered_late <= registered + 120, marks

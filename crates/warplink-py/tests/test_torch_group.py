@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import Stopwatch, as_ranks, meet, on_ranks, start  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet, resident_bytes, start  # noqa: E402
 
 
 @as_ranks(3)
@@ -392,27 +392,17 @@ def test_a_barrier_of_some_members_asks_no_others(dist, rank, world):
     del own
 
 
-def memory(rank, world, _, place):
-    dist = start(rank, world, place)
-
-    def resident():
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
+@as_ranks(2)
+def test_steps_of_random_sizes_take_constant_memory(dist):
     generator = torch.Generator().manual_seed(0)
     marks = []
     for turn in range(600):
         length = int(torch.randint(1, 100_000, (1,), generator=generator))
         dist.all_reduce(torch.ones(length))
         if turn in (200, 599):
-            marks.append(resident())
-    dist.destroy_process_group()
-    return marks
-
-
-def test_steps_of_random_sizes_take_constant_memory():
-    for early, late in on_ranks(memory, 2):
-        assert late < early + (24 << 20), (early, late)
+            marks.append(resident_bytes())
+    early, late = marks
+    assert late < early + (24 << 20), marks
 
 
 @as_ranks(3)

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from torch.distributed import distributed_c10d as c10d  # noqa: E402
 
-from conftest import Stopwatch, as_ranks, meet, on_ranks, start  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet, start  # noqa: E402
 from test_torch_direct import begin, go_on  # noqa: E402
 from test_torch_shortcuts import Library, Passing, now  # noqa: E402
 
@@ -263,13 +263,14 @@ def test_members_tell_one_another_by_the_store(dist, rank, world):
     dist.barrier()
 
 
-def without_peers_memory(rank, world, _, place, number):
+@pytest.mark.parametrize("step", ["making", "opening"])
+@as_ranks(3, timeout=20)
+def test_fused_operations_run_unfused_where_a_rank_cannot_reach_the_memory_of_others(dist, rank, world, step):
     """Rank 1 cannot make a workspace, or map what others share, as where GPUs cannot map each other's memory."""
     import warplink.torch
     from warplink.errors import UnsupportedError
     from warplink.torch.workspace import Workspace
 
-    dist = start(rank, world, place, timeout=20)
     group, ops = dist.group.WORLD, torch.ops.warplink
     name, tried = group.group_name, []
     a, b = torch.full((4, 8), float(rank)), torch.ones(8, 6)
@@ -297,7 +298,7 @@ def without_peers_memory(rank, world, _, place, number):
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(*((group, "_make_workspace", fail), (Workspace, "_share", unmapped))[number])
+            patch.setattr(*{"making": (group, "_make_workspace", fail), "opening": (Workspace, "_share", unmapped)}[step])
         assert warplink.torch.is_direct_group() and group.get_buffer_size() > 0
         fused()
     # It is not tried again, also where it could be done now.
@@ -309,9 +310,3 @@ def without_peers_memory(rank, world, _, place, number):
     with pytest.raises(UnsupportedError, match="a member could not share memory on cpu"):
         group.intra_node_barrier()
     dist.barrier()
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("step", ["making", "opening"])
-def test_fused_operations_run_unfused_where_a_rank_cannot_reach_the_memory_of_others(step):
-    on_ranks(without_peers_memory, 3, int(step == "opening"))

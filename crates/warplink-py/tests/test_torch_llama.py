@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import as_ranks, compile_every_graph, on_ranks, start  # noqa: E402
+from conftest import as_ranks, compile_every_graph, start  # noqa: E402
 
 
 def losses(rank, world, _, place, backend, way, device="cpu", fused=False, **sizes):
@@ -38,14 +38,13 @@ def test_a_model_trains_as_with_gloo_in_every_way(rank, world, meeting, place):
         assert losses(rank, world, meeting, place + way, "cpu:warplink", way) == pytest.approx(expected, rel=1e-4), way
 
 
-def compare_fused(rank, world, meeting, place):
+@pytest.mark.skipif(
+    torch.__version__ >= "2.15",
+    reason="PyTorch's compiled layers get gradients that are no DTensors, on Gloo without Warplink too",
+)
+@as_ranks(2, limit=400.0)
+def test_a_model_compiled_with_the_pass_trains_as_with_gloo(rank, world, meeting, place):
     # One layer, since compiling takes long.
     expected = losses(rank, world, meeting, place, "gloo", "tp", layers=1)
     found = losses(rank, world, meeting, place, "cpu:warplink", "tp", fused=True, layers=1)
     assert found == pytest.approx(expected, rel=1e-4)
-
-
-def test_a_model_compiled_with_the_pass_trains_as_with_gloo():
-    if torch.__version__ >= "2.15":
-        pytest.skip("PyTorch's compiled layers get gradients that are no DTensors, on Gloo without Warplink too")
-    on_ranks(compare_fused, 2, limit=400.0)

@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import Stopwatch, as_ranks, meet, on_ranks, start  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet, start  # noqa: E402
 
 
 @as_ranks(1)
@@ -110,22 +110,16 @@ def test_groups_of_nccl_are_split_from_their_parent(rank, world, place):
     sys.stdout.flush()
 
 
-def bound(rank, world, _, place):
-    dist = start(rank, world, place, device_id=torch.device("cpu:0"))
+# Older releases bind groups to GPUs alone.
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="PyTorch binds no group to the CPU")
+@as_ranks(2, device_id=torch.device("cpu:0"))
+def test_a_group_that_is_bound_to_the_cpu(dist, rank, world):
     part = dist.new_group([0])
     if rank == 0:
         dist.all_reduce(torch.ones(1), group=part)
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total == world
-    dist.destroy_process_group()
-
-
-def test_a_group_that_is_bound_to_the_cpu():
-    # Older releases bind groups to GPUs alone.
-    if torch.__version__ < "2.15":
-        pytest.skip("PyTorch binds no group to the CPU")
-    on_ranks(bound, 2)
 
 
 def test_a_caller_that_does_not_tell_the_backends_is_logged(caplog):

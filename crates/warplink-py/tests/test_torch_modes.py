@@ -33,25 +33,24 @@ def fused(dist, a, b, name):
         torch.testing.assert_close(scattered.detach(), own, rtol=1e-4, atol=1e-4)
 
 
-def begin(rank, world, place, **options):
-    """Joins, and gives what ``fused`` takes."""
-    dist = start(rank, world, place, **options)
+def operands(dist):
+    """What ``fused`` takes."""
     generator = torch.Generator().manual_seed(5)
-    a = torch.randn(6, 8, generator=generator) + rank
-    return dist, a, torch.randn(8, 4, generator=generator), dist.group.WORLD.group_name
+    a = torch.randn(6, 8, generator=generator) + dist.get_rank()
+    return a, torch.randn(8, 4, generator=generator), dist.group.WORLD.group_name
 
 
 @as_ranks(WORLD)
 def test_receives_that_get(rank, world, place):
     os.environ["WARPLINK_PROTOCOL"] = "get"
-    dist, a, b, name = begin(rank, world, place, timeout=20)
-    fused(dist, a, b, name)
+    dist = start(rank, world, place, timeout=20)
+    fused(dist, *operands(dist))
     dist.destroy_process_group()
 
 
 @as_ranks(WORLD)
-def test_plans_made_in_inference_mode_serve_all_modes(rank, world, place):
-    dist, a, b, name = begin(rank, world, place)
+def test_plans_made_in_inference_mode_serve_all_modes(dist, rank):
+    a, b, name = operands(dist)
     with torch.inference_mode():
         fused(dist, a.clone(), b.clone(), name)
     fused(dist, a, b, name)
@@ -59,24 +58,22 @@ def test_plans_made_in_inference_mode_serve_all_modes(rank, world, place):
         buffer = dist.group.WORLD.get_p2p_buffer(rank, (4,), torch.float32)
         fused(dist, a.clone(), b.clone(), name)
     buffer.fill_(1)
-    dist.destroy_process_group()
 
 
 @as_ranks(WORLD)
-def test_plans_hold_no_gradients(rank, world, place):
-    dist, a, b, name = begin(rank, world, place)
+def test_plans_hold_no_gradients(dist):
+    a, b, name = operands(dist)
     for _ in range(2):
         fused(dist, (a.requires_grad_() * 2), b.requires_grad_(), name)
     for plan in dist.group.WORLD.workspace().plans.values():
         for kept in vars(plan).values():
             kept = getattr(kept, "bytes", kept)
             assert not (isinstance(kept, torch.Tensor) and kept.requires_grad)
-    dist.destroy_process_group()
 
 
 @as_ranks(WORLD)
-def test_fused_operations_have_no_gradients_whatever_runs_them(rank, world, place):
-    dist, a, b, name = begin(rank, world, place)
+def test_fused_operations_have_no_gradients_whatever_runs_them(dist, rank, world):
+    a, b, name = operands(dist)
     ops, alone = torch.ops.warplink, [dist.new_group([peer]) for peer in range(world)][rank].group_name
     for dtype, group in ((torch.float32, name), (torch.float64, name), (torch.float32, alone)):
         wide = torch.cat([b] * (world if group == name else 1)).to(dtype)
@@ -94,7 +91,6 @@ def test_fused_operations_have_no_gradients_whatever_runs_them(rank, world, plac
             assert left.grad is None and right.grad is None, (dtype, group)
             with torch.no_grad():
                 assert torch.equal(operation(left), result) and not operation(left).requires_grad
-    dist.destroy_process_group()
 
 
 @as_ranks(WORLD)

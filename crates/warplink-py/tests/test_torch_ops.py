@@ -8,13 +8,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from test_torch_direct_collectives import calls_on_host  # noqa: E402
-from conftest import as_ranks, on_ranks, start  # noqa: E402
+from conftest import as_ranks, start  # noqa: E402
 
 SHAPES = [((4, 8), 0), ((3, 5, 8), 0), ((3, 5, 8), 1), ((1, 5, 8), 1), ((2, 3, 5, 8), 2), ((3, 5, 8), 2), ((7, 8), 1)]
 
 
-def fused(rank, world, _, place, dtype_name):
-    dist = start(rank, world, place)
+@pytest.mark.parametrize("dtype_name", ["float32", "bfloat16", "float64"])
+@as_ranks(2)
+def test_fused_operations_equal_the_unfused(dist, rank, world, dtype_name):
     from torch.distributed._symmetric_memory import (
         _fused_all_gather_matmul_fallback,
         _fused_matmul_reduce_scatter_fallback,
@@ -63,12 +64,6 @@ def fused(rank, world, _, place, dtype_name):
         ops.fused_all_gather_matmul(a, [random(3, 3)], 0, name)
     with pytest.raises(ValueError, match="sum or avg"):
         ops.fused_matmul_reduce_scatter(left, right, "max", 0, name)
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_fused_operations_equal_the_unfused(dtype):
-    on_ranks(fused, 2, dtype)
 
 
 @as_ranks(2)
@@ -301,8 +296,8 @@ def test_plans_with_collectives_run_where_tensors_are(dist, rank, world):
         assert plan.has_collectives and plan.plan.lowering == "collective" and not plan.own
 
 
-def sizes(rank, world, _, place):
-    dist = start(rank, world, place)
+@as_ranks(2)
+def test_plans_of_many_sizes_take_limited_memory(dist, rank, world):
     from warplink.torch.workspace import MAX_PLANS
 
     name, right = dist.group.WORLD.group_name, torch.ones(4, 3)
@@ -314,13 +309,7 @@ def sizes(rank, world, _, place):
         assert torch.equal(got, torch.cat([torch.full((rows, 3), 4.0 * peer) for peer in range(world)]))
         counts.append(sum(space.communicator.registrations_and_mappings()))
     assert len(space.plans) == MAX_PLANS
-    dist.destroy_process_group()
-    return counts[MAX_PLANS], counts[-1]
-
-
-def test_plans_of_many_sizes_take_limited_memory():
-    for full, last in on_ranks(sizes, 2):
-        assert last <= full + 40, (full, last)
+    assert counts[-1] <= counts[MAX_PLANS] + 40, counts
 
 
 @as_ranks(2)

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import on_ranks, start  # noqa: E402
+from conftest import as_ranks, on_ranks, start  # noqa: E402
 
 WORLD = 2
 
@@ -77,17 +77,17 @@ def test_scaled_operations_equal_the_unfused():
     on_ranks(scaled, WORLD)
 
 
-def biased(rank, world, _, place, device="cpu"):
-    dist = start(rank, world, place)
+@as_ranks(WORLD)
+def test_scaled_matmuls_with_a_bias(dist, rank, world):
     from torch.distributed._symmetric_memory import (
         _fused_all_gather_scaled_matmul_fallback,
         _fused_scaled_matmul_reduce_scatter_fallback,
     )
 
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
-    random = matrices(6, rank, device)
-    scale = torch.tensor(0.5, device=device)
-    bias = torch.arange(48, device=device).bfloat16() + rank
+    random = matrices(6, rank, "cpu")
+    scale = torch.tensor(0.5)
+    bias = torch.arange(48).bfloat16() + rank
     b, out = random(48, 32).t(), torch.bfloat16
     for shape, dim in [((16, 32), 0), ((3, 16, 32), 0), ((3, 16, 32), 1), ((1, 16, 32), 1)]:
         a = random(*shape)
@@ -107,11 +107,6 @@ def biased(rank, world, _, place, device="cpu"):
             got = ops.fused_scaled_matmul_reduce_scatter(left, b, scale, scale, *given)
             wanted = _fused_scaled_matmul_reduce_scatter_fallback(left, b, scale, scale, *given)
             torch.testing.assert_close(got, wanted, rtol=2e-2, atol=5e-1)
-    dist.destroy_process_group()
-
-
-def test_scaled_matmuls_with_a_bias():
-    on_ranks(biased, WORLD)
 
 
 def scaled_columns(rank, world, _, place, device="cpu"):

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from conftest import Stopwatch, meet, on_ranks, start  # noqa: E402
+from conftest import Stopwatch, as_ranks, meet, start  # noqa: E402
 
 #: Members of a group, and which of them is killed.
 WORLD = 3
@@ -60,22 +60,23 @@ CALLS = {
 }
 
 
-def survivors(process, processes, _, place):
+@as_ranks(VICTIM + len(CALLS), dies=tuple(range(VICTIM, VICTIM + len(CALLS))))
+def test_a_member_is_killed_in_every_call_and_the_others_go_on(rank, place):
     """Processes from the third on are killed in a call each, as a member of a group with the first two."""
     import warplink.torch
     from warplink.errors import PeerLostError
 
     for turn, (name, call) in enumerate(CALLS.items()):
-        if process >= VICTIM and process != VICTIM + turn:
+        if rank >= VICTIM and rank != VICTIM + turn:
             continue
-        rank = min(process, VICTIM)
+        member = min(rank, VICTIM)
         options = warplink.torch.Options(direct_messages=name.startswith("direct"))
-        dist = start(rank, WORLD, f"{place}.{turn}", timeout=60, pg_options=options)
+        dist = start(member, WORLD, f"{place}.{turn}", timeout=60, pg_options=options)
         own, whole = torch.ones(COUNT), torch.ones(WORLD * COUNT)
         tensors = own, whole, list(torch.empty(WORLD, COUNT).unbind())
         call(dist, *tensors)
-        meet(f"{place}.{turn}", "called", rank, range(WORLD))
-        if rank == VICTIM:
+        meet(f"{place}.{turn}", "called", member, range(WORLD))
+        if member == VICTIM:
             threading.Timer(0.1, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
             while True:
                 call(dist, *tensors)
@@ -91,15 +92,10 @@ def survivors(process, processes, _, place):
         if turn % 2:
             dist.group.WORLD.abort()
         dist.destroy_process_group()
-    if process >= VICTIM:
+    if rank >= VICTIM:
         return
-    dist = start(process, VICTIM, f"{place}.last")
+    dist = start(rank, VICTIM, f"{place}.last")
     total = torch.ones(3)
     dist.all_reduce(total)
     assert (total == VICTIM).all()
     dist.destroy_process_group()
-
-
-def test_a_member_is_killed_in_every_call_and_the_others_go_on():
-    count = VICTIM + len(CALLS)
-    on_ranks(survivors, count, dies=tuple(range(VICTIM, count)))

@@ -118,13 +118,14 @@ def test_errors_carry_kind_peer_and_rank(comm, rank):
     comm.barrier()
 
 
-def lost(rank, world, meeting):
+@as_ranks(3)
+def test_a_lost_rank_raises_in_the_others_and_the_rest_go_on(rank, world, meeting):
     job = join(rank, world, meeting)
     comm = job.world()
     if rank == 2:
         comm.barrier()
         job.abort("the test wants it")
-        return None
+        return
     comm.barrier()
     with pytest.raises(PeerLostError, match="the test wants it") as caught:
         while True:
@@ -134,11 +135,7 @@ def lost(rank, world, meeting):
     assert (rest.size, rest.job_ranks) == (2, [0, 1])
     rest.barrier()
     rest.close()
-    return rest.__repr__()
-
-
-def test_a_lost_rank_raises_in_the_others_and_the_rest_go_on():
-    assert run_ranks(lost, 3)[:2] == ["Communicator(closed)"] * 2
+    assert repr(rest) == "Communicator(closed)"
 
 
 @as_ranks(2)
@@ -225,64 +222,55 @@ def test_what_is_closed_says_so(rank, world, meeting):
         warplink.Job.join(0, 1, str(warplink.UniqueId.create()), device="tpu")
 
 
-def steps(rank, world, meeting):
+@as_ranks(2, device="host")
+def test_steps_with_fresh_memory_do_not_add_up(comm, rank):
     # NumPy arrays are the processor's memory.
-    with join(rank, world, meeting, device="host") as job:
-        comm = job.world()
-        stream, peer = comm.create_stream(), 1 - rank
-        sizes = numpy.random.default_rng(1).integers(1, 100_000, 300)
-        counts = []
-        for size in sizes.tolist():
-            own, received = comm.alloc(size), comm.alloc(size)
-            comm.once([warplink.Send(own, peer), warplink.Receive(received, peer)], stream)
-            # Arrays of others, let go of while the stream may still use them.
-            stream.copy(numpy.empty(size, numpy.uint8), received)
-            stream.synchronize()
-            counts.append(sum(comm.registrations_and_mappings()))
-        comm.barrier()
-        return max(counts[:100]), max(counts[200:])
-
-
-def test_steps_with_fresh_memory_do_not_add_up():
-    for early, late in run_ranks(steps, 2):
-        # 200 steps in between made 800; what peers still hold for a moment varies.
-        assert late <= early + 100, (early, late)
-
-
-def collected(rank, world, meeting):
-    with join(rank, world, meeting, device="host") as job:
-        comm, stop = job.world(), threading.Event()
-
-        def churn():
-            while not stop.is_set():
-                cycle = []
-                cycle.append(cycle)
-                del cycle
-                gc.collect()
-
-        threads = [threading.Thread(target=churn) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        stream, region = comm.create_stream(), comm.alloc(1000)
-        for turn in range(50):
-            # Owners that only the stream and the collector let go of.
-            stream.copy(region, numpy.full(1000, turn, numpy.uint8))
-            held = {"region": comm.alloc(64)}
-            held["array"], held["self"] = numpy.asarray(held["region"].view([64], "u8")), held
-            del held
+    stream, peer = comm.create_stream(), 1 - rank
+    sizes = numpy.random.default_rng(1).integers(1, 100_000, 300)
+    counts = []
+    for size in sizes.tolist():
+        own, received = comm.alloc(size), comm.alloc(size)
+        comm.once([warplink.Send(own, peer), warplink.Receive(received, peer)], stream)
+        # Arrays of others, let go of while the stream may still use them.
+        stream.copy(numpy.empty(size, numpy.uint8), received)
         stream.synchronize()
-        stop.set()
-        for thread in threads:
-            thread.join()
-        gc.collect()
-        assert region.download() == bytes([49]) * 1000
-        # Another thread drops objects that the collector released.
-        end = time.monotonic() + 30
-        while comm.registrations_and_mappings() != (1, 0) and time.monotonic() < end:
-            time.sleep(0.01)
-        comm.barrier()
-        return comm.registrations_and_mappings()
+        counts.append(sum(comm.registrations_and_mappings()))
+    comm.barrier()
+    early, late = max(counts[:100]), max(counts[200:])
+    # 200 steps in between made 800; what peers still hold for a moment varies.
+    assert late <= early + 100, (early, late)
 
 
-def test_the_garbage_collector_and_the_library_do_not_wait_for_each_other():
-    assert run_ranks(collected, 2) == [(1, 0)] * 2
+@as_ranks(2, device="host")
+def test_the_garbage_collector_and_the_library_do_not_wait_for_each_other(comm):
+    stop = threading.Event()
+
+    def churn():
+        while not stop.is_set():
+            cycle = []
+            cycle.append(cycle)
+            del cycle
+            gc.collect()
+
+    threads = [threading.Thread(target=churn) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    stream, region = comm.create_stream(), comm.alloc(1000)
+    for turn in range(50):
+        # Owners that only the stream and the collector let go of.
+        stream.copy(region, numpy.full(1000, turn, numpy.uint8))
+        held = {"region": comm.alloc(64)}
+        held["array"], held["self"] = numpy.asarray(held["region"].view([64], "u8")), held
+        del held
+    stream.synchronize()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    gc.collect()
+    assert region.download() == bytes([49]) * 1000
+    # Another thread drops objects that the collector released.
+    end = time.monotonic() + 30
+    while comm.registrations_and_mappings() != (1, 0) and time.monotonic() < end:
+        time.sleep(0.01)
+    comm.barrier()
+    assert comm.registrations_and_mappings() == (1, 0)

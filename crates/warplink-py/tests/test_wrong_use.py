@@ -343,7 +343,7 @@ class Packed:
         return new(ctypes.addressof(self._tensor), b"dltensor", None)
 
 
-@as_ranks(1)
-def test_elements_of_less_than_a_byte_are_refused(rank, world, meeting):
-    with join(rank, world, meeting, device="host") as job, pytest.raises(InvalidArgumentError, match="elements of 4 bits"):
-        job.world().borrow(Packed())
+@as_ranks(1, device="host")
+def test_elements_of_less_than_a_byte_are_refused(comm):
+    with pytest.raises(InvalidArgumentError, match="elements of 4 bits"):
+        comm.borrow(Packed())
