@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 import torch._inductor.config  # noqa: E402
 from conftest import as_ranks, on_ranks  # noqa: E402
-from test_torch_fusion import COMPILING, start_compiling  # noqa: E402
+from test_torch_fusion import COMPILING, fusing, start_compiling  # noqa: E402
 
 WORLDS = (2, 3)
 
@@ -725,53 +725,38 @@ def test_the_pass_fuses_norms(rank, dist):
         n = rms(reduced(x) + r, w).float()
         return (n / (n.abs().amax() / 448)).clamp(-448.0, 448.0).to(FP8)
 
-    cases = [
-        (usual, None),
-        (gemma, None),
-        (functional, None),
-        (first_layer, None),
-        (norm_only, None),
-        (to_fp8, None),
-        (sum_too, None),
-        (computed, None),
-        (average, "not sum"),
-        (no_norm, "no RMSNorm"),
-        (dependent, "depends on the sum"),
-        (root_too, None),
-        (row_too, None),
-        (two_weights, None),
-        (wide_output_too, None),
-        (single_sum, None),
-        (single_sum_and_root, None),
-        (single_sum_too, "in single precision"),
-        (by_root, None),
-        (of_rows, "no RMSNorm"),
-        (one_row_of_weights, None),
-        (more_dimensions, "no RMSNorm"),
-        (rounded_weight, "no RMSNorm"),
-        (negative_eps, "no RMSNorm"),
-        (by_reciprocal, None),
-        (by_one_over, None),
-        (deep_scale, None),
-        (dynamic_scale, None),
+    fuses = [
+        usual, gemma, functional, first_layer, norm_only, to_fp8, sum_too, computed, root_too, row_too,
+        two_weights, wide_output_too, single_sum, single_sum_and_root, by_root, one_row_of_weights,
+        by_reciprocal, by_one_over, deep_scale, dynamic_scale,
     ]
+    # Why others are left.
+    refused = {
+        average: "not sum",
+        no_norm: "no RMSNorm",
+        dependent: "depends on the sum",
+        single_sum_too: "in single precision",
+        of_rows: "no RMSNorm",
+        more_dimensions: "no RMSNorm",
+        rounded_weight: "no RMSNorm",
+        negative_eps: "no RMSNorm",
+    }
     quantizes = (to_fp8, wide_output_too, by_reciprocal, by_one_over)
-    warplink.torch.enable_fusion()
-    try:
+    with fusing():
         for dtype, sizes in ((torch.bfloat16, (6, width)), (torch.float32, (2, 3, width))):
             x = rows(rank, 6, width, dtype).view(sizes)
             r, w = rows(7, 6, width, dtype).view(sizes), rows(8, 1, width, dtype)[0]
             s = torch.tensor([0.05])
-            for function, reason in cases:
+            for function in (*fuses, *refused):
                 torch._dynamo.reset()
                 warplink.torch.fusion_report(clear=True)
                 whole = dtype == torch.bfloat16 and function in (usual, to_fp8)
                 fused = []
                 made = torch.compile(function, fullgraph=True) if whole else with_the_pass(function, fused)
                 got = made(x, r, w, s)
-                if dtype == torch.float32 and function in (single_sum_too, rounded_weight):
-                    # Nothing is rounded there.
-                    reason = None
+                # Of single precision, nothing is rounded.
+                rounds = dtype != torch.float32 or function not in (single_sum_too, rounded_weight)
+                reason = refused.get(function) if rounds else None
                 wanted = function(x, r, w, s)
                 got, wanted = ((a,) if torch.is_tensor(a) else a for a in (got, wanted))
                 for one, other in zip(got, wanted):
@@ -797,8 +782,6 @@ def test_the_pass_fuses_norms(rank, dist):
             for one, other in zip(*given):
                 torch.testing.assert_close(one.grad.float(), other.grad.float(), rtol=2**-5, atol=2**-5)
             assert [found.replaced for found in warplink.torch.fusion_report()] == [True]
-    finally:
-        warplink.torch.disable_fusion()
 
 
 @as_ranks(1)

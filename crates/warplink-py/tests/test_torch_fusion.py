@@ -1,5 +1,6 @@
 """The compile pass."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed._functional_collectives as funcol  # noqa: E402
 from conftest import as_ranks, compile_every_graph, start  # noqa: E402
 
 WORLD = 2
@@ -20,9 +22,25 @@ def start_compiling(rank, world, place):
     return start(rank, world, place)
 
 
+@contextlib.contextmanager
+def fusing():
+    """The pass is enabled."""
+    import warplink.torch
+
+    warplink.torch.enable_fusion()
+    try:
+        yield
+    finally:
+        warplink.torch.disable_fusion()
+
+
+def of_all_ranks(a, world, name):
+    """``a`` of every rank, gathered along the first dimension as a compiled ``all_gather_tensor`` does."""
+    return funcol.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(a, world, name))
+
+
 @as_ranks(WORLD, limit=COMPILING, starts=start_compiling)
 def test_collectives_beside_matmuls_are_replaced(rank, world, dist):
-    import torch.distributed._functional_collectives as funcol
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 
     import warplink.torch
@@ -35,9 +53,7 @@ def test_collectives_beside_matmuls_are_replaced(rank, world, dist):
 
     def gathered(a, dim):
         # As DTensor gathers along another dimension.
-        whole = funcol.wait_tensor(
-            torch.ops._c10d_functional.all_gather_into_tensor(a, world, name)
-        )
+        whole = of_all_ranks(a, world, name)
         return torch.cat(whole.chunk(world), dim) if dim else whole
 
     def one(a, b):
@@ -54,10 +70,7 @@ def test_collectives_beside_matmuls_are_replaced(rank, world, dist):
         return torch.nn.functional.linear(gathered(a, 1), b.t(), b[0])
 
     def as_bytes(a, b):
-        whole = funcol.wait_tensor(
-            torch.ops._c10d_functional.all_gather_into_tensor(a.view(torch.uint8), world, name)
-        )
-        return whole.view(torch.float32) @ b
+        return of_all_ranks(a.view(torch.uint8), world, name).view(torch.float32) @ b
 
     def dependent(a, b):
         whole = all_gather_tensor(a, 0, name)
@@ -122,9 +135,9 @@ def test_collectives_beside_matmuls_are_replaced(rank, world, dist):
         (used_twice, flat, 0, "used elsewhere"),
         (maximum, flat, 0, "not sum or avg"),
     ]
-    warplink.torch.enable_fusion()
-    warplink.torch.enable_fusion()
-    try:
+    with fusing():
+        # A second call changes nothing.
+        warplink.torch.enable_fusion()
         for function, a, matmuls, reason in cases:
             torch._dynamo.reset()
             warplink.torch.fusion_report(clear=True)
@@ -136,8 +149,6 @@ def test_collectives_beside_matmuls_are_replaced(rank, world, dist):
             assert (found.replaced, found.matmuls) == (matmuls > 0, matmuls), found
             assert reason is None or reason in str(found), found
             assert found.group == name and "test_torch_fusion" in str(found), found
-    finally:
-        warplink.torch.disable_fusion()
     torch._dynamo.reset()
     torch.compile(one)(flat, b)
     assert len(warplink.torch.fusion_report()) == 1
@@ -168,7 +179,6 @@ def fuse_only(function, **options):
 
 @as_ranks(WORLD, limit=COMPILING, starts=start_compiling)
 def test_what_is_replaced_in_many_forms(rank, world, dist):
-    import torch.distributed._functional_collectives as funcol
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 
     import warplink.torch
@@ -180,9 +190,7 @@ def test_what_is_replaced_in_many_forms(rank, world, dist):
         return torch.randn(*shape, generator=generator)
 
     def whole(a):
-        return funcol.wait_tensor(
-            torch.ops._c10d_functional.all_gather_into_tensor(a, world, name)
-        )
+        return of_all_ranks(a, world, name)
 
     def scatter(a):
         return funcol.wait_tensor(
@@ -317,14 +325,11 @@ def test_scaled_matmuls_are_replaced(rank, dist):
         return reduce_scatter_tensor(product, "sum", 0, name)
 
     a, b = (torch.randn(16, 32).to(torch.float8_e4m3fn) for _ in range(2))
-    warplink.torch.enable_fusion()
-    try:
+    with fusing():
         for function in (gathered, scattered):
             torch._dynamo.reset()
             got = torch.compile(function, fullgraph=True)(a, b.t())
             torch.testing.assert_close(got, function(a, b.t()), rtol=2e-2, atol=1e-1)
-    finally:
-        warplink.torch.disable_fusion()
     assert [found.replaced for found in warplink.torch.fusion_report()] == [True, True]
 
 
@@ -348,8 +353,7 @@ def test_what_members_found_slower_is_left(world, dist):
     torch.ops.warplink.fused_all_gather_matmul(a, [b], 0, name, return_A=False)
     torch.ops.warplink.fused_matmul_reduce_scatter(a, b, "sum", 0, name)
     calls = list(space.plans)
-    warplink.torch.enable_fusion()
-    try:
+    with fusing():
         for decision in (Decision(False, False), Decision(False, True)):
             for function, call in zip((gathered, scattered), calls, strict=True):
                 space.decide(call, decision)
@@ -360,13 +364,10 @@ def test_what_members_found_slower_is_left(world, dist):
                 (found,) = warplink.torch.fusion_report()
                 assert found.replaced == any(decision)
                 assert found.replaced or "members tried both" in str(found)
-    finally:
-        warplink.torch.disable_fusion()
 
 
 @as_ranks(WORLD, limit=COMPILING, starts=start_compiling)
 def test_scaled_matmuls_are_replaced_in_many_forms(rank, world, dist):
-    import torch.distributed._functional_collectives as funcol
     from torch.distributed._functional_collectives import all_gather_tensor, reduce_scatter_tensor
 
     import warplink.torch
@@ -390,16 +391,11 @@ def test_scaled_matmuls_are_replaced_in_many_forms(rank, world, dist):
         return torch.cat([part.view(torch.uint8) for part in whole.chunk(world)], dim).view(fp8)
 
     def parts_again(a, dim):
-        whole = funcol.wait_tensor(
-            torch.ops._c10d_functional.all_gather_into_tensor(a.view(torch.uint8), world, name)
-        )
+        whole = of_all_ranks(a.view(torch.uint8), world, name)
         return torch.cat([part.view(torch.uint8) for part in whole.chunk(world)], dim).view(fp8)
 
     def bytes_of(a, dim):
-        whole = funcol.wait_tensor(
-            torch.ops._c10d_functional.all_gather_into_tensor(a.view(torch.uint8), world, name)
-        )
-        return whole.view(fp8)
+        return of_all_ranks(a.view(torch.uint8), world, name).view(fp8)
 
     flat, deep, one = ((32, 32), 0), ((2, 32, 32), 0), ((1, 32, 32), 1)
     middle = ((2, 32, 32), 1)
@@ -554,9 +550,7 @@ def test_a_compiled_tensor_parallel_model_trains_as_before(rank, world, dist):
                 "2": RowwiseParallel(output_layouts=Shard(1)),
             },
         )
-        if fuse:
-            warplink.torch.enable_fusion()
-        try:
+        with fusing() if fuse else contextlib.nullcontext():
             model = torch.compile(model)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
             data = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(9))
@@ -568,8 +562,6 @@ def test_a_compiled_tensor_parallel_model_trains_as_before(rank, world, dist):
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
-        finally:
-            warplink.torch.disable_fusion()
         return losses
 
     expected = train(False)

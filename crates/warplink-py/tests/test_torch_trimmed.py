@@ -5,7 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from test_torch_fusion import fuse_only, start_compiling  # noqa: E402
+from test_torch_fusion import fuse_only, fusing, of_all_ranks, start_compiling  # noqa: E402
 from conftest import as_ranks  # noqa: E402
 
 WORLD = 2
@@ -13,8 +13,6 @@ WORLD = 2
 
 @as_ranks(WORLD, limit=300.0, starts=start_compiling)
 def test_gathers_of_padded_parts_are_fused_and_the_results_are_cut(rank, world, dist):
-    import torch.distributed._functional_collectives as funcol
-
     import warplink.torch
 
     name = dist.group.WORLD.group_name
@@ -24,11 +22,11 @@ def test_gathers_of_padded_parts_are_fused_and_the_results_are_cut(rank, world, 
         return torch.randn(*shape, generator=generator) + rank
 
     def gathered(a, dim):
-        whole = funcol.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(a, world, name))
+        whole = of_all_ranks(a, world, name)
         return torch.cat(whole.chunk(world), dim) if dim else whole
 
     def in_slices(a, dim):
-        whole = funcol.wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(a, world, name))
+        whole = of_all_ranks(a, world, name)
         rows = a.shape[0]
         return torch.cat([whole[rows * part : rows * (part + 1)] for part in range(world)], dim)
 
@@ -115,8 +113,7 @@ def test_gathers_of_padded_parts_are_fused_and_the_results_are_cut(rank, world, 
             assert (found.replaced, found.matmuls) == (wanted > 0, wanted), (function, dynamic, found)
             assert reason is None or reason in str(found), found
     # Once by Inductor, with sizes that are symbols and are read.
-    warplink.torch.enable_fusion()
-    try:
+    with fusing():
         for function in (second_with_sizes, second_twice_and_kept):
             torch._dynamo.reset()
             warplink.torch.fusion_report(clear=True)
@@ -124,5 +121,3 @@ def test_gathers_of_padded_parts_are_fused_and_the_results_are_cut(rank, world, 
             torch.testing.assert_close(got, function(deep, b), rtol=1e-4, atol=1e-4)
             (found,) = warplink.torch.fusion_report()
             assert found.replaced, found
-    finally:
-        warplink.torch.disable_fusion()
