@@ -1,7 +1,7 @@
 //! Figures as SVG: lines over sizes, or bars.
 
 use crate::report::digits;
-use anyhow::{Result, anyhow, ensure};
+use anyhow::{Result, ensure};
 use plotters::coord::Shift;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
@@ -87,7 +87,7 @@ pub(crate) fn draw(title: &str, drawing: &Drawing) -> Result<String> {
                 lines(&area, name, &points.collect::<Vec<_>>())?;
             }
             // Explicitly, since the drop of the backend, which would do it too, ignores errors.
-            area.present().map_err(failed)?;
+            area.present()?;
         }
         Drawing::Bars(panels) => {
             let height = |panel: &Bars| ABOVE + panel.bars.len() as i32 * PITCH + BELOW;
@@ -97,7 +97,7 @@ pub(crate) fn draw(title: &str, drawing: &Drawing) -> Result<String> {
                 bars(&area, panel, top)?;
                 top += height(panel);
             }
-            area.present().map_err(failed)?;
+            area.present()?;
         }
     }
     Ok(text)
@@ -106,9 +106,8 @@ pub(crate) fn draw(title: &str, drawing: &Drawing) -> Result<String> {
 fn canvas<'a>(text: &'a mut String, title: &str, height: i32) -> Result<Canvas<'a>> {
     let size = (WIDTH as u32, (HEADING + height) as u32);
     let area = SVGBackend::with_string(text, size).into_drawing_area();
-    area.fill(&WHITE).map_err(failed)?;
-    area.draw(&Text::new(title.to_owned(), (16, 12), ("sans-serif", 18)))
-        .map_err(failed)?;
+    area.fill(&WHITE)?;
+    area.draw(&Text::new(title.to_owned(), (16, 12), ("sans-serif", 18)))?;
     Ok(area)
 }
 
@@ -147,8 +146,7 @@ fn lines(area: &Canvas<'_>, title: &str, points: &[&Point]) -> Result<()> {
         .margin_right(30)
         .x_label_area_size(34)
         .y_label_area_size(56)
-        .build_cartesian_2d(0.0..last, bottom..top)
-        .map_err(failed)?;
+        .build_cartesian_2d(0.0..last, bottom..top)?;
     let size = |at: &f64| {
         let size = sizes.get(at.round() as usize);
         // The axis also has ticks between two sizes, where there is no name for them.
@@ -168,8 +166,7 @@ fn lines(area: &Canvas<'_>, title: &str, points: &[&Point]) -> Result<()> {
         .x_label_formatter(&size)
         .y_label_formatter(&number)
         .light_line_style(WHITE)
-        .draw()
-        .map_err(failed)?;
+        .draw()?;
     for (number, name) in named.iter().enumerate() {
         let of_line = points().filter(|point| point.line == *name);
         let of_line: Vec<(f64, f64)> = of_line
@@ -182,11 +179,10 @@ fn lines(area: &Canvas<'_>, title: &str, points: &[&Point]) -> Result<()> {
         let dots = of_line
             .iter()
             .map(|&at| Circle::new(at, 3, colour.filled()));
-        chart.draw_series(dots).map_err(failed)?;
+        chart.draw_series(dots)?;
         let line = PathElement::new(of_line.clone(), colour.stroke_width(2));
         chart
-            .draw_series([line])
-            .map_err(failed)?
+            .draw_series([line])?
             .label(*name)
             .legend(move |(x, y)| PathElement::new([(x, y), (x + 18, y)], colour.stroke_width(2)));
     }
@@ -195,8 +191,8 @@ fn lines(area: &Canvas<'_>, title: &str, points: &[&Point]) -> Result<()> {
         .position(SeriesLabelPosition::UpperLeft)
         .background_style(WHITE.mix(0.8))
         .border_style(RGBColor(200, 200, 200))
-        .draw()
-        .map_err(failed)
+        .draw()?;
+    Ok(())
 }
 
 /// The bars of one panel, from `top` down.
@@ -215,7 +211,7 @@ fn bars(area: &Canvas<'_>, panel: &Bars, top: i32) -> Result<()> {
         style.pos(Pos::new(anchor, VPos::Center))
     };
     let write = |text: String, at: (i32, i32), style: TextStyle<'_>| {
-        area.draw(&Text::new(text, at, style)).map_err(failed)
+        Ok(area.draw(&Text::new(text, at, style))?)
     };
     let heading = ("sans-serif", 15).into_text_style(area);
     write(panel.title.clone(), (16, top), heading)?;
@@ -223,8 +219,7 @@ fn bars(area: &Canvas<'_>, panel: &Bars, top: i32) -> Result<()> {
     for (index, bar) in panel.bars.iter().enumerate() {
         let (y, end) = (first + index as i32 * PITCH, x(bar.value));
         let corners = [(LEFT, y), (end, y + BAR)];
-        area.draw(&Rectangle::new(corners, bar.colour.filled()))
-            .map_err(failed)?;
+        area.draw(&Rectangle::new(corners, bar.colour.filled()))?;
         let middle = y + BAR / 2;
         write(bar.label.clone(), (LEFT - 8, middle), label(HPos::Right))?;
         let value = format!("{} {}", digits(bar.value), panel.unit);
@@ -241,14 +236,9 @@ fn bars(area: &Canvas<'_>, panel: &Bars, top: i32) -> Result<()> {
     };
     let bottom = first + panel.bars.len() as i32 * PITCH;
     let path = [(x(limit), first - 4), (x(limit), bottom)];
-    area.draw(&PathElement::new(path, RED.stroke_width(1)))
-        .map_err(failed)?;
+    area.draw(&PathElement::new(path, RED.stroke_width(1)))?;
     let style = label(HPos::Right).color(&RED);
     write(format!("limit: {name}"), (x(limit), bottom + 6), style)
-}
-
-fn failed(error: impl std::fmt::Display) -> anyhow::Error {
-    anyhow!("{error}")
 }
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! A topology as a drawing: a box for each rank, lines for links, a panel for each machine.
 
 use super::layout::{BOX, Panel, panels};
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use plotters::prelude::*;
 use plotters::style::text_anchor::{HPos, Pos, VPos};
 use std::collections::{BTreeMap, BTreeSet};
@@ -57,7 +57,7 @@ pub(super) fn draw(topology: &Topology) -> Result<String> {
         // In a block, since the backend borrows the text until it is dropped.
         let area =
             SVGBackend::with_string(&mut text, (width as u32, height as u32)).into_drawing_area();
-        area.fill(&WHITE).map_err(failed)?;
+        area.fill(&WHITE)?;
         let drawing = Drawing { area, topology };
         drawing.heading()?;
         let mut left = (width - content) / 2 + MARGIN;
@@ -66,7 +66,7 @@ pub(super) fn draw(topology: &Topology) -> Result<String> {
             left += panel.size.0 + MARGIN;
         }
         drawing.legend(&entries, height - LEGEND)?;
-        drawing.area.present().map_err(failed)?;
+        drawing.area.present()?;
     }
     Ok(text)
 }
@@ -259,12 +259,12 @@ impl Drawing<'_> {
 
     fn line(&self, points: [(i32, i32); 2], style: ShapeStyle) -> Result<()> {
         let line = PathElement::new(points, style);
-        self.area.draw(&line).map_err(failed)
+        Ok(self.area.draw(&line)?)
     }
 
     fn rectangle(&self, corners: [(i32, i32); 2], style: impl Into<ShapeStyle>) -> Result<()> {
         let rectangle = Rectangle::new(corners, style);
-        self.area.draw(&rectangle).map_err(failed)
+        Ok(self.area.draw(&rectangle)?)
     }
 
     fn text(
@@ -279,9 +279,7 @@ impl Drawing<'_> {
             .into_text_style(&self.area)
             .color(&colour)
             .pos(Pos::new(anchor, VPos::Center));
-        self.area
-            .draw(&Text::new(text.to_owned(), at, style))
-            .map_err(failed)
+        Ok(self.area.draw(&Text::new(text.to_owned(), at, style))?)
     }
 }
 
@@ -387,8 +385,4 @@ fn details(place: &RankLocation) -> [String; 2] {
     let address = place.address.map(|address| address.to_string());
     let network = place.network.as_ref().map(|device| device.name.clone());
     [address.unwrap_or_default(), network.unwrap_or_default()]
-}
-
-fn failed(error: impl std::fmt::Display) -> anyhow::Error {
-    anyhow!("{error}")
 }
