@@ -99,15 +99,8 @@ fn collective(
         output: given.output as u64,
         stream: given.stream as u64,
     };
-    let bytes = given.count.checked_mul(dtype.size());
     // The longer operand of a gather or scatter has as many elements for each rank.
-    let bytes = bytes.and_then(|bytes| bytes.checked_mul(comm.ranks()));
-    if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
-        return Err(Failure::argument(
-            format!("{} elements are more than memory can hold", given.count),
-            "pass a smaller count",
-        ));
-    }
+    check_length(given.count, dtype, comm.ranks())?;
     // All ranks pass the same count, so none of them waits for a peer.
     if given.count == 0 {
         return Ok(());
@@ -260,13 +253,7 @@ fn message(
     comm.usable()?;
     let peer = comm.rank_of(peer, "peer")?;
     let dtype = element_type(datatype)?;
-    let bytes = count.checked_mul(dtype.size());
-    if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
-        return Err(Failure::argument(
-            format!("{count} elements are more than memory can hold"),
-            "pass a smaller count",
-        ));
-    }
+    check_length(count, dtype, 1)?;
     // Empty messages are not dropped: they take part in the matching of sends and receives of the group.
     if count > 0 && memory == 0 {
         return Err(null("the memory"));
@@ -281,6 +268,19 @@ fn message(
         stream: stream as u64,
     };
     group::submit(comm, Call::Message(call))
+}
+
+/// Fails unless memory can hold `count` elements for each of `ranks`.
+fn check_length(count: usize, dtype: DType, ranks: usize) -> Outcome {
+    let bytes = count.checked_mul(dtype.size());
+    let bytes = bytes.and_then(|bytes| bytes.checked_mul(ranks));
+    if bytes.is_none_or(|bytes| bytes > isize::MAX as usize) {
+        return Err(Failure::argument(
+            format!("{count} elements are more than memory can hold"),
+            "pass a smaller count",
+        ));
+    }
+    Ok(())
 }
 
 fn null(name: &str) -> Failure {
