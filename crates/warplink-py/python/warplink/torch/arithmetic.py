@@ -67,6 +67,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
+def place_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The address of a contiguous tensor and its length in bytes."""
+    return tensor.data_ptr(), tensor.nbytes
+
+
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor of the values of ``tensor``, itself if it is one."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()

@@ -18,7 +18,7 @@ import warplink
 from warplink.errors import ClosedError, InvalidArgumentError, UnsupportedError, WarplinkError
 from warplink.torch import error_handling, flight_recorder, profiling
 from warplink.torch.agreement import made_by_all
-from warplink.torch.arithmetic import readable, settle, writable
+from warplink.torch.arithmetic import place_of, readable, settle, writable
 from warplink.torch.shapes import check_plain
 from warplink.torch.works import GpuWork, HostWork, Worker, Works
 from warplink.torch.workspace import Workspace, is_recording
@@ -104,7 +104,7 @@ class HostBatches:
 
         def body() -> list[torch.Tensor]:
             held = [readable(m.tensor) if m.sends else writable(m.tensor) for m in messages]
-            batch = [(m.peer, m.sends, _place(data)) for m, data in zip(messages, held)]
+            batch = [(m.peer, m.sends, place_of(data)) for m, data in zip(messages, held)]
             collectives = self._collectives
             for sends, receives in rounds(batch, collectives.size, collectives.max_messages):
                 collectives.send_receive_at(self._stream, sends, receives)
@@ -182,7 +182,7 @@ class GpuMessages:
 
         def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
             sent, received = iter(sources), iter(targets)
-            batch = [(m.peer, m.sends, _place(next(sent if m.sends else received))) for m in messages]
+            batch = [(m.peer, m.sends, place_of(next(sent if m.sends else received))) for m in messages]
             collectives = self._collectives
             for sends, receives in rounds(batch, collectives.size, collectives.max_messages):
                 collectives.send_receive_at(stream, sends, receives)
@@ -197,7 +197,7 @@ class GpuMessages:
         """``outputs[p]`` becomes rank p's ``inputs[this rank]``."""
 
         def call(stream: warplink.Stream, sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
-            sends, receives = enumerate(map(_place, sources)), enumerate(map(_place, targets))
+            sends, receives = enumerate(map(place_of, sources)), enumerate(map(place_of, targets))
             self._collectives.send_receive_at(stream, list(sends), list(receives))
 
         return self._enqueue("all_to_all", outputs, inputs, call, asynchronous)
@@ -338,11 +338,6 @@ class GpuMessages:
             if self._recorder is not None:
                 self._recorder.failed(self._source, error)
             raise
-
-
-def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Address and bytes of a contiguous tensor, which PyTorch keeps until the stream is past it."""
-    return tensor.data_ptr(), tensor.nbytes
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -18,6 +18,7 @@ import warplink
 from warplink.errors import ClosedError, TimeoutError, UnsupportedError, WarplinkError, from_kind
 from warplink.torch.arithmetic import (
     as_bytes,
+    place_of,
     readable,
     reduce_parts,
     reduction_name,
@@ -144,8 +145,8 @@ class HostCollectives:
         """
         if self.size == 1:
             return
-        outward = {peer: _place(piece) for peer, piece in sends}
-        inward = {peer: _place(piece) for peer, piece in receives}
+        outward = {peer: place_of(piece) for peer, piece in sends}
+        inward = {peer: place_of(piece) for peer, piece in receives}
         what, kind = name.encode(), str(dtype).removeprefix("torch.").encode()
         number = self._number
         self._number += 1
@@ -411,11 +412,6 @@ class HostCollectives:
             return []
 
         return self.submit("barrier", body, timeout)
-
-
-def _place(data: torch.Tensor) -> tuple[int, int]:
-    """Address and length in bytes of a contiguous tensor."""
-    return data.data_ptr(), data.numel() * data.element_size()
 
 
 def _mismatch(rank: int, peer: int, told: tuple[Any, ...], wanted: tuple[Any, ...]) -> WarplinkError:
