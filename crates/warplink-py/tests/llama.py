@@ -7,7 +7,6 @@ backends. Every way draws the same data and weights on every rank.
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any
 
 import torch
@@ -19,6 +18,9 @@ from torch.nn import functional
 
 #: The ways to train: data parallel, sharded, tensor parallel with sequences divided, a pipeline, and data parallel with experts.
 WAYS = ("ddp", "fsdp2", "tp", "pipeline", "experts")
+
+#: How many steps each of them takes.
+STEPS = 20
 
 #: How many experts each rank has of a layer.
 EXPERTS_PER_RANK = 2
@@ -215,22 +217,20 @@ def train(
     way: str,
     device: torch.device,
     sizes: Sizes = Sizes(),
-    steps: int = 20,
-    dtype: torch.dtype = torch.float32,
     compiled: bool = False,
-) -> tuple[list[float], list[float]]:
-    """The losses of ``steps`` steps on the default group, and the seconds that each took."""
+) -> list[float]:
+    """The losses of the steps on the default group."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     mesh = init_device_mesh(device.type, (world,))
     if way == "pipeline":
-        return _train_pipeline(rank, world, device, sizes, steps, dtype)
-    model: Any = Llama(sizes, sizes.layers).to(device, dtype)
+        return _train_pipeline(rank, world, device, sizes)
+    model: Any = Llama(sizes, sizes.layers).to(device)
     # Data parallel ranks have data of their own, tensor parallel ones the same.
-    own = batches(sizes, steps, 100 if way == "tp" else 100 + rank, device)
+    own = batches(sizes, STEPS, 100 if way == "tp" else 100 + rank, device)
     if way == "experts":
         for layer in model.layers:
-            layer.feed_forward = Experts(sizes).to(device, dtype)
+            layer.feed_forward = Experts(sizes).to(device)
         # Each rank's experts are its own, and have the gradients of all tokens that came.
         theirs = [name for name, _ in model.named_parameters() if ".own." in name]
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, theirs)
@@ -250,21 +250,17 @@ def train(
     else:
         raise ValueError(f"unknown way '{way}'; expected one of {', '.join(WAYS)}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, foreach=False)
-    losses, seconds = [], []
+    losses = []
     for tokens, targets in own:
-        begin = _now(device)
         loss = loss_of(model(tokens), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        seconds.append(_now(device) - begin)
-    return losses, seconds
+    return losses
 
 
-def _train_pipeline(
-    rank: int, world: int, device: torch.device, sizes: Sizes, steps: int, dtype: torch.dtype
-) -> tuple[list[float], list[float]]:
+def _train_pipeline(rank: int, world: int, device: torch.device, sizes: Sizes) -> list[float]:
     """The layers one after another on the ranks; the last one has the losses, which all get."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -278,13 +274,12 @@ def _train_pipeline(
         model.embedding = whole.embedding
     if last:
         model.norm, model.head = whole.norm, whole.head
-    model.to(device, dtype)
+    model.to(device)
     stage = PipelineStage(model, rank, world, device)
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_of)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3, foreach=False)
-    losses, seconds = [], []
-    for tokens, targets in batches(sizes, steps, 100, device):
-        begin = _now(device)
+    losses = []
+    for tokens, targets in batches(sizes, STEPS, 100, device):
         parts: list[torch.Tensor] = []
         optimizer.zero_grad()
         arguments = (tokens,) if first else ()
@@ -296,11 +291,4 @@ def _train_pipeline(
         loss = torch.stack(parts).mean().detach() if last else torch.zeros((), device=device)
         dist.broadcast(loss, world - 1)
         losses.append(loss.item())
-        seconds.append(_now(device) - begin)
-    return losses, seconds
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
+    return losses

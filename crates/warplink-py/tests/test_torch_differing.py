@@ -21,8 +21,9 @@ def scatter(name, rows, dtype=torch.float32, dim=0):
     return torch.ops.warplink.fused_matmul_reduce_scatter(a, b, "sum", dim, name)
 
 
-def gather_scaled(name, rows, scale):
-    a, b = torch.ones(rows, 32).to(FP8), torch.ones(48, 32).to(FP8).t()
+def gather_scaled(name, scale):
+    """Of one row a rank, whose scale is gathered where it has as many dimensions as a part."""
+    a, b = torch.ones(1, 32).to(FP8), torch.ones(48, 32).to(FP8).t()
     rest = (0, name, [None], [None], [torch.bfloat16], [False])
     return torch.ops.warplink.fused_all_gather_scaled_matmul(a, [b], scale, [torch.tensor(1.0)], *rest)
 
@@ -50,11 +51,10 @@ def test_another_type_or_size_on_a_rank_that_does_not_fuse(dist, rank):
             # Nothing is left behind: the next call is right.
             operation(name, 4, torch.float64, dim)
             operation(name, 4, torch.float32, dim)
-    # One row a rank, whose scale is gathered where it has as many dimensions as a part.
     scale = torch.ones(1, 1) if rank else torch.tensor(1.0)
     with pytest.raises(MismatchError, match="A_scale of this part"):
-        gather_scaled(name, 1, scale)
-    gather_scaled(name, 1, torch.ones(1, 1))
+        gather_scaled(name, scale)
+    gather_scaled(name, torch.ones(1, 1))
     # None of them waited for the timeout.
     assert watch.elapsed() < 15
 
@@ -76,7 +76,7 @@ def test_repeated_calls_are_not_compared_again(dist):
             for rows in (4, 0):
                 gather(name, rows, torch.float64)
                 scatter(name, rows, torch.float64)
-            gather_scaled(name, 1, torch.ones(1, 1))
+            gather_scaled(name, torch.ones(1, 1))
     assert len(compared) == 6, compared
 
 

@@ -14,10 +14,10 @@ from conftest import as_ranks, meet, on_ranks, start  # noqa: E402
 WORLD = 3
 
 
-def begin(rank, world, place, folder, timeout=60):
+def begin(rank, world, place, folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "100")
-        dist = start(rank, world, place, timeout=timeout)
+        dist = start(rank, world, place)
     # The file is named when it is written.
     import os
 

@@ -301,6 +301,8 @@ def test_a_lost_rank_raises_in_the_others(dist, rank, place):
 
 @as_ranks(2)
 def test_wrong_use_says_what_and_where(rank, world, place):
+    from warplink.torch.options import Options
+
     dist = start(rank, world, place)
     group = dist.group.WORLD
     with pytest.raises(ValueError, match="tensors of one device"):
@@ -320,18 +322,12 @@ def test_wrong_use_says_what_and_where(rank, world, place):
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with pytest.raises(TypeError, match="pg_options"):
-        warplink_options(3)
+        Options.read(3)
     assert group.get_buffer_size() == 64 << 20
     dist.barrier()
     dist.destroy_process_group()
     with pytest.raises(RuntimeError, match="destroyed"):
         group.allreduce([torch.ones(1)])
-
-
-def warplink_options(given):
-    from warplink.torch.options import Options
-
-    return Options.read(given)
 
 
 @as_ranks(3)

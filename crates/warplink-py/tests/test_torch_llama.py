@@ -20,7 +20,7 @@ def losses(rank, world, _, place, backend, way, device="cpu", fused=False, **siz
         warplink.torch.enable_fusion()
         warplink.torch.fusion_report(clear=True)
     try:
-        found, _ = llama.train(way, torch.device(device), llama.Sizes(**sizes), compiled=fused)
+        found = llama.train(way, torch.device(device), llama.Sizes(**sizes), compiled=fused)
     finally:
         warplink.torch.disable_fusion()
     if fused:
