@@ -65,9 +65,8 @@ def test_scaled_operations_equal_the_unfused(rank, world, meeting, place):
     scaled_columns(rank, world, meeting, place + "columns", f"cuda:{gpu(rank)}")
 
 
-@as_ranks(WORLD)
-def test_scales_of_rows_biases_and_fast_accumulation(rank, world, place):
-    dist = start_on_gpu(rank, world, place)
+@as_ranks(WORLD, starts=start_on_gpu)
+def test_scales_of_rows_biases_and_fast_accumulation(dist, rank, world):
     from test_torch_scaled import matrices
     from torch.distributed._symmetric_memory import (
         _fused_all_gather_scaled_matmul_fallback,
@@ -77,7 +76,6 @@ def test_scales_of_rows_biases_and_fast_accumulation(rank, world, place):
     device = torch.device("cuda", gpu(rank))
     if torch.cuda.get_device_capability(device) < (9, 0):
         # PyTorch has no matmul of rows scaled each on earlier ones.
-        dist.destroy_process_group()
         return
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
     random = matrices(9, rank, device)
@@ -112,7 +110,6 @@ def test_scales_of_rows_biases_and_fast_accumulation(rank, world, place):
                 got = ops.fused_scaled_matmul_reduce_scatter(left, b, a_scale, scale, *rest)
                 wanted = _fused_scaled_matmul_reduce_scatter_fallback(left, b, a_scale, scale, *rest)
                 torch.testing.assert_close(got, wanted, **close)
-    dist.destroy_process_group()
 
 
 @as_ranks(WORLD)
@@ -169,11 +166,10 @@ def test_fused_operations_in_a_graph(rank, world, dist):
         assert (result == (turn + 1) * 128 * 96 * world).all(), result
 
 
-@as_ranks(WORLD)
-def test_first_calls_in_a_graph_raise(rank, world, place):
+@as_ranks(WORLD, starts=start_on_gpu)
+def test_first_calls_in_a_graph_raise(dist, rank, world):
     from warplink.errors import InvalidArgumentError
 
-    dist = start_on_gpu(rank, world, place)
     group, device = dist.group.WORLD, torch.device("cuda", gpu(rank))
     a, b = (torch.full(shape, rank + 1.0, device=device) for shape in ((64, 32), (32, 48)))
 
@@ -204,11 +200,10 @@ def test_first_calls_in_a_graph_raise(rank, world, place):
         graph.replay()
         for peer in range(world):
             assert (result[64 * peer : 64 * (peer + 1)] == 32 * (peer + 1) * (rank + 1)).all()
-    dist.destroy_process_group()
 
 
-def graphs(rank, world, _, place):
-    dist = start_on_gpu(rank, world, place)
+@as_ranks(WORLD, starts=start_on_gpu)
+def test_graphs_that_are_gone_keep_no_memory(dist, rank):
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
     device = torch.device("cuda", gpu(rank))
     # Little of the result and much to sum for it, which the matmul divides among multiprocessors and adds up.
@@ -243,9 +238,4 @@ def graphs(rank, world, _, place):
         record()
     late = used()
     print("used:", early, late)
-    dist.destroy_process_group()
-    return late - early
-
-
-def test_graphs_that_are_gone_keep_no_memory():
-    assert max(on_ranks(graphs, WORLD)) <= 32 << 20
+    assert late - early <= 32 << 20

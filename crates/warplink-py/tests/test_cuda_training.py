@@ -8,9 +8,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gpus import gpu, needs_gpus, start_on_gpu  # noqa: E402
-from conftest import as_ranks, on_ranks  # noqa: E402
+from conftest import as_ranks, on_ranks, resident_bytes  # noqa: E402
 
 WORLD = 2
+
+#: A long run is WARPLINK_TEST_STEPS=10000.
+STEPS = int(os.environ.get("WARPLINK_TEST_STEPS", "500"))
 
 pytestmark = needs_gpus(WORLD)
 
@@ -81,7 +84,8 @@ def test_fused_operations_in_graphs_of_the_compiler(rank, dist):
     assert dist.group.WORLD.workspace(device)._recorded, "no graph was recorded"
 
 
-def steps(rank, world, _, place, count):
+@as_ranks(WORLD, limit=120 + STEPS / 20)
+def test_steps_of_random_sizes_take_constant_memory(rank, world, place):
     import warplink.torch
 
     options = warplink.torch.Options(direct_collectives=True)
@@ -100,16 +104,14 @@ def steps(rank, world, _, place, count):
         free, total = torch.cuda.mem_get_info()
         reserved = [None] * world
         dist.all_gather_object(reserved, torch.cuda.memory_reserved())
-        with open("/proc/self/statm") as file:
-            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         here = sum(reserved[peer] for peer in range(world) if gpu(peer) == gpu(rank))
-        return total - free - here, resident
+        return total - free - here, resident_bytes()
 
     def drawn(most):
         return int(torch.randint(1, most, (1,), generator=generator))
 
     marks = []
-    for turn in range(count):
+    for turn in range(STEPS):
         own = torch.full((drawn(1 << drawn(22)),), rank + 1.0, device=device)
         whole = torch.empty(world * own.numel(), device=device)
         dist.all_gather_into_tensor(whole, own)
@@ -120,19 +122,11 @@ def steps(rank, world, _, place, count):
         if turn % 50 == 0:
             assert (own == 3).all() and (whole.view(2, -1) == torch.tensor([[1], [2]], device=device)).all()
             assert (product == 64).all() and (sums == 128).all()
-        if turn in (count // 2, count - 1):
+        if turn in (STEPS // 2, STEPS - 1):
             marks.append((*used(), sum(space.communicator.registrations_and_mappings())))
     dist.destroy_process_group()
-    return marks
-
-
-#: A long run is WARPLINK_TEST_STEPS=10000.
-STEPS = int(os.environ.get("WARPLINK_TEST_STEPS", "500"))
-
-
-def test_steps_of_random_sizes_take_constant_memory():
-    for early, late in on_ranks(steps, WORLD, STEPS, limit=120 + STEPS / 20):
-        print("GPU, host, registered:", early, late)
-        assert late[0] <= early[0] + (256 << 20)
-        assert late[1] < early[1] + (64 << 20)
-        assert late[2] <= early[2] + 120
+    early, late = marks
+    print("GPU, host, registered:", early, late)
+    assert late[0] <= early[0] + (256 << 20)
+    assert late[1] < early[1] + (64 << 20)
+    assert late[2] <= early[2] + 120
