@@ -1,5 +1,6 @@
 """Collectives with an epilogue: arrays, torch.ops.warplink and the compile pass."""
 
+import functools
 import itertools
 import pathlib
 
@@ -203,14 +204,9 @@ def as_fp4(rank, name, inputs, residual, weight, h, near):
         assert q.shape == (tokens, width // 2) and q.dtype == torch.uint8
         assert scale.shape == (tokens, blocks) and scale.dtype == FP8
         check_fp4(q, scale, near, factor.item())
+    of = [tensor.to("meta") for tensor in (inputs[rank], residual, weight)]
     meta = torch.ops.warplink.fused_all_reduce(
-        *(tensor.to("meta") for tensor in (inputs[rank], residual, weight)),
-        None,
-        factor.to("meta"),
-        ["scale", "quantized"],
-        name,
-        norm="rms",
-        quantization="nvfp4",
+        *of, None, factor.to("meta"), ["scale", "quantized"], name, norm="rms", quantization="nvfp4"
     )
     assert [(one.shape, one.dtype) for one in meta] == [(scale.shape, FP8), (q.shape, torch.uint8)]
     for quantization, given_scale in (("nvfp4", factor), ("mxfp8", None)):
@@ -235,7 +231,8 @@ def as_fp4(rank, name, inputs, residual, weight, h, near):
             quantization="per_token",
             swizzled_scale=True,
         )
-    linear = None
+    flashinfer = functools.partial(torch.ops.warplink.allreduce_fusion, inputs[rank], name)
+    given, linear = {"residual_in": residual, "rms_gamma": weight}, None
     for pattern, layout in (
         (patterns.kARResidualRMSNormFP4Quant, layouts.LINEAR),
         (patterns.kARResidualRMSNormOutFP4Quant, layouts.SWIZZLED_128x4),
@@ -245,19 +242,8 @@ def as_fp4(rank, name, inputs, residual, weight, h, near):
         tiles = torch.full((128, -(-blocks // 4)), -1, dtype=torch.int32)
         bytes_out = torch.empty(tokens, blocks, dtype=torch.uint8) if layout == layouts.LINEAR else tiles
         n = torch.empty_like(h) if pattern == patterns.kARResidualRMSNormOutFP4Quant else None
-        torch.ops.warplink.allreduce_fusion(
-            inputs[rank],
-            name,
-            pattern,
-            residual_in=residual,
-            residual_out=found_h,
-            norm_out=n,
-            quant_out=codes,
-            scale_out=bytes_out,
-            rms_gamma=weight,
-            scale_factor=factor,
-            layout_code=layout,
-        )
+        out = {"residual_out": found_h, "norm_out": n, "quant_out": codes, "scale_out": bytes_out}
+        flashinfer(pattern, **out, **given, scale_factor=factor, layout_code=layout)
         assert torch.equal(found_h, h)
         if linear is None:
             linear = bytes_out
@@ -270,20 +256,10 @@ def as_fp4(rank, name, inputs, residual, weight, h, near):
         rest[at] = False
         assert not flat[rest].any()
     with pytest.raises(ValueError, match="layout_code is 1"):
-        torch.ops.warplink.allreduce_fusion(
-            inputs[rank], name, pattern, residual_in=residual, rms_gamma=weight, layout_code=1
-        )
+        flashinfer(pattern, **given, layout_code=1)
     with pytest.raises(ValueError, match="memory for scales is of 1 bytes"):
-        torch.ops.warplink.allreduce_fusion(
-            inputs[rank],
-            name,
-            pattern,
-            residual_in=residual,
-            rms_gamma=weight,
-            quant_out=codes,
-            scale_out=torch.empty(1, dtype=torch.uint8),
-            scale_factor=factor,
-        )
+        short = torch.empty(1, dtype=torch.uint8)
+        flashinfer(pattern, **given, quant_out=codes, scale_out=short, scale_factor=factor)
 
 
 def travels_as_fp8(rank, name, inputs, total):
@@ -398,46 +374,22 @@ def test_operations_have_flashinfers_meaning(dist, rank, world):
         close(made[0], near, near.abs() * 2**-7 + 1e-3)
         # FlashInfer's patterns.
         output = torch.empty_like(residual)
-        torch.ops.warplink.allreduce_fusion(inputs[rank], name, patterns.kAllReduce, output=output)
+        flashinfer = functools.partial(torch.ops.warplink.allreduce_fusion, inputs[rank], name)
+        flashinfer(patterns.kAllReduce, output=output)
         assert torch.equal(output, total)
         found_h, found_n = torch.empty_like(h), torch.empty_like(h)
-        torch.ops.warplink.allreduce_fusion(
-            inputs[rank],
-            name,
-            patterns.kARResidualRMSNorm,
-            residual_in=residual,
-            residual_out=found_h,
-            norm_out=found_n,
-            rms_gamma=weight,
-        )
+        given = {"residual_in": residual, "residual_out": found_h, "rms_gamma": weight}
+        flashinfer(patterns.kARResidualRMSNorm, **given, norm_out=found_n)
         assert torch.equal(found_h, h) and torch.equal(found_n, made[0])
         q, scale = torch.empty(tokens, width, dtype=FP8), torch.tensor([0.02])
-        torch.ops.warplink.allreduce_fusion(
-            inputs[rank],
-            name,
-            patterns.kARResidualRMSNormOutFP8Quant,
-            residual_in=residual,
-            residual_out=found_h,
-            norm_out=found_n,
-            quant_out=q,
-            rms_gamma=weight,
-            scale_factor=scale,
-        )
+        pattern = patterns.kARResidualRMSNormOutFP8Quant
+        flashinfer(pattern, **given, norm_out=found_n, quant_out=q, scale_factor=scale)
         assert torch.equal(found_n, made[0])
         close(q.float(), (near / 0.02).clamp(-448, 448), near.abs() / 0.02 / 15 + 2e-3)
         # Scales as bytes, a column of four blocks at a time, behind one another with room.
         packed = torch.full((2 * 8,), -1, dtype=torch.int32).as_strided([tokens, 1], [1, 8])
-        torch.ops.warplink.allreduce_fusion(
-            inputs[rank],
-            name,
-            patterns.kARResidualRMSNormPerTokenGroupFP8PackedQuant,
-            residual_in=residual,
-            residual_out=found_h,
-            quant_out=q,
-            scale_out=packed,
-            rms_gamma=weight,
-            block_quant_group_size=128,
-        )
+        pattern = patterns.kARResidualRMSNormPerTokenGroupFP8PackedQuant
+        flashinfer(pattern, **given, quant_out=q, scale_out=packed, block_quant_group_size=128)
         exponents = torch.stack([packed >> shift & 0xFF for shift in (0, 8, 16, 24)], -1).view(tokens, 4)
         assert (exponents[:, 3] == 0).all()
         scales = torch.exp2(exponents[:, :3].float() - 127)
@@ -448,7 +400,7 @@ def test_operations_have_flashinfers_meaning(dist, rank, world):
         travels_as_fp8(rank, name, inputs, total)
         stores_as_flashinfer(dist.group.WORLD, inputs[rank], residual, weight, made[0], h, total)
     with pytest.raises(ValueError, match="the pattern is 6"):
-        torch.ops.warplink.allreduce_fusion(inputs[rank], name, 6)
+        flashinfer(6)
     with pytest.raises(ValueError, match="expected exact or fp8"):
         torch.ops.warplink.fused_all_reduce(inputs[rank], None, None, None, None, ["sum"], name, wire="fp4")
     with pytest.raises(ValueError, match="each once"):

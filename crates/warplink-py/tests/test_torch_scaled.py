@@ -5,6 +5,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from conftest import as_ranks, on_ranks, start  # noqa: E402
+from torch.distributed._symmetric_memory import (  # noqa: E402
+    _fused_all_gather_scaled_matmul_fallback,
+    _fused_scaled_matmul_reduce_scatter_fallback,
+)
 
 WORLD = 2
 
@@ -22,11 +26,6 @@ def matrices(seed, rank, device):
 
 def scaled(rank, world, _, place, device="cpu"):
     dist = start(rank, world, place)
-    from torch.distributed._symmetric_memory import (
-        _fused_all_gather_scaled_matmul_fallback,
-        _fused_scaled_matmul_reduce_scatter_fallback,
-    )
-
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
     random = matrices(5, rank, device)
     scale = torch.tensor(0.5, device=device)
@@ -79,11 +78,6 @@ def test_scaled_operations_equal_the_unfused():
 
 @as_ranks(WORLD)
 def test_scaled_matmuls_with_a_bias(dist, rank, world):
-    from torch.distributed._symmetric_memory import (
-        _fused_all_gather_scaled_matmul_fallback,
-        _fused_scaled_matmul_reduce_scatter_fallback,
-    )
-
     ops, name = torch.ops.warplink, dist.group.WORLD.group_name
     random = matrices(6, rank, "cpu")
     scale = torch.tensor(0.5)
