@@ -317,9 +317,7 @@ impl Collectives {
     /// the device's work, such as PeerLostError, if there is one.
     fn barrier(&self, py: Python<'_>, stream: &Stream) -> PyResult<()> {
         let (inner, live) = (self.inner.get()?, stream.live()?);
-        detached(py, || inner.barrier(live))?;
-        self.watched.made();
-        Ok(())
+        self.make(py, || inner.barrier(live))
     }
 
     /// Sends and receives, `(peer, array)` each, all concurrent: no message waits for another of the call.
@@ -404,12 +402,10 @@ impl Collectives {
         let (dtype, each) = unit(&target, &source)?;
         let received = Cut::new(target_counts, target_displacements, each);
         let sent = Cut::new(source_counts, source_displacements, each);
-        detached(py, || {
+        self.make(py, || {
             let output = (&target.slice, received.parts());
             inner.all_to_all_v(output, (&source.slice, sent.parts()), dtype, live)
-        })?;
-        self.watched.made();
-        Ok(())
+        })
     }
 
     /// As all_to_all_v, with counts in device memory.
@@ -453,13 +449,11 @@ impl Collectives {
                 each * dtype.size()
             )));
         }
-        detached(py, || {
+        self.make(py, || {
             let output = (&target.slice, &received.slice);
             let input = (&source.slice, &sent.slice);
             inner.all_to_all_v_on_device(output, input, dtype, max_count, live)
-        })?;
-        self.watched.made();
-        Ok(())
+        })
     }
 
     /// A collective of rows fused with the operations that follow it in a model, in one kernel: the sum of every rank's

@@ -40,6 +40,18 @@ impl Collectives {
         Reader::new(&self.place, Some(stream.raw())).with_empty(&self.nothing)
     }
 
+    /// Makes a call that enqueues work, and notifies what watches the calls.
+    pub(crate) fn make(
+        &self,
+        py: Python<'_>,
+        call: impl FnOnce() -> warplink::Result<()> + Send,
+    ) -> PyResult<()> {
+        detached(py, call)?;
+        // Only after success: a call that was rejected enqueued nothing to wait for.
+        self.watched.made();
+        Ok(())
+    }
+
     /// A collective between two arrays.
     pub(crate) fn enqueue(
         &self,
@@ -55,12 +67,9 @@ impl Collectives {
         let target = reader.for_targets().read(target, "the target")?;
         let source = reader.read(source, "the source")?;
         let call = call_on(kind, [&target, &source], op, root, self.world)?;
-        detached(py, || {
+        self.make(py, || {
             inner.enqueue(&call, &target.slice, &source.slice, live)
-        })?;
-        // Only after success: a call that was rejected enqueued nothing to wait for.
-        self.watched.made();
-        Ok(())
+        })
     }
 
     /// Implementation of `call_at`.
@@ -98,9 +107,7 @@ impl Collectives {
             (Some(used), None) | (None, Some(used)) => (used.clone(), used),
             (None, None) => return Ok(()),
         };
-        detached(py, || inner.enqueue(call, &target, &source, live))?;
-        self.watched.made();
-        Ok(())
+        self.make(py, || inner.enqueue(call, &target, &source, live))
     }
 
     /// Implementation of `all_to_all_v_at`.
@@ -125,12 +132,10 @@ impl Collectives {
         let source = memory(source, &sent)?;
         let received = Cut::new(received, None, 1);
         let sent = Cut::new(sent, None, 1);
-        detached(py, || {
+        self.make(py, || {
             let output = (&target, received.parts());
             inner.all_to_all_v(output, (&source, sent.parts()), DType::U8, live)
-        })?;
-        self.watched.made();
-        Ok(())
+        })
     }
 
     /// Enqueues sends and receives.
@@ -146,8 +151,6 @@ impl Collectives {
         let receives = receives.iter();
         let receives = receives.map(|(peer, data)| Message::receive(*peer, data));
         let messages: Vec<Message<'_>> = sends.chain(receives).collect();
-        detached(py, || inner.send_receive(&messages, live))?;
-        self.watched.made();
-        Ok(())
+        self.make(py, || inner.send_receive(&messages, live))
     }
 }

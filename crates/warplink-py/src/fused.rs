@@ -2,7 +2,7 @@
 
 use crate::array::Array;
 use crate::collectives::Collectives;
-use crate::errors::{detached, invalid};
+use crate::errors::invalid;
 use crate::stream::Stream;
 use pyo3::prelude::*;
 use warplink::collective::{Epilogue, Fused, FusedKind, FusedMemory, Quantization, Wire};
@@ -79,8 +79,6 @@ impl Collectives {
             scale: slice(&scale),
             global_scale: slice(&global_scale),
         };
-        detached(py, || inner.fused(&call, &memory, live))?;
-        self.watched.made();
-        Ok(())
+        self.make(py, || inner.fused(&call, &memory, live))
     }
 }
