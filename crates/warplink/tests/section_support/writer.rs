@@ -4,7 +4,6 @@ mod values;
 
 use super::sample::Pieces;
 use crate::program_support::interpreter::Random;
-use std::fmt::Write as _;
 
 /// A sample before it is mutated.
 pub(super) struct Text {
@@ -52,8 +51,7 @@ pub(super) fn write(random: &mut Random, lanes: usize, drawn: Pieces) -> Text {
         writer.kernel = kernel;
         // What another lane may have written is no source.
         writer.sources = vec!["X[lane of lanes]".to_owned()];
-        writer.line("let next = (rank + 1) % world");
-        writer.line("let prev = (rank - 1) % world");
+        writer.lines("let next = (rank + 1) % world\nlet prev = (rank - 1) % world");
         if alone {
             writer.piece_by_values(3);
             break;
@@ -70,7 +68,7 @@ pub(super) fn write(random: &mut Random, lanes: usize, drawn: Pieces) -> Text {
             }
         }
         if let Some(agrees) = meets {
-            agrees.into_iter().for_each(|line| writer.line(line));
+            writer.lines(agrees);
         }
     }
     writer.text.kernels.retain(|lines| !lines.is_empty());
@@ -87,13 +85,25 @@ struct Writer<'a> {
     sources: Vec<String>,
 }
 
+/// The lines of a text that are not blank, without their indentation.
+fn lines_of(text: &str) -> impl Iterator<Item = String> {
+    let lines = text.lines().map(str::trim_start);
+    lines.filter(|line| !line.is_empty()).map(str::to_owned)
+}
+
 impl Writer<'_> {
-    fn line(&mut self, line: impl Into<String>) {
-        self.text.kernels[self.kernel].push(line.into());
+    fn lines(&mut self, text: impl AsRef<str>) {
+        self.text.kernels[self.kernel].extend(lines_of(text.as_ref()));
     }
 
-    fn declare(&mut self, line: impl Into<String>) {
-        self.text.declarations.push(line.into());
+    fn declare(&mut self, text: impl AsRef<str>) {
+        self.text.declarations.extend(lines_of(text.as_ref()));
+    }
+
+    fn barrier_if(&mut self, needed: bool) {
+        if needed {
+            self.lines("barrier");
+        }
     }
 
     /// An output of n elements that this lane writes its part of.
@@ -161,25 +171,23 @@ impl Writer<'_> {
     }
 
     /// Scratch for a part of each lane, and how it is selected behind its slot and rank.
-    fn lane_scratch(&mut self, packing: &str, leading: &str, extent: &str) -> &'static str {
+    fn lane_scratch(&mut self, packing: &str, leading: &str) -> &'static str {
         let number = self.pieces;
         // Parts of a row are no whole packets of 128 bytes.
         if packing == "packets128" || self.random.chance(4) {
             self.declare(format!(
-                "scratch P{number}: {packing} T[{leading}, lanes, part({extent}, lanes)]"
+                "scratch P{number}: {packing} T[{leading}, lanes, part(n, lanes)]"
             ));
             "[lane]"
         } else {
-            self.declare(format!(
-                "scratch P{number}: {packing} T[{leading}, {extent}]"
-            ));
+            self.declare(format!("scratch P{number}: {packing} T[{leading}, n]"));
             "[lane of lanes]"
         }
     }
 
     /// A lane announces some words to all other ranks; gives the lines in which it waits for theirs. Now and
     /// then ranks announce different words.
-    fn announces(&mut self) -> Vec<String> {
+    fn announces(&mut self) -> String {
         let number = self.kernel;
         let (slots, slot, barrier) = self.slots(2);
         let mut words = vec!["n", "lanes", "world * 3 - 7", "epoch % 2"];
@@ -193,90 +201,83 @@ impl Writer<'_> {
         ));
         let words = words.join(", ");
         let lane = self.random.below(self.lanes);
-        self.line(format!("if lane == {lane} {{"));
         let told = ["", " to (rank + r) % world for r in 1..world"][self.random.below(2)];
-        self.line(format!("announce {words} in C{number}[{slot}]{told}"));
-        self.line("}");
-        let mut agrees = vec![
-            format!("if lane == {lane} {{"),
-            format!("agree {words} in C{number}[{slot}]"),
-            "}".to_owned(),
-        ];
-        if barrier {
-            agrees.push("barrier".to_owned());
-        }
-        agrees
+        self.lines(format!(
+            "if lane == {lane} {{
+                 announce {words} in C{number}[{slot}]{told}
+             }}"
+        ));
+        let barrier = if barrier { "barrier" } else { "" };
+        format!(
+            "if lane == {lane} {{
+                 agree {words} in C{number}[{slot}]
+             }}
+             {barrier}"
+        )
     }
 
     /// Every rank puts to every other, as packets.
     fn one_shot(&mut self) {
         let (number, packing) = (self.pieces, self.packing());
         let (slots, slot, barrier) = self.slots(2);
-        let part = self.lane_scratch(packing, &format!("{slots}, world"), "n");
+        let part = self.lane_scratch(packing, &format!("{slots}, world"));
         let (source, operator) = (self.source(), self.operator());
-        self.line("for r in 1..world {");
-        self.line(format!(
-            "put {source} to P{number}[{slot}][rank]{part} on (rank + r) % world"
+        self.lines(format!(
+            "for r in 1..world {{
+                 put {source} to P{number}[{slot}][rank]{part} on (rank + r) % world
+             }}"
         ));
-        self.line("}");
         if self.random.chance(3) {
             self.declare(format!("output G{number}: T[world, n]"));
-            self.line(format!("G{number}[rank][lane of lanes] = copy({source})"));
-            self.line("for r in 1..world {");
-            self.line("let p = (rank + r) % world");
-            self.line(format!(
-                "G{number}[p][lane of lanes] = copy(P{number}[{slot}][p]{part})"
+            self.lines(format!(
+                "G{number}[rank][lane of lanes] = copy({source})
+                 for r in 1..world {{
+                     let p = (rank + r) % world
+                     G{number}[p][lane of lanes] = copy(P{number}[{slot}][p]{part})
+                 }}"
             ));
-            self.line("}");
         } else {
             let output = self.output();
-            self.line(format!(
+            self.lines(format!(
                 "{output} = reduce({source} if r == rank else P{number}[{slot}][r]{part} for r in 0..world, {operator})"
             ));
         }
-        if barrier {
-            self.line("barrier");
-        }
+        self.barrier_if(barrier);
     }
 
     /// Every rank reduces a part and puts the result to every other.
     fn two_shots(&mut self) {
         let (number, operator) = (self.pieces, self.operator());
         let (slots, slot, barrier) = self.slots(2);
-        for name in ["A", "B"] {
-            self.declare(format!(
-                "scratch {name}{number}: packets16 T[{slots}, world, part(n, world)]"
-            ));
-        }
-        self.declare(format!("output Y{number}: T[n]"));
-        self.line("for r in 1..world {");
-        self.line("let p = (rank + r) % world");
-        self.line(format!(
-            "put X[p of world][lane of lanes] to A{number}[{slot}][rank][lane of lanes] on p"
+        self.declare(format!(
+            "scratch A{number}: packets16 T[{slots}, world, part(n, world)]
+             scratch B{number}: packets16 T[{slots}, world, part(n, world)]
+             output Y{number}: T[n]"
         ));
-        self.line("}");
-        self.line(format!(
-            "Y{number}[rank of world][lane of lanes], B{number}[{slot}][rank][lane of lanes] on (rank + r) % world for r in 1..world = \
-             reduce(X[rank of world][lane of lanes] if r == rank else A{number}[{slot}][r][lane of lanes] for r in 0..world, {operator})"
+        self.lines(format!(
+            "for r in 1..world {{
+                 let p = (rank + r) % world
+                 put X[p of world][lane of lanes] to A{number}[{slot}][rank][lane of lanes] on p
+             }}
+             Y{number}[rank of world][lane of lanes], B{number}[{slot}][rank][lane of lanes] on (rank + r) % world for r in 1..world = \
+             reduce(X[rank of world][lane of lanes] if r == rank else A{number}[{slot}][r][lane of lanes] for r in 0..world, {operator})
+             for r in 1..world {{
+                 let p = (rank + r) % world
+                 Y{number}[p of world][lane of lanes] = copy(B{number}[{slot}][p][lane of lanes])
+             }}"
         ));
-        self.line("for r in 1..world {");
-        self.line("let p = (rank + r) % world");
-        self.line(format!(
-            "Y{number}[p of world][lane of lanes] = copy(B{number}[{slot}][p][lane of lanes])"
-        ));
-        self.line("}");
-        if barrier {
-            self.line("barrier");
-        }
+        self.barrier_if(barrier);
     }
 
     /// Writes a barrier, or steps equivalent to one.
     fn barrier(&mut self) {
         if self.random.chance(4) {
-            self.line("signal (rank + r) % world for r in 1..world");
-            self.line("wait (rank + r) % world for r in 1..world");
+            self.lines(
+                "signal (rank + r) % world for r in 1..world
+                 wait (rank + r) % world for r in 1..world",
+            );
         } else {
-            self.line("barrier");
+            self.lines("barrier");
         }
     }
 
@@ -284,12 +285,12 @@ impl Writer<'_> {
         let (number, source) = (self.pieces, self.source());
         self.declare(format!("output G{number}: T[world, n]"));
         self.barrier();
-        self.line(format!("G{number}[rank][lane of lanes] = copy({source})"));
-        self.line("for r in 1..world {");
-        self.line(format!(
-            "put {source} to G{number}[rank][lane of lanes] on (rank + r) % world"
+        self.lines(format!(
+            "G{number}[rank][lane of lanes] = copy({source})
+             for r in 1..world {{
+                 put {source} to G{number}[rank][lane of lanes] on (rank + r) % world
+             }}"
         ));
-        self.line("}");
         self.barrier();
     }
 
@@ -297,21 +298,18 @@ impl Writer<'_> {
         let (number, source) = (self.pieces, self.source());
         self.declare(format!("output G{number}: T[world, n]"));
         self.barrier();
-        self.line(format!(
-            "G{number}[rank][lane of lanes] = copy(W[rank][lane of lanes])"
-        ));
-        self.line("for r in 1..world {");
-        self.line("let p = (rank + r) % world");
         let from = if self.random.chance(2) {
             source
         } else {
             "W[rank][lane of lanes]".to_owned()
         };
-        let (before, after) = from.split_at(from.find("[lane").unwrap_or(0));
-        self.line(format!(
-            "get {before}{after} on p to G{number}[p][lane of lanes]"
+        self.lines(format!(
+            "G{number}[rank][lane of lanes] = copy(W[rank][lane of lanes])
+             for r in 1..world {{
+                 let p = (rank + r) % world
+                 get {from} on p to G{number}[p][lane of lanes]
+             }}"
         ));
-        self.line("}");
         self.barrier();
     }
 
@@ -319,7 +317,7 @@ impl Writer<'_> {
         let (number, operator) = (self.pieces, self.operator());
         self.declare(format!("output Y{number}: T[n]"));
         self.barrier();
-        self.line(format!(
+        self.lines(format!(
             "Y{number}[rank of world][lane of lanes] on (rank + r) % world for r in 0..world = \
              reduce(X[rank of world][lane of lanes] on r for r in 0..world, {operator})"
         ));
@@ -344,52 +342,54 @@ impl Writer<'_> {
         ));
         let output = self.output();
         let slot = format!("(epoch * {chunks} + c) % {slots}");
-        self.line(format!("for c in 0..{chunks} {{"));
-        self.line(format!(
-            "put {source}[c of {chunks}] to R{number}[{slot}][lane] on next"
-        ));
-        if !packets {
-            self.line("signal next");
-            self.line("wait prev");
-        }
-        if self.random.chance(2) {
-            self.line(format!(
-                "{output}[c of {chunks}] = copy(R{number}[{slot}][lane])"
-            ));
+        let taken = if self.random.chance(2) {
+            format!("copy(R{number}[{slot}][lane])")
         } else {
-            self.line(format!(
-                "{output}[c of {chunks}] = reduce(R{number}[{slot}][lane], X[lane of lanes][c of {chunks}], {operator})"
-            ));
-        }
-        if answers {
-            self.line("signal prev");
-            self.line("wait next");
-        }
-        self.line("}");
+            format!("reduce(R{number}[{slot}][lane], X[lane of lanes][c of {chunks}], {operator})")
+        };
+        let arrival = if packets {
+            ""
+        } else {
+            "signal next\nwait prev"
+        };
+        let answer = if answers {
+            "signal prev\nwait next"
+        } else {
+            ""
+        };
+        self.lines(format!(
+            "for c in 0..{chunks} {{
+                 put {source}[c of {chunks}] to R{number}[{slot}][lane] on next
+                 {arrival}
+                 {output}[c of {chunks}] = {taken}
+                 {answer}
+             }}"
+        ));
     }
 
     /// Passes the data of a root from rank to rank.
     fn chain(&mut self) {
         let (number, packing) = (self.pieces, self.packing());
         let (slots, slot, _) = self.slots(2);
-        let part = self.lane_scratch(packing, &slots.to_string(), "n");
+        let part = self.lane_scratch(packing, &slots.to_string());
         let source = self.source();
         let output = self.output();
-        self.line(format!("let place{number} = (rank - 1) % world"));
-        self.line(format!("if place{number} == 0 {{"));
-        self.line(format!("{output} = copy({source})"));
-        self.line("if world > 1 {");
-        self.line(format!("put {source} to P{number}[{slot}]{part} on next"));
-        self.line("}");
-        self.line("} else {");
-        self.line(format!("{output} = copy(P{number}[{slot}]{part})"));
-        self.line(format!("if place{number} < world - 1 {{"));
-        self.line(format!("put {output} to P{number}[{slot}]{part} on next"));
-        self.line("}");
-        self.line("}");
+        self.lines(format!(
+            "let place{number} = (rank - 1) % world
+             if place{number} == 0 {{
+                 {output} = copy({source})
+                 if world > 1 {{
+                     put {source} to P{number}[{slot}]{part} on next
+                 }}
+             }} else {{
+                 {output} = copy(P{number}[{slot}]{part})
+                 if place{number} < world - 1 {{
+                     put {output} to P{number}[{slot}]{part} on next
+                 }}
+             }}"
+        ));
         if !self.random.chance(4) {
-            self.line("signal prev");
-            self.line("wait next");
+            self.lines("signal prev\nwait next");
         }
     }
 
@@ -398,36 +398,27 @@ impl Writer<'_> {
         let (number, operator) = (self.pieces, self.operator());
         let (slots, slot, barrier) = self.slots(2);
         self.declare(format!(
-            "scratch P{number}: packets16 T[{slots}, world, part(n, world)]"
+            "scratch P{number}: packets16 T[{slots}, world, part(n, world)]
+             output S{number}: T[part(n, world)]
+             output Y{number}: T[n]"
         ));
-        self.declare(format!("output S{number}: T[part(n, world)]"));
-        self.line(format!(
-            "put X[rank of world][lane of lanes] to P{number}[{slot}][0][lane of lanes] on next"
+        // Y is what has come around all the way.
+        self.lines(format!(
+            "put X[rank of world][lane of lanes] to P{number}[{slot}][0][lane of lanes] on next
+             for s in 1..world {{
+                 let b = (rank - s) % world
+                 P{number}[{slot}][s][lane of lanes] on next = \
+                 reduce(P{number}[{slot}][s - 1][lane of lanes], X[b of world][lane of lanes], {operator})
+             }}
+             S{number}[lane of lanes] = copy(X[0..part(n, world)][lane of lanes])
+             Y{number}[rank of world][lane of lanes] = copy(P{number}[{slot}][world - 1][lane of lanes])
+             for r in 1..world {{
+                 let q = (rank + r) % world
+                 Y{number}[q of world][lane of lanes] = copy(X[q of world][lane of lanes])
+             }}"
         ));
-        self.line("for s in 1..world {");
-        self.line("let b = (rank - s) % world");
-        self.line(format!(
-            "P{number}[{slot}][s][lane of lanes] on next = \
-             reduce(P{number}[{slot}][s - 1][lane of lanes], X[b of world][lane of lanes], {operator})"
-        ));
-        self.line("}");
-        self.line(format!(
-            "S{number}[lane of lanes] = copy(X[0..part(n, world)][lane of lanes])"
-        ));
-        // What has come around all the way.
-        self.declare(format!("output Y{number}: T[n]"));
-        self.line(format!(
-            "Y{number}[rank of world][lane of lanes] = copy(P{number}[{slot}][world - 1][lane of lanes])"
-        ));
-        self.line("for r in 1..world {");
-        self.line("let q = (rank + r) % world");
-        self.line(format!(
-            "Y{number}[q of world][lane of lanes] = copy(X[q of world][lane of lanes])"
-        ));
-        self.line("}");
-        if barrier || !self.random.chance(4) {
-            self.line("barrier");
-        }
+        let barrier = barrier || !self.random.chance(4);
+        self.barrier_if(barrier);
     }
 
     /// A lane puts chunks, and another takes them; where there is one lane alone, it does both.
@@ -438,25 +429,24 @@ impl Writer<'_> {
         let target = ["next", "rank"][self.random.below(2)];
         let source = if target == "next" { "prev" } else { "rank" };
         let operator = self.operator();
-        self.declare(format!("scratch R{number}: T[{slots}, n]"));
-        self.declare(format!("output Y{number}: T[n]"));
-        self.line(format!("for c in 0..{chunks} {{"));
-        self.line("if lane == 0 {");
-        self.line(format!(
-            "put X[c of {chunks}] to R{number}[{slot}][c of {chunks}] on {target}"
+        self.declare(format!(
+            "scratch R{number}: T[{slots}, n]
+             output Y{number}: T[n]"
         ));
-        self.line(format!("signal {target} at {to}"));
-        self.line("}");
-        self.line(format!("if lane == {to} {{"));
-        self.line(format!("wait {source}"));
-        self.line(format!(
-            "Y{number}[c of {chunks}] = reduce(R{number}[{slot}][c of {chunks}], X[c of {chunks}], {operator})"
+        self.lines(format!(
+            "for c in 0..{chunks} {{
+                 if lane == 0 {{
+                     put X[c of {chunks}] to R{number}[{slot}][c of {chunks}] on {target}
+                     signal {target} at {to}
+                 }}
+                 if lane == {to} {{
+                     wait {source}
+                     Y{number}[c of {chunks}] = reduce(R{number}[{slot}][c of {chunks}], X[c of {chunks}], {operator})
+                 }}
+             }}"
         ));
-        self.line("}");
-        self.line("}");
-        if barrier || !self.random.chance(3) {
-            self.line("barrier");
-        }
+        let barrier = barrier || !self.random.chance(3);
+        self.barrier_if(barrier);
     }
 
     /// Every rank puts rows to every other, as packets; a function of the sums goes to some ranks.
@@ -465,46 +455,41 @@ impl Writer<'_> {
         let packing = ["packets8", "packets16"][self.random.below(2)];
         let (slots, slot, barrier) = self.slots(2);
         let rows = 1 + self.random.below(3);
-        for line in [
-            format!("input A{number}: f32[{rows}, n]"),
-            format!("input B{number}: f32[{rows}, n]"),
-            format!("input S{number}: f32[{rows}]"),
-            format!("scratch P{number}: {packing} f32[{slots}, world, {rows}, n]"),
-            format!("output H{number}: f32[{rows}, n]"),
-        ] {
-            self.declare(line);
-        }
-        self.line(format!(
-            "for j in 0..({rows} - lane + lanes - 1) / lanes {{"
+        self.declare(format!(
+            "input A{number}: f32[{rows}, n]
+             input B{number}: f32[{rows}, n]
+             input S{number}: f32[{rows}]
+             scratch P{number}: {packing} f32[{slots}, world, {rows}, n]
+             output H{number}: f32[{rows}, n]"
         ));
-        self.line("let t = lane + j * lanes");
-        self.line("for r in 1..world {");
-        self.line(format!(
-            "put A{number}[t] to P{number}[{slot}][rank][t] on (rank + r) % world"
-        ));
-        self.line("}");
         let sum = format!(
             "reduce(A{number}[t] if r == rank else P{number}[{slot}][r][t] for r in 0..world, sum)"
         );
-        if self.random.chance(3) {
-            self.line(format!("H{number}[t] = joined({sum})"));
+        let result = if self.random.chance(3) {
+            format!("H{number}[t] = joined({sum})")
         } else if self.random.chance(2) {
-            self.declare(format!("input K{number}: f32[{rows}, (n + 7) / 8]"));
-            self.declare(format!("output L{number}: f32[{rows}, (n + 7) / 8]"));
-            self.line(format!(
-                "H{number}[t]; L{number}[t] = blocked({sum}, K{number}[t])"
+            self.declare(format!(
+                "input K{number}: f32[{rows}, (n + 7) / 8]
+                 output L{number}: f32[{rows}, (n + 7) / 8]"
             ));
+            format!("H{number}[t]; L{number}[t] = blocked({sum}, K{number}[t])")
         } else {
             self.declare(format!("output L{number}: f32[{rows}]"));
             let residual = ["A", "B"][self.random.below(2)];
-            self.line(format!(
+            format!(
                 "H{number}[t]; L{number}[t] = shifted({sum}, {residual}{number}[t], S{number}[t])"
-            ));
-        }
-        self.line("}");
-        if barrier {
-            self.line("barrier");
-        }
+            )
+        };
+        self.lines(format!(
+            "for j in 0..({rows} - lane + lanes - 1) / lanes {{
+                 let t = lane + j * lanes
+                 for r in 1..world {{
+                     put A{number}[t] to P{number}[{slot}][rank][t] on (rank + r) % world
+                 }}
+                 {result}
+             }}"
+        ));
+        self.barrier_if(barrier);
     }
 
     /// A lane takes what another one has put as packets, here or at the next rank.
@@ -513,20 +498,20 @@ impl Writer<'_> {
         let (slots, slot, barrier) = self.slots(2);
         let lanes = self.lanes;
         self.declare(format!(
-            "scratch Q{number}: {packing} T[{slots}, lanes, part(n, lanes)]"
+            "scratch Q{number}: {packing} T[{slots}, lanes, part(n, lanes)]
+             output Y{number}: T[n]"
         ));
-        self.declare(format!("output Y{number}: T[n]"));
-        let mut put = format!("put X[lane of lanes] to Q{number}[{slot}][lane]");
-        if self.random.chance(2) {
-            let _ = write!(put, " on next");
-        }
-        self.line(put);
-        self.line(format!("let other{number} = (lane + 1) % {lanes}"));
-        self.line(format!(
-            "Y{number}[other{number} of lanes] = copy(Q{number}[{slot}][other{number}])"
+        let on = if self.random.chance(2) {
+            " on next"
+        } else {
+            ""
+        };
+        self.lines(format!(
+            "put X[lane of lanes] to Q{number}[{slot}][lane]{on}
+             let other{number} = (lane + 1) % {lanes}
+             Y{number}[other{number} of lanes] = copy(Q{number}[{slot}][other{number}])"
         ));
-        if barrier || !self.random.chance(3) {
-            self.line("barrier");
-        }
+        let barrier = barrier || !self.random.chance(3);
+        self.barrier_if(barrier);
     }
 }

@@ -4,6 +4,7 @@
 
 use super::super::interpreter::Random;
 use super::Allowed;
+use std::fmt::Display;
 
 /// Writes the lines of a program.
 pub(super) struct Writer<'r> {
@@ -16,6 +17,14 @@ pub(super) struct Writer<'r> {
     /// Sends that are yet to be waited for.
     pending: Vec<String>,
     names: usize,
+}
+
+/// Ends of a transfer of a number: `sent` goes to the rank `distance` on, where it is received as `received`.
+fn ends(number: usize, via: &str, distance: usize, [sent, received]: [impl Display; 2]) -> String {
+    format!(
+        "s{number} = send W[{sent}] to (rank + {distance}) % world tag {number} via {via}
+         r{number} = receive W[{received}] from (rank - {distance}) % world tag {number} via {via}"
+    )
 }
 
 impl<'r> Writer<'r> {
@@ -43,6 +52,13 @@ impl<'r> Writer<'r> {
         self.lines.push(line.into());
     }
 
+    /// Appends the lines of a text, without their indentation.
+    fn lines(&mut self, text: impl AsRef<str>) {
+        let lines = text.as_ref().lines();
+        self.lines
+            .extend(lines.map(|line| line.trim_start().to_owned()));
+    }
+
     fn write_steps(&mut self, steps: usize, engine: bool) {
         self.line("W[0] = copy(A)");
         if engine {
@@ -50,8 +66,7 @@ impl<'r> Writer<'r> {
             self.line("let half = [r for r in rank / 2 * 2..min(rank / 2 * 2 + 2, world)]");
         }
         for stream in 0..self.streams {
-            self.line(format!("set_stream pool({stream})"));
-            self.line("synchronize caller");
+            self.lines(format!("set_stream pool({stream})\nsynchronize caller"));
         }
         for _ in 0..steps {
             match self.random.below(if engine { 20 } else { 16 }) {
@@ -118,24 +133,16 @@ impl<'r> Writer<'r> {
         let via = ["get", "put", "nccl"][self.random.below(if engine { 3 } else { 2 })];
         let name = self.name();
         let (s, r) = (format!("s{name}"), format!("r{name}"));
-        self.line("share {");
-        self.line(format!(
-            "{s} = send W[{from}] to (rank + {distance}) % world tag {name} via {via}"
-        ));
-        self.line(format!(
-            "{r} = receive W[{to}] from (rank - {distance}) % world tag {name} via {via}"
-        ));
-        self.line("}");
+        let ends = ends(name, via, distance, [from, to]);
+        self.lines(format!("share {{\n{ends}\n}}"));
         let mut stream = self.stream_after(&[from]);
         // One group, or what signals first and what waits for it second.
         if via == "nccl" || self.random.chance(2) {
             self.line(format!("post {s}, {r}"));
         } else if via == "get" {
-            self.line(format!("post {s}"));
-            self.line(format!("post {r}"));
+            self.lines(format!("post {s}\npost {r}"));
         } else {
-            self.line(format!("post {r}"));
-            self.line(format!("post {s}"));
+            self.lines(format!("post {r}\npost {s}"));
         }
         if self.random.chance(2) {
             stream = self.stream_after(&[]);
@@ -155,20 +162,18 @@ impl<'r> Writer<'r> {
         let name = self.name();
         let via = ["get", "put"][self.random.below(2)];
         let stream = self.stream_after(&[from]);
-        self.line(format!("W[{sum}] = copy(W[{from}])"));
-        self.line("for j in 1..world {");
-        self.line("share {");
-        self.line(format!(
-            "s{name} = send W[{sum}] to (rank + 1) % world tag {name} via {via}"
+        let ends = ends(name, via, 1, [sum, buffer]);
+        self.lines(format!(
+            "W[{sum}] = copy(W[{from}])
+             for j in 1..world {{
+                 share {{
+                     {ends}
+                 }}
+                 post s{name}, r{name}
+                 wait s{name}, r{name}
+                 W[{sum}] = sum(W[{sum}], W[{buffer}])
+             }}"
         ));
-        self.line(format!(
-            "r{name} = receive W[{buffer}] from (rank - 1) % world tag {name} via {via}"
-        ));
-        self.line("}");
-        self.line(format!("post s{name}, r{name}"));
-        self.line(format!("wait s{name}, r{name}"));
-        self.line(format!("W[{sum}] = sum(W[{sum}], W[{buffer}])"));
-        self.line("}");
         self.made_on.extend([stream.clone(), stream]);
     }
 
@@ -182,16 +187,14 @@ impl<'r> Writer<'r> {
             0 => "j".to_owned(),
             before => format!("{before} + j"),
         };
-        self.line("share {");
-        self.line("for j in 1..world {");
-        self.line(format!(
-            "s{name} = send W[{from}] to (rank - j) % world tag {name} via {via}"
+        self.lines(format!(
+            "share {{
+                 for j in 1..world {{
+                     s{name} = send W[{from}] to (rank - j) % world tag {name} via {via}
+                     r{name} = receive W[{slot}] from (rank + j) % world tag {name} via {via}
+                 }}
+             }}"
         ));
-        self.line(format!(
-            "r{name} = receive W[{slot}] from (rank + j) % world tag {name} via {via}"
-        ));
-        self.line("}");
-        self.line("}");
         let mover = self.stream_after(&[from]);
         let (first_posts, moves) = match via {
             "get" => ('s', 'r'),
@@ -225,11 +228,13 @@ impl<'r> Writer<'r> {
         let stream = self.stream_after(&[a, b]);
         if self.random.chance(2) {
             let rank = self.random.below(self.world);
-            self.line(format!("if rank == {rank} {{"));
-            self.line(format!("W[{to}] = sum(W[{a}], W[{b}])"));
-            self.line("} else {");
-            self.line(format!("W[{to}] = copy(W[{a}])"));
-            self.line("}");
+            self.lines(format!(
+                "if rank == {rank} {{
+                     W[{to}] = sum(W[{a}], W[{b}])
+                 }} else {{
+                     W[{to}] = copy(W[{a}])
+                 }}"
+            ));
         } else {
             self.line(format!("W[{to}] = sum(W[{a}], W[{b}])"));
         }
@@ -304,13 +309,7 @@ impl<'r> Writer<'r> {
         self.line("share {");
         for (index, (name, via)) in names.iter().zip(vias).enumerate() {
             let distance = 1 + self.random.below(self.world - 1);
-            let (from, to) = (from[index], to + index);
-            self.line(format!(
-                "s{name} = send W[{from}] to (rank + {distance}) % world tag {name} via {via}"
-            ));
-            self.line(format!(
-                "r{name} = receive W[{to}] from (rank - {distance}) % world tag {name} via {via}"
-            ));
+            self.lines(ends(*name, via, distance, [from[index], to + index]));
         }
         self.line("}");
         let stream = self.stream_after(&from);
@@ -329,19 +328,19 @@ impl<'r> Writer<'r> {
         let (i, j) = (self.random.below(2), self.random.below(2));
         let stream = self.stream_after(&[a, b]);
         if self.random.chance(2) {
-            self.line("fork high(0), high(1) {");
-            self.line("set_stream high(0)");
-            self.line(format!("W[{to}, :, {i}] = copy(W[{a}, :, {j}])"));
-            self.line("set_stream high(1)");
             let other = 1 - i;
-            self.line(format!(
-                "W[{to}, :, {other}] = max(W[{a}, :, {j}], W[{b}, :, {i}])"
+            self.lines(format!(
+                "fork high(0), high(1) {{
+                     set_stream high(0)
+                     W[{to}, :, {i}] = copy(W[{a}, :, {j}])
+                     set_stream high(1)
+                     W[{to}, :, {other}] = max(W[{a}, :, {j}], W[{b}, :, {i}])
+                 }}"
             ));
-            self.line("}");
         } else {
-            self.line(format!("W[{to}] = copy(W[{a}])"));
-            self.line(format!(
-                "W[{to}, :, {i}] = sum(W[{to}, :, {i}], W[{b}, {j}, :])"
+            self.lines(format!(
+                "W[{to}] = copy(W[{a}])
+                 W[{to}, :, {i}] = sum(W[{to}, :, {i}], W[{b}, {j}, :])"
             ));
         }
         self.made_on.push(stream);
@@ -357,13 +356,13 @@ impl<'r> Writer<'r> {
             self.line(format!("W[{to}] = sum(W[{a}], transpose(W[{b}]))"));
         } else if kind == 1 {
             // Blocks side by side: operands and the result of one product.
-            self.line(format!("allocate X{name}: f32[n, 3 * n]"));
-            self.line(format!("X{name}[:, 0..n] = copy(W[{a}])"));
-            self.line(format!("X{name}[:, n..2 * n] = copy(W[{b}])"));
-            self.line(format!(
-                "X{name}[:, 2 * n..3 * n] = matmul(X{name}[:, 0..n], transpose(X{name}[:, n..2 * n]))"
+            self.lines(format!(
+                "allocate X{name}: f32[n, 3 * n]
+                 X{name}[:, 0..n] = copy(W[{a}])
+                 X{name}[:, n..2 * n] = copy(W[{b}])
+                 X{name}[:, 2 * n..3 * n] = matmul(X{name}[:, 0..n], transpose(X{name}[:, n..2 * n]))
+                 W[{to}] = copy(X{name}[:, 2 * n..3 * n])"
             ));
-            self.line(format!("W[{to}] = copy(X{name}[:, 2 * n..3 * n])"));
         } else {
             self.line(format!("allocate Z{name}: f32[n, n] = 0"));
             self.line(format!("Z{name}[:, 1] = copy(W[{a}, 0])"));
@@ -416,18 +415,15 @@ impl<'r> Writer<'r> {
         let (b, slots) = (self.some_slot(), self.made_on.len());
         let name = self.name();
         let last = 1 + self.random.below(self.world - 1);
-        let each = format!("for j in 1..{}", last + 1);
-        self.line("share {");
-        self.line(format!("{each} {{"));
-        self.line(format!(
-            "s{name} = send P to (rank + j) % world tag {name} via put"
+        let (each, before) = (format!("for j in 1..{}", last + 1), slots - 1);
+        self.lines(format!(
+            "share {{
+                 {each} {{
+                     s{name} = send P to (rank + j) % world tag {name} via put
+                     r{name} = receive W[{before} + j] from (rank - j) % world tag {name} via put
+                 }}
+             }}"
         ));
-        self.line(format!(
-            "r{name} = receive W[{} + j] from (rank - j) % world tag {name} via put",
-            slots - 1
-        ));
-        self.line("}");
-        self.line("}");
         // Before the products: who stores first would wait for who stores first.
         self.stream_after(&[]);
         self.line(format!("post r{name}[j] {each}"));
@@ -458,33 +454,32 @@ impl<'r> Writer<'r> {
         let via = ["get", "put"][self.random.below(2)];
         let distance = 1 + self.random.below(self.world - 1);
         let times = 2 + self.random.below(3);
-        self.line("share {");
-        self.line(format!("for b in 0..{buffers} {{"));
-        self.line(format!(
-            "s{name} = send W[{sum}] to (rank + {distance}) % world tag {name} via {via}"
+        let parts = [sum.to_string(), format!("{first} + b")];
+        let ends = ends(name, via, distance, parts);
+        self.lines(format!(
+            "share {{
+                 for b in 0..{buffers} {{
+                     {ends}
+                 }}
+             }}"
         ));
-        self.line(format!(
-            "r{name} = receive W[{first} + b] from (rank - {distance}) % world tag {name} via {via}"
-        ));
-        self.line("}");
-        self.line("}");
         let stream = self.stream_after(&[from]);
-        self.line(format!("W[{sum}] = copy(W[{from}])"));
-        self.line(format!("for j in 0..{times} {{"));
         let each = format!("[j % {buffers}]");
-        if self.random.chance(2) {
-            self.line(format!("post s{name}{each}, r{name}{each}"));
+        let posts = if self.random.chance(2) {
+            format!("post s{name}{each}, r{name}{each}")
         } else {
             let (tells, moves) = if via == "get" { ('s', 'r') } else { ('r', 's') };
-            self.line(format!("post {tells}{name}{each}"));
-            self.line(format!("post {moves}{name}{each}"));
-        }
-        self.line(format!("wait r{name}{each}"));
-        self.line(format!("wait s{name}{each}"));
-        self.line(format!(
-            "W[{sum}] = sum(W[{sum}], W[{first} + j % {buffers}])"
+            format!("post {tells}{name}{each}\npost {moves}{name}{each}")
+        };
+        self.lines(format!(
+            "W[{sum}] = copy(W[{from}])
+             for j in 0..{times} {{
+                 {posts}
+                 wait r{name}{each}
+                 wait s{name}{each}
+                 W[{sum}] = sum(W[{sum}], W[{first} + j % {buffers}])
+             }}"
         ));
-        self.line("}");
         self.made_on.extend((0..=buffers).map(|_| stream.clone()));
     }
 

@@ -1,56 +1,48 @@
 //! Pieces that read counts and rows from memory.
 
 use super::Writer;
+use std::fmt::Display;
+
+/// Each lane has every `lanes`-th row of `rows`, and runs `body` for each of them.
+fn own_rows(rows: impl Display, body: &str) -> String {
+    format!("for t in 0..{rows} {{\nif t % lanes == lane {{\n{body}\n}}\n}}")
+}
 
 impl Writer<'_> {
-    /// Each lane has every `lanes`-th row of `rows`.
-    fn own_rows(&mut self, rows: &str, lines: &[String]) {
-        self.line(format!("for t in 0..{rows} {{"));
-        self.line("if t % lanes == lane {");
-        lines.iter().for_each(|line| self.line(line.as_str()));
-        self.line("}");
-        self.line("}");
-    }
-
     /// Every rank puts as many rows to every other as memory says, behind a header.
     pub(super) fn counted_rows(&mut self) {
         let (number, packing) = (self.pieces, self.packing());
         let (slots, slot, barrier) = self.slots(2);
         let rows = 1 + self.random.below(3);
-        for line in [
-            format!("input C{number}: i32[world]"),
-            format!("output G{number}: T[world, {rows}, n]"),
-            format!("scratch H{number}: packets16 i32[{slots}, lanes, world, 1]"),
-            format!("scratch R{number}: {packing} T[{slots}, world, {rows}, n]"),
-        ] {
-            self.declare(line);
-        }
-        let first = [
-            "for p in 0..world {".to_owned(),
-            format!("G{number}[p][t] = copy(X)"),
-            "}".to_owned(),
-        ];
-        self.own_rows(&rows.to_string(), &first);
-        self.line("for r in 0..world {");
-        self.line("let q = (rank + r) % world");
-        self.line(format!(
-            "put C{number}[q] to H{number}[{slot}][lane][rank][0] on q"
+        self.declare(format!(
+            "input C{number}: i32[world]
+             output G{number}: T[world, {rows}, n]
+             scratch H{number}: packets16 i32[{slots}, lanes, world, 1]
+             scratch R{number}: {packing} T[{slots}, world, {rows}, n]"
         ));
-        self.line(format!("let m = C{number}[q] at most {rows}"));
-        self.own_rows("m", &[format!("put X to R{number}[{slot}][rank][t] on q")]);
-        self.line("}");
-        self.line("for p in 0..world {");
-        self.line(format!(
-            "let m = H{number}[{slot}][lane][p][0] at most {rows}"
-        ));
-        self.own_rows(
-            "m",
-            &[format!("G{number}[p][t] = copy(R{number}[{slot}][p][t])")],
+        let first = own_rows(
+            rows,
+            &format!("for p in 0..world {{\nG{number}[p][t] = copy(X)\n}}"),
         );
-        self.line("}");
-        if barrier {
-            self.line("barrier");
-        }
+        let put = own_rows("m", &format!("put X to R{number}[{slot}][rank][t] on q"));
+        let take = own_rows(
+            "m",
+            &format!("G{number}[p][t] = copy(R{number}[{slot}][p][t])"),
+        );
+        self.lines(format!(
+            "{first}
+             for r in 0..world {{
+                 let q = (rank + r) % world
+                 put C{number}[q] to H{number}[{slot}][lane][rank][0] on q
+                 let m = C{number}[q] at most {rows}
+                 {put}
+             }}
+             for p in 0..world {{
+                 let m = H{number}[{slot}][lane][p][0] at most {rows}
+                 {take}
+             }}"
+        ));
+        self.barrier_if(barrier);
     }
 
     /// A rank puts some chunks to the next, with their count in plain scratch and a signal.
@@ -58,35 +50,28 @@ impl Writer<'_> {
         let number = self.pieces;
         let (slots, slot, _) = self.slots(2);
         let chunks = 1 + self.random.below(3);
-        for line in [
-            format!("input C{number}: i32[2]"),
-            format!("scratch N{number}: i32[{slots}, lanes, 1]"),
-            format!("scratch R{number}: T[{slots}, lanes, {chunks}, part(n, lanes)]"),
-        ] {
-            self.declare(line);
-        }
+        self.declare(format!(
+            "input C{number}: i32[2]
+             scratch N{number}: i32[{slots}, lanes, 1]
+             scratch R{number}: T[{slots}, lanes, {chunks}, part(n, lanes)]"
+        ));
         let (source, output) = (self.source(), self.output());
-        self.line(format!("{output} = copy({source})"));
-        self.line(format!(
-            "put C{number}[1] to N{number}[{slot}][lane][0] on next"
+        self.lines(format!(
+            "{output} = copy({source})
+             put C{number}[1] to N{number}[{slot}][lane][0] on next
+             let m{number} = C{number}[1] at most {chunks}
+             for c in 0..m{number} {{
+                 put X[lane of lanes] to R{number}[{slot}][lane][c] on next
+             }}
+             signal next
+             wait prev
+             let k{number} = N{number}[{slot}][lane][0] at most {chunks}
+             for c in 0..k{number} {{
+                 {output} = copy(R{number}[{slot}][lane][c])
+             }}"
         ));
-        self.line(format!("let m{number} = C{number}[1] at most {chunks}"));
-        self.line(format!("for c in 0..m{number} {{"));
-        self.line(format!(
-            "put X[lane of lanes] to R{number}[{slot}][lane][c] on next"
-        ));
-        self.line("}");
-        self.line("signal next");
-        self.line("wait prev");
-        self.line(format!(
-            "let k{number} = N{number}[{slot}][lane][0] at most {chunks}"
-        ));
-        self.line(format!("for c in 0..k{number} {{"));
-        self.line(format!("{output} = copy(R{number}[{slot}][lane][c])"));
-        self.line("}");
         if !self.random.chance(4) {
-            self.line("signal prev");
-            self.line("wait next");
+            self.lines("signal prev\nwait next");
         }
     }
 
@@ -98,26 +83,28 @@ impl Writer<'_> {
         match self.random.below(3) {
             0 => {
                 self.declare(format!("output G{number}: T[{rows}, n]"));
-                let line = format!("G{number}[t] = copy(W[I{number}[t]])");
-                self.own_rows(&rows.to_string(), &[line]);
+                let body = format!("G{number}[t] = copy(W[I{number}[t]])");
+                self.lines(own_rows(rows, &body));
             }
             1 => {
                 self.declare(format!("output G{number}: T[{rows}, n]"));
                 self.barrier();
-                let line = format!("get W[I{number}[t]] on next to G{number}[t]");
-                self.own_rows(&rows.to_string(), &[line]);
+                let body = format!("get W[I{number}[t]] on next to G{number}[t]");
+                self.lines(own_rows(rows, &body));
                 self.barrier();
             }
             _ => {
                 self.declare(format!("output G{number}: T[world, n]"));
-                self.own_rows("world", &[format!("G{number}[t] = copy(X)")]);
-                self.line(format!("for j in 0..{rows} {{"));
-                self.line(format!("let i = I{number}[j] at most world - 1"));
+                self.lines(own_rows("world", &format!("G{number}[t] = copy(X)")));
                 let owner = ["i", "i", "i", "j"][self.random.below(4)];
-                self.line(format!("if {owner} % lanes == lane {{"));
-                self.line(format!("G{number}[i] = copy(W[j % world])"));
-                self.line("}");
-                self.line("}");
+                self.lines(format!(
+                    "for j in 0..{rows} {{
+                         let i = I{number}[j] at most world - 1
+                         if {owner} % lanes == lane {{
+                             G{number}[i] = copy(W[j % world])
+                         }}
+                     }}"
+                ));
             }
         }
     }
@@ -126,24 +113,23 @@ impl Writer<'_> {
     pub(super) fn rows_behind_others(&mut self) {
         let number = self.pieces;
         let rows = 1 + self.random.below(3);
-        for line in [
-            format!("input D{number}: i32[world]"),
-            format!("input C{number}: i32[world]"),
-            format!("output G{number}: T[{rows}, n]"),
-        ] {
-            self.declare(line);
-        }
-        self.own_rows(&rows.to_string(), &[format!("G{number}[t] = copy(X)")]);
-        self.line(format!("let d{number} = D{number}[rank] at most {rows}"));
-        self.line(format!(
-            "let m{number} = C{number}[rank] at most {rows} - d{number}"
+        self.declare(format!(
+            "input D{number}: i32[world]
+             input C{number}: i32[world]
+             output G{number}: T[{rows}, n]"
         ));
-        self.line(format!("for s in 0..m{number} {{"));
-        self.line(format!("let t = d{number} + s"));
-        self.line("if t % lanes == lane {");
-        self.line(format!("G{number}[t] = copy(W[(rank + s) % world])"));
-        self.line("}");
-        self.line("}");
+        let first = own_rows(rows, &format!("G{number}[t] = copy(X)"));
+        self.lines(format!(
+            "{first}
+             let d{number} = D{number}[rank] at most {rows}
+             let m{number} = C{number}[rank] at most {rows} - d{number}
+             for s in 0..m{number} {{
+                 let t = d{number} + s
+                 if t % lanes == lane {{
+                     G{number}[t] = copy(W[(rank + s) % world])
+                 }}
+             }}"
+        ));
     }
 
     /// Rows that an index names are put to the next rank, which learns the index before.
@@ -151,34 +137,25 @@ impl Writer<'_> {
         let (number, packing) = (self.pieces, self.packing());
         let (slots, slot, barrier) = self.slots(2);
         let rows = 1 + self.random.below(3);
-        for line in [
-            format!("input I{number}: i32[{rows}]"),
-            format!("output G{number}: T[{rows}, n]"),
-            format!("scratch H{number}: packets16 i32[{slots}, lanes, 1]"),
-            format!("scratch R{number}: {packing} T[{slots}, lanes, {rows}, n]"),
-        ] {
-            self.declare(line);
-        }
-        self.own_rows(&rows.to_string(), &[format!("G{number}[t] = copy(X)")]);
+        self.declare(format!(
+            "input I{number}: i32[{rows}]
+             output G{number}: T[{rows}, n]
+             scratch H{number}: packets16 i32[{slots}, lanes, 1]
+             scratch R{number}: {packing} T[{slots}, lanes, {rows}, n]"
+        ));
+        let first = own_rows(rows, &format!("G{number}[t] = copy(X)"));
         let most = rows - 1;
-        self.line(format!("let i{number} = I{number}[{most}] at most {most}"));
-        self.line(format!(
-            "put I{number}[{most}] to H{number}[{slot}][lane][0] on next"
+        self.lines(format!(
+            "{first}
+             let i{number} = I{number}[{most}] at most {most}
+             put I{number}[{most}] to H{number}[{slot}][lane][0] on next
+             put W[i{number} % world] to R{number}[{slot}][lane][i{number}] on next
+             let k{number} = H{number}[{slot}][lane][0] at most {most}
+             if k{number} % lanes == lane {{
+                 G{number}[k{number}] = copy(R{number}[{slot}][lane][k{number}])
+             }}"
         ));
-        self.line(format!(
-            "put W[i{number} % world] to R{number}[{slot}][lane][i{number}] on next"
-        ));
-        self.line(format!(
-            "let k{number} = H{number}[{slot}][lane][0] at most {most}"
-        ));
-        self.line(format!("if k{number} % lanes == lane {{"));
-        self.line(format!(
-            "G{number}[k{number}] = copy(R{number}[{slot}][lane][k{number}])"
-        ));
-        self.line("}");
-        if barrier {
-            self.line("barrier");
-        }
+        self.barrier_if(barrier);
     }
 
     /// A lane's piece of `words` words, or rows of them, from `from{number}` to `to{number}`; and how many before it and in it
@@ -186,21 +163,17 @@ impl Writer<'_> {
     fn matched_piece(&mut self, number: usize, words: usize, unit: &str) -> &'static str {
         let range = ["in 0..2", "in 0..1", "in 1..3", "not in 0..2"][self.random.below(4)];
         let before = ["0..from", "0..from", "0..from", "0..to", "from..to"][self.random.below(5)];
+        let before = before
+            .replace("from", &format!("from{number}"))
+            .replace("to", &format!("to{number}"));
         let longer = usize::from(self.random.chance(6));
-        for line in [
-            format!("let share{number} = ({words} + lanes - 1) / lanes"),
-            format!("let from{number} = min(lane * share{number}, {words})"),
-            format!("let to{number} = min(from{number} + share{number} + {longer}, {words})"),
-            format!(
-                "let before{number} = count({unit}E{number}[{}] {range})",
-                before
-                    .replace("from", &format!("from{number}"))
-                    .replace("to", &format!("to{number}"))
-            ),
-            format!("let own{number} = count({unit}E{number}[from{number}..to{number}] {range})"),
-        ] {
-            self.line(line);
-        }
+        self.lines(format!(
+            "let share{number} = ({words} + lanes - 1) / lanes
+             let from{number} = min(lane * share{number}, {words})
+             let to{number} = min(from{number} + share{number} + {longer}, {words})
+             let before{number} = count({unit}E{number}[{before}] {range})
+             let own{number} = count({unit}E{number}[from{number}..to{number}] {range})"
+        ));
         range
     }
 
@@ -209,34 +182,36 @@ impl Writer<'_> {
         let number = self.pieces;
         let words = 2 + self.random.below(3);
         let (unit, row) = [("", ""), ("rows of ", ", 2")][usize::from(self.random.chance(3))];
-        for line in [
-            format!("input E{number}: i32[{words}{row}]"),
-            format!("output G{number}: T[{words}, n]"),
-            format!("output P{number}: i32[{words}]"),
-        ] {
-            self.declare(line);
-        }
+        self.declare(format!(
+            "input E{number}: i32[{words}{row}]
+             output G{number}: T[{words}, n]
+             output P{number}: i32[{words}]"
+        ));
         let range = self.matched_piece(number, words, unit);
         let far = self.random.chance(2);
         if far {
             self.barrier();
         }
-        self.line(format!("for j in 0..own{number} {{"));
-        self.line(format!(
-            "let s = position(j of {unit}E{number}[from{number}..to{number}] {range})"
-        ));
-        let on = if far { " on next" } else { "" };
-        self.line(if far {
-            format!("put W[s % world] to G{number}[before{number} + j] on next")
+        let (on, row) = if far {
+            (
+                " on next",
+                format!("put W[s % world] to G{number}[before{number} + j] on next"),
+            )
         } else {
-            format!("G{number}[before{number} + j] = copy(W[s % world])")
-        });
+            (
+                "",
+                format!("G{number}[before{number} + j] = copy(W[s % world])"),
+            )
+        };
         let place = ["from{} + s", "from{} + s", "before{} + j", "s"][self.random.below(4)];
         let place = place.replace("{}", &number.to_string());
-        self.line(format!(
-            "P{number}[{place}]{on} = integer(before{number} + j)"
+        self.lines(format!(
+            "for j in 0..own{number} {{
+                 let s = position(j of {unit}E{number}[from{number}..to{number}] {range})
+                 {row}
+                 P{number}[{place}]{on} = integer(before{number} + j)
+             }}"
         ));
-        self.line("}");
         if far {
             self.barrier();
         }
@@ -247,37 +222,27 @@ impl Writer<'_> {
         let (number, packing) = (self.pieces, self.packing());
         let (slots, slot, barrier) = self.slots(2);
         let words = 1 + self.random.below(3);
-        for line in [
-            format!("input E{number}: i32[lanes, {words}]"),
-            format!("output G{number}: T[lanes, {words}, n]"),
-            format!("scratch H{number}: packets16 i32[{slots}, lanes, 1]"),
-            format!("scratch R{number}: {packing} T[{slots}, lanes, {words}, n]"),
-        ] {
-            self.declare(line);
-        }
+        self.declare(format!(
+            "input E{number}: i32[lanes, {words}]
+             output G{number}: T[lanes, {words}, n]
+             scratch H{number}: packets16 i32[{slots}, lanes, 1]
+             scratch R{number}: {packing} T[{slots}, lanes, {words}, n]"
+        ));
         let range = ["in 0..2", "in 1..2", "not in 0..1"][self.random.below(3)];
-        self.line(format!("let own{number} = count(E{number}[lane] {range})"));
         let said = ["own{}", "own{}", "own{}", "min(own{} + 1, 1)"][self.random.below(4)];
         let said = said.replace("{}", &number.to_string());
-        self.line(format!(
-            "H{number}[{slot}][lane][0] on next = integer({said})"
+        self.lines(format!(
+            "let own{number} = count(E{number}[lane] {range})
+             H{number}[{slot}][lane][0] on next = integer({said})
+             for j in 0..own{number} {{
+                 let s = position(j of E{number}[lane] {range})
+                 put W[s % world] to R{number}[{slot}][lane][j] on next
+             }}
+             let came{number} = H{number}[{slot}][lane][0] at most {words}
+             for j in 0..came{number} {{
+                 G{number}[lane][j] = copy(R{number}[{slot}][lane][j])
+             }}"
         ));
-        self.line(format!("for j in 0..own{number} {{"));
-        self.line(format!("let s = position(j of E{number}[lane] {range})"));
-        self.line(format!(
-            "put W[s % world] to R{number}[{slot}][lane][j] on next"
-        ));
-        self.line("}");
-        self.line(format!(
-            "let came{number} = H{number}[{slot}][lane][0] at most {words}"
-        ));
-        self.line(format!("for j in 0..came{number} {{"));
-        self.line(format!(
-            "G{number}[lane][j] = copy(R{number}[{slot}][lane][j])"
-        ));
-        self.line("}");
-        if barrier {
-            self.line("barrier");
-        }
+        self.barrier_if(barrier);
     }
 }
