@@ -22,97 +22,83 @@ fn errors_point_at_the_place() {
         "line 3, column 18: expected ')', found ','\n  |\n3 |     A[0] = copy(A,)\n  |                  ^"
     );
     let cases = [
-        ("", 1, 1, "expected 'program', found the end of the text"),
+        ("", (1, 1), "expected 'program', found the end of the text"),
         (
             "program p() {\n  let x = 1 +\n}",
-            3,
-            1,
+            (3, 1),
             "expected an integer expression, found '}'",
         ),
         (
             "program p() {\n  let x = (1 < 2) + 1\n}",
-            2,
-            11,
+            (2, 11),
             "expected an integer, found a condition",
         ),
         (
             "program p() {\n  if 1 { }\n}",
-            2,
-            6,
+            (2, 6),
             "expected a condition such as 'rank == 0', found an integer",
         ),
         (
             "program p() {\n  let rank = 1\n}",
-            2,
-            7,
+            (2, 7),
             "expected the name to bind, found 'rank', which is a reserved word",
         ),
         (
             "program p() {\n  post s r\n}",
-            2,
-            10,
+            (2, 10),
             "expected the end of the statement, found 'r'",
         ),
         (
             "program p() {\n  for j in 0..2 {\n}\n",
-            4,
-            1,
+            (4, 1),
             "expected '}' for the '{' that line 1 opens, found the end of the text",
         ),
         (
             "program p() {\n  share { s = send A to 1 }\n}",
-            2,
-            27,
+            (2, 27),
             "expected 'tag' or 'via', found '}'",
         ),
         (
             "program p() {\n  let x = 99999999999999999999\n}",
-            2,
-            11,
+            (2, 11),
             "'99999999999999999999' is not a number below 2^64 in decimal digits",
         ),
         (
             "program p() {\n  let x = 9223372036854775808\n}",
-            2,
-            11,
+            (2, 11),
             "'9223372036854775808' overflows 64 bits",
         ),
         (
             "program p() {\n  let x = ü\n}",
-            2,
-            11,
+            (2, 11),
             "unexpected character 'ü' (\\u{fc})",
         ),
         (
             "program p(n, n) {\n}",
-            1,
-            14,
+            (1, 14),
             "parameter 'n' is named twice",
         ),
         (
             "program p() {\n  input A: f32[2, 3 over loop]\n}",
-            2,
-            21,
+            (2, 21),
             "the loop's axis is the first one",
         ),
         (
             "program p() {\n  set_stream pool\n}",
-            2,
-            18,
+            (2, 18),
             "expected '(', found the end of the line",
         ),
         (
             "program p() {\n  C += copy(A)\n}",
-            2,
-            8,
+            (2, 8),
             "expected matmul, linear or sum, found 'copy'",
         ),
     ];
-    for (text, line, column, message) in cases {
+    for (text, place, message) in cases {
         let error = Program::parse_text(text).unwrap_err();
         assert_eq!(
-            (error.line, error.column, error.message.as_str()),
-            (line, column, message),
+            ((error.line, error.column), error.message.as_str()),
+            (place, message),
             "{text}"
         );
         let error = Program::parse(text).unwrap_err();

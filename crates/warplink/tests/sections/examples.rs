@@ -7,64 +7,35 @@ use warplink::DType;
 use warplink::device::ReduceOp;
 use warplink::program::{Parameters, Program, Value, verify};
 
-/// The examples, with the number of ranks that each is for, if it is for one only.
-const EXAMPLES: [(&str, Option<usize>); 12] = [
-    (
-        include_str!("../../../../examples/programs/all_reduce_one_shot.wlp"),
-        None,
-    ),
-    (
-        include_str!("../../src/collective/programs/all_reduce_two_shot.wlp"),
-        None,
-    ),
-    (
-        include_str!("../../../../examples/programs/all_reduce_pushed.wlp"),
-        Some(2),
-    ),
-    (
-        include_str!("../../../../examples/programs/all_reduce_lanes.wlp"),
-        Some(2),
-    ),
-    (
-        include_str!("../../../../examples/programs/all_reduce_read.wlp"),
-        None,
-    ),
-    (
-        include_str!("../../../../examples/programs/all_reduce_ring.wlp"),
-        None,
-    ),
-    (
-        include_str!("../../../../examples/programs/all_gather_put.wlp"),
-        None,
-    ),
-    (
-        include_str!("../../../../examples/programs/all_to_all_get.wlp"),
-        None,
-    ),
-    (
-        include_str!("../../src/collective/programs/all_gather_copy_engine.wlp"),
-        None,
-    ),
-    (
-        include_str!("../../src/collective/programs/all_to_all_copy_engine.wlp"),
-        None,
-    ),
-    (
-        include_str!("../../src/collective/programs/reduce_scatter_packets.wlp"),
-        None,
-    ),
-    (
-        include_str!("../../../../examples/programs/broadcast_chain.wlp"),
-        None,
-    ),
+/// The examples for any number of ranks.
+const EXAMPLES: [&str; 10] = [
+    include_str!("../../../../examples/programs/all_reduce_one_shot.wlp"),
+    include_str!("../../src/collective/programs/all_reduce_two_shot.wlp"),
+    include_str!("../../../../examples/programs/all_reduce_read.wlp"),
+    include_str!("../../../../examples/programs/all_reduce_ring.wlp"),
+    include_str!("../../../../examples/programs/all_gather_put.wlp"),
+    include_str!("../../../../examples/programs/all_to_all_get.wlp"),
+    include_str!("../../src/collective/programs/all_gather_copy_engine.wlp"),
+    include_str!("../../src/collective/programs/all_to_all_copy_engine.wlp"),
+    include_str!("../../src/collective/programs/reduce_scatter_packets.wlp"),
+    include_str!("../../../../examples/programs/broadcast_chain.wlp"),
 ];
 
+/// Those for two ranks only.
+const EXAMPLES_OF_TWO: [&str; 2] = [
+    include_str!("../../../../examples/programs/all_reduce_pushed.wlp"),
+    include_str!("../../../../examples/programs/all_reduce_lanes.wlp"),
+];
+
+/// The examples, with the number of ranks that each is for, if it is for one only.
 pub(crate) fn all() -> Vec<(Program, Option<usize>)> {
-    let parsed = EXAMPLES.iter().map(|(text, only)| {
+    let any = EXAMPLES.map(|text| (text, None));
+    let of_two = EXAMPLES_OF_TWO.map(|text| (text, Some(2)));
+    let parsed = any.into_iter().chain(of_two).map(|(text, only)| {
         let program = Program::parse(text).unwrap_or_else(|error| panic!("{error}"));
         let printed = program.to_string();
         assert_eq!(Program::parse(&printed).unwrap(), program, "{printed}");
-        (program, *only)
+        (program, only)
     });
     parsed.collect()
 }

@@ -175,131 +175,91 @@ fn an_output_that_is_not_what_is_expected_is_found() {
     let sum = "expect Y = sum(X on r for r in 0..world)";
     let gather = "for r in 0..world { expect Y[r] = copy(X[0] on r) }";
     let transposed = "for r in 0..world { expect Y[r] = copy(X[rank] on r) }";
-    for (tensors, body, expect, wrong) in [
+    // An expectation with bodies that meet it, and bodies that do not.
+    let cases: [(&str, &str, &[&str], &[&str]); 7] = [
         (
             one,
-            "Y[lane of 2] = reduce(X[lane of 2] on r for r in 0..world, sum)",
             sum,
-            false,
+            &[
+                "Y[lane of 2] = reduce(X[lane of 2] on r for r in 0..world, sum)",
+                "Y[lane of 2] = reduce(X[lane of 2] on r for r in 0..world, op)",
+            ],
+            &[
+                // Another operator.
+                "Y[lane of 2] = reduce(X[lane of 2] on r for r in 0..world, max)",
+                // One rank twice and another never.
+                "Y[lane of 2] = reduce(X[lane of 2] on (rank + r / 2) % world for r in 0..world, sum)",
+                // Only the first half is reduced.
+                "Y[lane of 2] = reduce(X[lane of 2] on r for r in 0..world + lane * (1 - world), sum)",
+            ],
         ),
         (
             one,
-            "Y[lane of 2] = reduce(X[lane of 2] on r for r in 0..world, op)",
-            sum,
-            false,
-        ),
-        (
-            one,
-            "Y[lane of 2] = reduce(X[lane of 2] on r for r in 0..world, op)",
             "expect Y = reduce(X on r for r in 0..world, op)",
-            false,
+            &["Y[lane of 2] = reduce(X[lane of 2] on r for r in 0..world, op)"],
+            &[],
         ),
-        // Another operator.
         (
             one,
-            "Y[lane of 2] = reduce(X[lane of 2] on r for r in 0..world, max)",
-            sum,
-            true,
-        ),
-        // One rank twice and another never.
-        (
-            one,
-            "Y[lane of 2] = reduce(X[lane of 2] on (rank + r / 2) % world for r in 0..world, sum)",
-            sum,
-            true,
-        ),
-        // Only the first half is reduced.
-        (
-            one,
-            "Y[lane of 2] = reduce(X[lane of 2] on r for r in 0..world + lane * (1 - world), sum)",
-            sum,
-            true,
-        ),
-        // A part of another lane.
-        (
-            one,
-            "Y[lane of 2][0..n / 2] = copy(X[1 - lane of 2][0..n / 2])",
             "expect Y = copy(X)",
-            true,
+            &[
+                "if epoch % 2 == 0 { Y[lane of 2] = copy(X[lane of 2]) } else { Y[lane of 2] = reduce(X[lane of 2], sum) }",
+            ],
+            &[
+                // A part of another lane.
+                "Y[lane of 2][0..n / 2] = copy(X[1 - lane of 2][0..n / 2])",
+                // In the first of three launches alone.
+                "if epoch % 3 == 0 { Y[lane of 2] = copy(X[lane of 2]) } else { Y[lane of 2] = reduce(X[lane of 2], X[lane of 2], sum) }",
+            ],
         ),
-        // The next rank's for the previous one's.
         (
             one,
-            "Y[lane of 2] = copy(X[lane of 2] on (rank + 1) % world)",
             "expect Y = copy(X on (rank - 1) % world)",
-            true,
+            &["Y[lane of 2] = copy(X[lane of 2] on (rank - 1) % world)"],
+            // The next rank's for the previous one's.
+            &["Y[lane of 2] = copy(X[lane of 2] on (rank + 1) % world)"],
         ),
         (
             one,
-            "Y[lane of 2] = copy(X[lane of 2] on (rank - 1) % world)",
-            "expect Y = copy(X on (rank - 1) % world)",
-            false,
-        ),
-        // In the first of three launches alone.
-        (
-            one,
-            "if epoch % 3 == 0 { Y[lane of 2] = copy(X[lane of 2]) } else { Y[lane of 2] = reduce(X[lane of 2], X[lane of 2], sum) }",
-            "expect Y = copy(X)",
-            true,
-        ),
-        (
-            one,
-            "if epoch % 2 == 0 { Y[lane of 2] = copy(X[lane of 2]) } else { Y[lane of 2] = reduce(X[lane of 2], sum) }",
-            "expect Y = copy(X)",
-            false,
-        ),
-        (
-            one,
-            "Y[lane of 2] = copy(X[lane of 2] on root)",
             "expect Y = copy(X on root)",
-            false,
+            &["Y[lane of 2] = copy(X[lane of 2] on root)"],
+            &["Y[lane of 2] = copy(X[lane of 2] on 0)"],
         ),
-        (
-            one,
-            "Y[lane of 2] = copy(X[lane of 2] on 0)",
-            "expect Y = copy(X on root)",
-            true,
-        ),
-        // Rows in an order of their own.
         (
             rows,
-            "for r in 0..world { Y[r][lane of 2] = copy(X[0][lane of 2] on r) }",
             gather,
-            false,
+            &["for r in 0..world { Y[r][lane of 2] = copy(X[0][lane of 2] on r) }"],
+            // Rows in an order of their own.
+            &[
+                "for r in 0..world { Y[r][lane of 2] = copy(X[0][lane of 2] on (rank + r) % world) }",
+            ],
         ),
         (
             rows,
-            "for r in 0..world { Y[r][lane of 2] = copy(X[0][lane of 2] on (rank + r) % world) }",
-            gather,
-            true,
-        ),
-        (
-            rows,
-            "for r in 0..world { Y[r][lane of 2] = copy(X[rank][lane of 2] on r) }",
             transposed,
-            false,
+            &["for r in 0..world { Y[r][lane of 2] = copy(X[rank][lane of 2] on r) }"],
+            &["for r in 0..world { Y[r][lane of 2] = copy(X[r][lane of 2] on r) }"],
         ),
-        (
-            rows,
-            "for r in 0..world { Y[r][lane of 2] = copy(X[r][lane of 2] on r) }",
-            transposed,
-            true,
-        ),
-    ] {
-        let text = text(tensors, body, expect);
-        let program = Program::parse(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
-        assert_eq!(Program::parse(&program.to_string()).unwrap(), program);
-        let given = Parameters::new().with("n", 32);
-        verify(&program, 3, 1, &given).unwrap_or_else(|found| panic!("{}\n{text}", found[0]));
-        let evaluator = Evaluator::new(&program, 3, 1, &given).unwrap();
-        let found = evaluator.violations(elements).unwrap();
-        let kinds: Vec<DiagnosticKind> = found.iter().map(|one| one.kind).collect();
-        let expected = if wrong {
-            &[DiagnosticKind::Expectation][..]
-        } else {
-            &[]
-        };
-        assert_eq!(kinds, expected, "{found:?}\n{text}");
+    ];
+    for (tensors, expect, right, wrong) in cases {
+        let right = right.iter().map(|body| (body, false));
+        let wrong = wrong.iter().map(|body| (body, true));
+        for (body, wrong) in right.chain(wrong) {
+            let text = text(tensors, body, expect);
+            let program = Program::parse(&text).unwrap_or_else(|error| panic!("{error}\n{text}"));
+            assert_eq!(Program::parse(&program.to_string()).unwrap(), program);
+            let given = Parameters::new().with("n", 32);
+            verify(&program, 3, 1, &given).unwrap_or_else(|found| panic!("{}\n{text}", found[0]));
+            let evaluator = Evaluator::new(&program, 3, 1, &given).unwrap();
+            let found = evaluator.violations(elements).unwrap();
+            let kinds: Vec<DiagnosticKind> = found.iter().map(|one| one.kind).collect();
+            let expected = if wrong {
+                &[DiagnosticKind::Expectation][..]
+            } else {
+                &[]
+            };
+            assert_eq!(kinds, expected, "{found:?}\n{text}");
+        }
     }
 }
 
@@ -472,77 +432,60 @@ fn kernels_are_verified_in_place() {
     let same = "input X: f32[n]; output Y: f32[n]; inout X = Y";
     let rows = "input X: f32[n]; output Y: f32[world, n]; inout X = Y[rank]";
     let part = "input X: f32[world, n]; output Y: f32[n]; inout Y = X[rank]";
-    for (barrier, body, tensors, right) in [
-        ("", "Y[lane of 2] = copy(X[lane of 2])", same, true),
-        // Another lane's part is read after it was written, or not.
+    // Bodies that are accepted, and bodies that are refused.
+    let cases: [(&str, &str, &[&str], &[&str]); 4] = [
         (
             "",
-            "Y[lane of 2][0..n / 4] = copy(X[1 - lane of 2][0..n / 4]); Y[lane of 2][n / 4..n / 2] = copy(X[lane of 2][n / 4..n / 2])",
             same,
-            false,
-        ),
-        // Overlapping, in no order.
-        (
-            "",
-            "Y[lane of 2] = reduce(X[lane of 2], X[0 of 2], sum)",
-            same,
-            false,
+            &["Y[lane of 2] = copy(X[lane of 2])"],
+            &[
+                // Another lane's part is read after it was written, or not.
+                "Y[lane of 2][0..n / 4] = copy(X[1 - lane of 2][0..n / 4]); Y[lane of 2][n / 4..n / 2] = copy(X[lane of 2][n / 4..n / 2])",
+                // Overlapping, in no order.
+                "Y[lane of 2] = reduce(X[lane of 2], X[0 of 2], sum)",
+            ],
         ),
         (
             "barrier",
-            "Y[rank of world][lane of 2] on r for r in 0..world = reduce(X[rank of world][lane of 2] on r for r in 0..world, sum)",
             same,
-            true,
-        ),
-        // Peers still read what is written.
-        (
-            "barrier",
-            "Y[lane of 2] = reduce(X[lane of 2] on r for r in 0..world, sum)",
-            same,
-            false,
+            &[
+                "Y[rank of world][lane of 2] on r for r in 0..world = reduce(X[rank of world][lane of 2] on r for r in 0..world, sum)",
+            ],
+            // Peers still read what is written.
+            &["Y[lane of 2] = reduce(X[lane of 2] on r for r in 0..world, sum)"],
         ),
         (
             "barrier",
-            "Y[rank][lane of 2] on r for r in 0..world = reduce(X[lane of 2], sum)",
             rows,
-            true,
+            &["Y[rank][lane of 2] on r for r in 0..world = reduce(X[lane of 2], sum)"],
+            &[
+                "for r in 0..world { Y[(rank + 1) % world][lane of 2] = copy(X[lane of 2] on r) }; Y[rank][lane of 2] = copy(X[lane of 2])",
+            ],
         ),
         (
             "barrier",
-            "for r in 0..world { Y[(rank + 1) % world][lane of 2] = copy(X[lane of 2] on r) }; Y[rank][lane of 2] = copy(X[lane of 2])",
-            rows,
-            false,
-        ),
-        (
-            "barrier",
-            "Y[lane of 2] = reduce(X[rank][lane of 2] on r for r in 0..world, sum)",
             part,
-            true,
+            &["Y[lane of 2] = reduce(X[rank][lane of 2] on r for r in 0..world, sum)"],
+            &[
+                "Y[lane of 2] = reduce(X[(rank + 1) % world][lane of 2] on r for r in 0..world, sum)",
+            ],
         ),
-        (
-            "barrier",
-            "Y[lane of 2] = reduce(X[(rank + 1) % world][lane of 2] on r for r in 0..world, sum)",
-            part,
-            false,
-        ),
-    ] {
-        let tried = text(barrier, body, tensors);
-        let given = Parameters::new().with("n", 32);
-        let verdict = |text: &str| {
-            let program = Program::parse(text).unwrap_or_else(|error| panic!("{error}\n{text}"));
-            assert_eq!(Program::parse(&program.to_string()).unwrap(), program);
-            verify(&program, 2, 1, &given)
-        };
-        match verdict(&tried) {
-            Ok(_) => assert!(right, "is accepted:\n{tried}"),
-            Err(found) => {
-                assert!(
-                    !right && found[0].kind == DiagnosticKind::Race,
-                    "{}\n{tried}",
-                    found[0]
-                );
-                assert!(found[0].message.contains("'inout'"), "{}", found[0]);
-            }
+    ];
+    let verdict = |text: &str| {
+        let program = Program::parse(text).unwrap_or_else(|error| panic!("{error}\n{text}"));
+        assert_eq!(Program::parse(&program.to_string()).unwrap(), program);
+        verify(&program, 2, 1, &Parameters::new().with("n", 32))
+    };
+    for (barrier, tensors, right, wrong) in cases {
+        for body in right {
+            let text = text(barrier, body, tensors);
+            verdict(&text).unwrap_or_else(|found| panic!("{}\n{text}", found[0]));
+        }
+        for body in wrong {
+            let text = text(barrier, body, tensors);
+            let found = verdict(&text).expect_err(&text);
+            assert_eq!(found[0].kind, DiagnosticKind::Race, "{}\n{text}", found[0]);
+            assert!(found[0].message.contains("'inout'"), "{}", found[0]);
         }
     }
     for tensors in [

@@ -67,149 +67,128 @@ fn rows_that_are_not_those_that_memory_names_are_found() {
     let fewer = |rows| format!("0..(m - (2 * {rows} - 1 - m) / {rows} - lane + lanes - 1) / lanes");
     let (fewer_rows, fewer_tokens) = (fewer("rows"), fewer("tokens"));
     let header = "put C[q] to H";
-    // The replacements in each text, and whether it is still right.
-    type Case<'a> = (&'a str, &'a str, &'a [(&'a str, &'a str)], bool);
-    let cases: &[Case<'_>] = &[
+    // For each text, replacements that leave it right, and others.
+    type Case<'a> = (&'a str, &'a [(&'a str, &'a str)]);
+    let cases: [(&str, &[Case<'_>], &[Case<'_>]); 2] = [
         (
-            "both ends count down",
             ALL_TO_ALL_V,
             &[
-                (&put, &format!("put X[q]{backwards} to")),
-                (&copy, &format!("Y[p]{backwards} = copy(R[slot][p]{row})")),
+                (
+                    "both ends count down",
+                    &[
+                        (&put, &format!("put X[q]{backwards} to")),
+                        (&copy, &format!("Y[p]{backwards} = copy(R[slot][p]{row})")),
+                    ],
+                ),
+                (
+                    "the last row not stated",
+                    &[("for j in 0..m { expect", "for j in 0..m - 1 { expect")],
+                ),
             ],
-            true,
-        ),
-        (
-            "rows backwards",
-            ALL_TO_ALL_V,
-            &[(&put, &format!("put X[q]{backwards} to"))],
-            false,
-        ),
-        (
-            "rows of another rank",
-            ALL_TO_ALL_V,
-            &[(&put, &format!("put X[rank]{row} to"))],
-            false,
-        ),
-        (
-            "rows backwards at the receiver",
-            ALL_TO_ALL_V,
-            &[(&copy, &format!("Y[p]{backwards} = copy(R[slot][p]{row})"))],
-            false,
-        ),
-        (
-            "a row too few",
-            ALL_TO_ALL_V,
-            &[(loops, &fewer_rows)],
-            false,
-        ),
-        (
-            "another count",
-            ALL_TO_ALL_V,
             &[
-                (header, "put C[rank] to H"),
-                ("let m = C[q]", "let m = C[rank]"),
+                (
+                    "rows backwards",
+                    &[(&put, &format!("put X[q]{backwards} to"))],
+                ),
+                (
+                    "rows of another rank",
+                    &[(&put, &format!("put X[rank]{row} to"))],
+                ),
+                (
+                    "rows backwards at the receiver",
+                    &[(&copy, &format!("Y[p]{backwards} = copy(R[slot][p]{row})"))],
+                ),
+                ("a row too few", &[(loops, &fewer_rows)]),
+                (
+                    "another count",
+                    &[
+                        (header, "put C[rank] to H"),
+                        ("let m = C[q]", "let m = C[rank]"),
+                    ],
+                ),
+                (
+                    "counts at another place",
+                    &[("K[p] =", "K[world - 1 - p] =")],
+                ),
+                (
+                    "stated of another rank",
+                    &[("let m = C[rank] on r", "let m = C[r] on rank")],
+                ),
+                (
+                    "a row too many stated",
+                    &[(
+                        "for j in 0..m { expect",
+                        "for j in 0..min(m + 1, rows) { expect",
+                    )],
+                ),
             ],
-            false,
         ),
         (
-            "counts at another place",
-            ALL_TO_ALL_V,
-            &[("K[p] =", "K[world - 1 - p] =")],
-            false,
-        ),
-        (
-            "stated of another rank",
-            ALL_TO_ALL_V,
-            &[("let m = C[rank] on r", "let m = C[r] on rank")],
-            false,
-        ),
-        (
-            "a row too many stated",
-            ALL_TO_ALL_V,
+            DISPATCH,
             &[(
-                "for j in 0..m { expect",
-                "for j in 0..min(m + 1, rows) { expect",
+                "both ends count down",
+                &[
+                    (put_named, "put X[J[m - 1 - lane - j * lanes]] to"),
+                    (&copy, &format!("Y[p]{backwards} = copy(R[slot][p]{row})")),
+                ],
             )],
-            false,
-        ),
-        (
-            "the last row not stated",
-            ALL_TO_ALL_V,
-            &[("for j in 0..m { expect", "for j in 0..m - 1 { expect")],
-            true,
-        ),
-        (
-            "both ends count down",
-            DISPATCH,
             &[
-                (put_named, "put X[J[m - 1 - lane - j * lanes]] to"),
-                (&copy, &format!("Y[p]{backwards} = copy(R[slot][p]{row})")),
+                ("no index", &[(put_named, "put X[lane + j * lanes] to")]),
+                (
+                    "indices backwards",
+                    &[(put_named, "put X[J[m - 1 - lane - j * lanes]] to")],
+                ),
+                (
+                    "indices for another rank",
+                    &[("let J = I[q]", "let J = I[rank]")],
+                ),
+                ("a row too few", &[(loops, &fewer_tokens)]),
+                (
+                    "another count",
+                    &[
+                        (header, "put C[rank] to H"),
+                        ("let m = C[q]", "let m = C[rank]"),
+                    ],
+                ),
+                (
+                    "names of another rank",
+                    &[("put I[q] to M", "put I[rank] to M")],
+                ),
+                (
+                    "stated of this rank's indices",
+                    &[("let t = I[rank][j] on r", "let t = I[rank][j]")],
+                ),
+                (
+                    "stated of a smaller range",
+                    &[("on r at most tokens - 1", "on r at most tokens - 2")],
+                ),
             ],
-            true,
-        ),
-        (
-            "no index",
-            DISPATCH,
-            &[(put_named, "put X[lane + j * lanes] to")],
-            false,
-        ),
-        (
-            "indices backwards",
-            DISPATCH,
-            &[(put_named, "put X[J[m - 1 - lane - j * lanes]] to")],
-            false,
-        ),
-        (
-            "indices for another rank",
-            DISPATCH,
-            &[("let J = I[q]", "let J = I[rank]")],
-            false,
-        ),
-        ("a row too few", DISPATCH, &[(loops, &fewer_tokens)], false),
-        (
-            "another count",
-            DISPATCH,
-            &[
-                (header, "put C[rank] to H"),
-                ("let m = C[q]", "let m = C[rank]"),
-            ],
-            false,
-        ),
-        (
-            "names of another rank",
-            DISPATCH,
-            &[("put I[q] to M", "put I[rank] to M")],
-            false,
-        ),
-        (
-            "stated of this rank's indices",
-            DISPATCH,
-            &[("let t = I[rank][j] on r", "let t = I[rank][j]")],
-            false,
-        ),
-        (
-            "stated of a smaller range",
-            DISPATCH,
-            &[("on r at most tokens - 1", "on r at most tokens - 2")],
-            false,
         ),
     ];
-    let mut wrong = Vec::new();
-    for (what, text, changes, right) in cases {
-        let mut changed = (*text).to_owned();
-        for (from, to) in *changes {
-            assert!(text.contains(from), "{what}: {from}");
-            changed = changed.replace(from, to);
-        }
-        let rows = if *text == DISPATCH { "tokens" } else { "rows" };
+    for (text, right, wrong) in cases {
+        let rows = if text == DISPATCH { "tokens" } else { "rows" };
         let parameters = Parameters::new().with(rows, ROWS as i64).with("n", 20);
-        let found = failures(&changed, &parameters);
-        if found.is_empty() != *right || found.iter().any(|how| !how.contains("expectation:")) {
-            wrong.push(format!("{what}, which is right: {right}: {found:?}"));
+        let failures_with = |(what, changes): &Case<'_>| {
+            let mut changed = text.to_owned();
+            for (from, to) in *changes {
+                assert!(text.contains(from), "{what}: {from}");
+                changed = changed.replace(from, to);
+            }
+            failures(&changed, &parameters)
+        };
+        for case in right {
+            assert_eq!(failures_with(case), [""; 0], "{}", case.0);
+        }
+        for case in wrong {
+            let found = failures_with(case);
+            let unmet = |how: &String| how.contains("expectation:");
+            assert!(
+                !found.is_empty() && found.iter().all(unmet),
+                "{}: {found:?}",
+                case.0
+            );
         }
     }
-    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
 /// A program that gathers rows of X by I, and what it expects.
@@ -227,42 +206,32 @@ fn gathers(expect: &str) -> String {
 
 #[test]
 fn rows_are_named_by_words_in_what_is_expected() {
-    for (expect, right) in [
-        ("for j in 0..6 { expect Y[j] = copy(X[I[j]]) }", true),
-        ("let J = I; expect Y[5] = copy(X[I[5]])", true),
-        (
-            "for j in 0..6 { let i = I[j] at most 5; if i < 3 { expect Y[j] = copy(X[i]) } }",
-            true,
-        ),
-        (
-            "for j in 0..6 { let i = I[j] at most 5; if i < 3 { expect Y[j] = copy(X[0]) } }",
-            false,
-        ),
-        ("for j in 0..6 { expect Y[j] = copy(X[j]) }", false),
-        ("for j in 0..5 { expect Y[j] = copy(X[I[j + 1]]) }", false),
-        (
-            "for j in 0..6 { expect Y[j] = copy(X[I[j]] on (rank + 1) % world) }",
-            false,
-        ),
-        ("for j in 0..6 { expect Y[j] = twice(X[I[j]]) }", false),
-        (
-            "let m = C[0] at most 6; for j in 0..m { expect Y[j] = copy(X[I[j]]) }",
-            true,
-        ),
-        (
-            "let m = C[0] at most 6; for j in 0..m { expect Y[j] = copy(X[0]) }",
-            false,
-        ),
-    ] {
+    let right = [
+        "for j in 0..6 { expect Y[j] = copy(X[I[j]]) }",
         // An alias is a part of a tensor.
-        let expect = expect.replace(
-            "let J = I; expect Y[5] = copy(X[I[5]])",
-            "let J = I[3..6]; expect Y[5] = copy(X[J[2]])",
-        );
-        let found = failures(&gathers(&expect), &Parameters::new().with("n", 20));
-        assert_eq!(found.is_empty(), right, "{expect}: {found:?}");
+        "let J = I[3..6]; expect Y[5] = copy(X[J[2]])",
+        "for j in 0..6 { let i = I[j] at most 5; if i < 3 { expect Y[j] = copy(X[i]) } }",
+        "let m = C[0] at most 6; for j in 0..m { expect Y[j] = copy(X[I[j]]) }",
+    ];
+    let wrong = [
+        "for j in 0..6 { let i = I[j] at most 5; if i < 3 { expect Y[j] = copy(X[0]) } }",
+        "for j in 0..6 { expect Y[j] = copy(X[j]) }",
+        "for j in 0..5 { expect Y[j] = copy(X[I[j + 1]]) }",
+        "for j in 0..6 { expect Y[j] = copy(X[I[j]] on (rank + 1) % world) }",
+        "for j in 0..6 { expect Y[j] = twice(X[I[j]]) }",
+        "let m = C[0] at most 6; for j in 0..m { expect Y[j] = copy(X[0]) }",
+    ];
+    let found = |expect| failures(&gathers(expect), &Parameters::new().with("n", 20));
+    for expect in right {
+        assert_eq!(found(expect), [""; 0], "{expect}");
+    }
+    for expect in wrong {
+        let found = found(expect);
         let unmet = |how: &String| how.contains("expectation:");
-        assert!(found.iter().all(unmet), "{expect}: {found:?}");
+        assert!(
+            !found.is_empty() && found.iter().all(unmet),
+            "{expect}: {found:?}"
+        );
     }
 }
 
