@@ -9,7 +9,7 @@ use warplink::collective::{
 };
 use warplink::device::{ReduceOp, cuda};
 use warplink::program::section::SectionInstance;
-use warplink::program::{OperationKind, Parameters, Program, unroll};
+use warplink::program::{Parameters, Program, unroll};
 use warplink::{DType, ErrorKind};
 
 /// How far a kernel is optimized. That takes most of the time and finds few errors, so texts that are compiled for several
@@ -143,17 +143,15 @@ fn sections(world: usize) -> Vec<(String, SectionInstance)> {
             continue;
         };
         let name = file.file_name().unwrap_or_default().to_string_lossy();
-        for operation in &rank_program.operations {
-            if let OperationKind::Kernel(section) = &operation.kind {
-                all.push((name.to_string(), SectionInstance::clone(section)));
-                // Where tensors are announced, as it finds them by tables, too.
-                if text.contains(" with ") {
-                    let published = SectionInstance {
-                        published: true,
-                        ..SectionInstance::clone(section)
-                    };
-                    all.push((format!("{name}, published"), published));
-                }
+        for section in rank_program.sections() {
+            all.push((name.to_string(), section.clone()));
+            // Where tensors are announced, as it finds them by tables, too.
+            if text.contains(" with ") {
+                let published = SectionInstance {
+                    published: true,
+                    ..section.clone()
+                };
+                all.push((format!("{name}, published"), published));
             }
         }
     }
@@ -276,16 +274,14 @@ fn program_compiles((name, program): &(String, Program), world: usize, number: u
         }
     }
     let rank_program = unroll(program, 0, world, 1, &parameters).expect("a rank's program");
-    let OperationKind::Kernel(section) = &rank_program.operations[0].kind else {
-        panic!("{name}: {:?} is no kernel", rank_program.operations[0]);
-    };
+    let section = rank_program.sections().next().expect("a kernel");
     let architecture = cuda::ARCHITECTURES[number % cuda::ARCHITECTURES.len()];
     let few = ["OneShot", "Lined"].iter().any(|way| name.contains(way));
     let clusters = few && architecture != "sm_80";
     let section = SectionInstance {
         published: program.to_string().contains(" with "),
         blocks: if clusters { 4 } else { 1 },
-        ..SectionInstance::clone(section)
+        ..section.clone()
     };
     let text = section.kernel(number.is_multiple_of(2)).expect("a kernel");
     // For each architecture, as there are four.
@@ -317,14 +313,10 @@ fn sections_compile_whatever_they_name() {
         }
     }";
     let program = Program::parse(text).expect("a program");
-    let mut parameters = Parameters::new();
-    for name in ["times", "room", "Announced", "Index", "int"] {
-        parameters.insert(name, 8);
-    }
+    let names = ["times", "room", "Announced", "Index", "int"];
+    let parameters = Parameters::from(names.map(|name| (name, 8)));
     let rank_program = unroll(&program, 0, 2, 1, &parameters).expect("a rank's program");
-    let OperationKind::Kernel(section) = &rank_program.operations[0].kind else {
-        panic!("{:?} is no kernel", rank_program.operations[0]);
-    };
+    let section = rank_program.sections().next().expect("a kernel");
     for kernel in [section.kernel(true), section.traced_kernel(true)] {
         compiles("names", &kernel.expect("a kernel"), "sm_90", Least);
     }
@@ -350,10 +342,7 @@ fn reduction_compiles(program: &Program, dtype: DType, op: ReduceOp, aligned: bo
         parameters.insert(name, 1000);
     }
     let rank_program = unroll(program, 0, 2, 1, &parameters).expect("a rank's program");
-    for operation in &rank_program.operations {
-        let OperationKind::Kernel(section) = &operation.kind else {
-            continue;
-        };
+    for section in rank_program.sections() {
         let kernel = section.kernel(aligned).expect("a kernel");
         // One without instructions for floats of 8 bits, and one with them.
         for architecture in &cuda::ARCHITECTURES[..2] {
@@ -457,11 +446,8 @@ fn functions_of_rows_compile_for_every_architecture() {
             .with("threads", threads)
             .with("op", ReduceOp::Average);
         let ranks = unroll(&program, 0, world, 2, &parameters).unwrap();
-        let section = ranks.operations.iter().find_map(|it| match &it.kind {
-            OperationKind::Kernel(section) => Some(section.clone()),
-            _ => None,
-        });
-        let text = section.unwrap().kernel(aligned).unwrap();
+        let section = ranks.sections().next().unwrap();
+        let text = section.kernel(aligned).unwrap();
         let name = format!("rows of {dtype} for {world} ranks");
         if !compiles(&name, &text, architecture, optimized) {
             return;

@@ -6,9 +6,9 @@ use super::choice::Choice;
 use super::recent::Recent;
 use crate::device::{DeviceSlice, Readying, ReduceOp};
 use crate::error::{Error, Result};
+use crate::program::RankProgram;
 use crate::program::execute::{CodeWanted, SharedKernel, SharedWorkspace};
 use crate::program::section::SectionInstance;
-use crate::program::{OperationKind, RankProgram};
 use crate::sync::lock;
 use std::hash::Hash;
 use std::sync::{Arc, Mutex};
@@ -121,17 +121,11 @@ impl Form {
 
 /// The only kernel of a program, in a form that serves all counts.
 pub(super) fn section(program: &RankProgram) -> Result<SectionInstance> {
-    let mut kernels = program
-        .operations
-        .iter()
-        .filter_map(|operation| match &operation.kind {
-            OperationKind::Kernel(section) => Some(section),
-            _ => None,
-        });
+    let mut kernels = program.sections();
     match (kernels.next(), kernels.next()) {
         (Some(section), None) => Ok(SectionInstance {
             sizes_vary: true,
-            ..(**section).clone()
+            ..section.clone()
         }),
         _ => Err(Error::internal("a collective is a program with one kernel")),
     }

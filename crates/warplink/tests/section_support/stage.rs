@@ -16,7 +16,7 @@ use warplink::program::ir::Role;
 use warplink::program::section::{
     LaneStep, LaneStepKind, Part, ReadWord, RowArgument, SectionInstance, SectionMemory,
 };
-use warplink::program::{Diagnostic, DiagnosticKind, OperationKind, RankProgram, Site};
+use warplink::program::{Diagnostic, DiagnosticKind, RankProgram, Site};
 
 /// How many combinations of values that break a rule are tried of each lane until others lead on.
 const MAX_WRONG: usize = 100;
@@ -129,9 +129,8 @@ impl<'a> Stage<'a> {
         runs: usize,
         choice: Choice,
     ) -> Result<Self, Diagnostic> {
-        let first = sections(&ranks[0]);
-        let kernels = first.len();
-        let reads = |section: &&SectionInstance| {
+        let kernels = ranks[0].sections().count();
+        let reads = |section: &SectionInstance| {
             let text = format!("{:?}", section.section.body);
             text.contains("Value(") || text.contains("Index(Element(")
         };
@@ -140,14 +139,14 @@ impl<'a> Stage<'a> {
             kernels,
             launches: Rc::default(),
             choice,
-            reads_values: first.iter().any(reads),
+            reads_values: ranks[0].sections().any(reads),
             expanded: Rc::default(),
             seen: RefCell::default(),
             spent: Rc::default(),
         };
         let of_launch = |launch: usize| {
             let of_rank = |(rank, program): (usize, &RankProgram)| {
-                let lanes = 0..sections(program)[launch % kernels].lanes;
+                let lanes = 0..section(program, launch % kernels).lanes;
                 let steps = |lane| Ok(Rc::new(stage.resolved((launch, rank, lane), &[])?));
                 lanes.map(steps).collect()
             };
@@ -172,7 +171,7 @@ impl<'a> Stage<'a> {
 
     /// After how many runs the launches do the same again.
     pub(crate) fn period(ranks: &[RankProgram]) -> usize {
-        let sections = ranks.iter().flat_map(sections);
+        let sections = ranks.iter().flat_map(RankProgram::sections);
         let periods = sections.map(|section| section.period as usize);
         periods.fold(1, |all, period| least_common_multiple(all, period.max(1)))
     }
@@ -320,7 +319,7 @@ impl<'a> Stage<'a> {
 
     fn resolved(&self, (launch, rank, lane): LaneOf, read: &[i64]) -> Result<Steps, Diagnostic> {
         let ranks = self.ranks.iter();
-        let of_launch = ranks.map(|program| sections(program)[launch % self.kernels]);
+        let of_launch = ranks.map(|program| section(program, launch % self.kernels));
         let of_launch: Vec<&SectionInstance> = of_launch.collect();
         let known = |word: &ReadWord| read.get(word.number).copied();
         let steps = of_launch[rank].steps_with(lane, launch as u64, &known)?;
@@ -435,13 +434,9 @@ impl<'a> Stage<'a> {
     }
 }
 
-fn sections(program: &RankProgram) -> Vec<&SectionInstance> {
-    let operations = program.operations.iter();
-    let kernels = operations.filter_map(|operation| match &operation.kind {
-        OperationKind::Kernel(section) => Some(&**section),
-        _ => None,
-    });
-    kernels.collect()
+/// A kernel section of a program.
+fn section(program: &RankProgram, number: usize) -> &SectionInstance {
+    program.sections().nth(number).unwrap()
 }
 
 /// Extends bounds of copies to what they are copied from, which may be copies as well.

@@ -3,9 +3,7 @@
 use crate::common::{threads_with, time_on_processor, world};
 use crate::play::{Launches, play};
 use std::time::Duration;
-use warplink::program::{
-    Diagnostic, DiagnosticKind, OperationKind, Parameters, Program, unroll, verify,
-};
+use warplink::program::{Diagnostic, DiagnosticKind, Parameters, Program, unroll, verify};
 
 pub(crate) fn verdict(text: &str, n: i64) -> Result<(), Vec<Diagnostic>> {
     let program = Program::parse(text).unwrap_or_else(|error| panic!("{error}\n{text}"));
@@ -531,9 +529,7 @@ fn a_slot_is_found_in_every_launch() {
     verdict(text, n).unwrap();
     let parameters = Parameters::new().with("n", n);
     let rank = unroll(&Program::parse(text).unwrap(), 0, 2, 1, &parameters).unwrap();
-    let OperationKind::Kernel(section) = &rank.operations[0].kind else {
-        panic!("{:?} is no kernel", rank.operations[0]);
-    };
+    let section = rank.sections().next().unwrap();
     for (epoch, steps) in [(0, 3), (1, 1), (1000, 3), (u64::MAX, 1)] {
         assert_eq!(section.steps(0, epoch).unwrap().len(), steps, "{epoch}");
     }

@@ -3,7 +3,7 @@
 use crate::common::{encode, threads, world};
 use crate::examples::{example, parameters};
 use warplink::device::{AllocationKind, Priority, ReduceOp};
-use warplink::program::{Bindings, OperationKind, PrepareOptions, TraceSpan};
+use warplink::program::{Bindings, PrepareOptions, TraceSpan};
 use warplink::{Communicator, DType};
 
 const N: usize = 1000;
@@ -48,13 +48,7 @@ fn traced(comm: &Communicator, name: &str) -> Option<Vec<TraceSpan>> {
     }
     // Only rank 0 has it, but what it should hold of itself it can tell.
     let trace = trace?;
-    let mut kernels = operations
-        .iter()
-        .filter_map(|operation| match &operation.kind {
-            OperationKind::Kernel(section) => Some(section.clone()),
-            _ => None,
-        });
-    let section = kernels.next().unwrap();
+    let section = operations.iter().find_map(|it| it.kind.section()).unwrap();
     for lane in 0..section.lanes {
         let mut expected: Vec<String> = Vec::new();
         // Two launches came before.

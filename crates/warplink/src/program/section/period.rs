@@ -158,7 +158,7 @@ impl<'s> PeriodWalk<'s> {
 
 #[cfg(test)]
 mod tests {
-    use crate::program::{OperationKind, Parameters, Program, unroll};
+    use crate::program::{Parameters, Program, unroll};
 
     /// Period of a kernel with this body, if it has one.
     fn found(body: &str) -> Option<u64> {
@@ -166,9 +166,7 @@ mod tests {
             format!("program test() {{\n kernel lane in 0..4 threads 64 {{\n{body}\n}}\n}}\n");
         let program = Program::parse(&text).unwrap();
         let rank = unroll(&program, 0, 4, 1, &Parameters::new()).ok()?;
-        let OperationKind::Kernel(section) = &rank.operations[0].kind else {
-            panic!("{:?} is no kernel", rank.operations[0]);
-        };
+        let section = rank.sections().next().unwrap();
         Some(section.period)
     }
 

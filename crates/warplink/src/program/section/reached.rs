@@ -111,7 +111,7 @@ fn holds(condition: &Condition, leaf: &dyn Fn(&Condition) -> bool) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use crate::program::{OperationKind, Parameters, Program, unroll};
+    use crate::program::{Parameters, Program, unroll};
 
     /// Cases of a kernel that announces X and Y, by tensor index.
     fn cases(body: &str) -> Result<Vec<Vec<usize>>, String> {
@@ -122,9 +122,7 @@ mod tests {
         );
         let program = Program::parse_text(&text).unwrap();
         let rank = unroll(&program, 0, 4, 1, &Parameters::new()).unwrap();
-        let OperationKind::Kernel(section) = &rank.operations[0].kind else {
-            panic!("{:?} is no kernel", rank.operations[0]);
-        };
+        let section = rank.sections().next().unwrap();
         let cases = section.reachable_cases()?;
         let name = |index: &usize| usize::from(section.tensors[*index].name == "Y") + 1;
         let named = cases.iter().map(|case| case.iter().map(name).collect());

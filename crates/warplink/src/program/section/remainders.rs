@@ -152,7 +152,7 @@ impl<'s> Visitor<'s> for RemainderWalk<'s> {
 mod tests {
     use super::*;
     use crate::program::construct::NodeKind;
-    use crate::program::{OperationKind, Parameters, Program, unroll};
+    use crate::program::{Parameters, Program, unroll};
 
     /// Period of the first loop of a kernel whose lanes loop over `c`.
     fn found(body: &str) -> u64 {
@@ -162,9 +162,7 @@ mod tests {
         );
         let program = Program::parse_text(&text).unwrap();
         let rank = unroll(&program, 0, 4, 1, &Parameters::new()).unwrap();
-        let OperationKind::Kernel(section) = &rank.operations[0].kind else {
-            panic!("{:?} is no kernel", rank.operations[0]);
-        };
+        let section = rank.sections().next().unwrap();
         let NodeKind::For(it) = &section.section.body[0].kind else {
             panic!("{:?} is no loop", section.section.body[0]);
         };

@@ -1,20 +1,14 @@
 //! Tests of generated kernel text. `tests/kernels.rs` checks that it compiles.
 
 use super::SectionInstance;
-use crate::program::{OperationKind, Parameters, Program, unroll};
-use std::sync::Arc;
+use crate::program::{Parameters, Program, unroll};
 
 /// The section of a program for rank `rank` of `world`.
-fn section(text: &str, rank: usize, world: usize, n: i64) -> Arc<SectionInstance> {
+fn section(text: &str, rank: usize, world: usize, n: i64) -> SectionInstance {
     let program = Program::parse(text).unwrap_or_else(|error| panic!("{error}"));
     let parameters = Parameters::new().with("n", n);
     let rank_program = unroll(&program, rank, world, 1, &parameters).unwrap();
-    let mut sections = rank_program.operations.iter();
-    let section = sections.find_map(|operation| match &operation.kind {
-        OperationKind::Kernel(section) => Some(section.clone()),
-        _ => None,
-    });
-    section.unwrap()
+    rank_program.sections().next().unwrap().clone()
 }
 
 /// The kernel of a body over X, Y and Z of n elements, and packets P.
@@ -423,9 +417,7 @@ fn names_are_told_apart_from_those_of_the_kernel_and_from_one_another() {
     let program = Program::parse(text).unwrap();
     let parameters = Parameters::new().with("size", 7).with("n", 100);
     let rank_program = unroll(&program, 0, 2, 1, &parameters).unwrap();
-    let OperationKind::Kernel(section) = &rank_program.operations[0].kind else {
-        panic!("{:?} is no kernel", rank_program.operations[0]);
-    };
+    let section = rank_program.sections().next().unwrap();
     let text = section.kernel(true).unwrap();
     assert!(text.contains("const Index v_size_ = v_size + 1;"), "{text}");
 }
