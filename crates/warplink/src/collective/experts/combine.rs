@@ -7,7 +7,7 @@ use crate::collective::choice::{Machine, part};
 use crate::collective::launches::{KernelCache, is_aligned};
 use crate::collective::text::{filled, parsed};
 use crate::device::{DeviceSlice, Readying, Stream};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::program::execute::{SharedKernel, SharedWorkspace};
 use crate::program::section::MAX_LANE_STEPS;
 use crate::program::section::function::MAX_ROW_ARGUMENTS;
@@ -188,14 +188,13 @@ impl Combine {
         let sums = words(shape.lanes * sum_words(options, self.columns)).max(SCRATCH_WORDS);
         // `Shape` has checked that the requests and sums fit.
         let room = (machine.plain_bytes - 4 * (requests + sums)) / options.dtype.size();
-        let mut parameters = Parameters::new().with("T", options.dtype);
         let kind = if weighted {
             COMBINE
         } else {
             COMBINE | UNWEIGHTED
         };
         let [what, length, upper, factor] = announced(kind, options, self.max_rows);
-        for (name, value) in [
+        Parameters::from([
             ("tokens", tokens as i64),
             ("first", from as i64),
             ("most", shape.tokens.min(options.max_tokens - from) as i64),
@@ -211,10 +210,8 @@ impl Combine {
             ("length", length),
             ("upper", upper),
             ("factor", factor),
-        ] {
-            parameters.insert(name, value);
-        }
-        parameters
+        ])
+        .with("T", options.dtype)
     }
 }
 
@@ -227,13 +224,10 @@ impl Shape {
         // The words of all lanes are rounded up.
         let most = machine.plain_bytes.saturating_sub(8 * SCRATCH_WORDS) / of_lane;
         if most == 0 {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "{experts} rows of {} elements do not fit in the workspace",
-                    options.elements
-                ),
-            )
+            return Err(Error::unsupported(format!(
+                "{experts} rows of {} elements do not fit in the workspace",
+                options.elements
+            ))
             .with_help("give the workspace more bytes (CollectiveOptions::workspace_bytes)"));
         }
         let wanted = options.max_tokens * if shared { 1 } else { MAX_PARTS };

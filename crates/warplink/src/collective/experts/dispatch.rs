@@ -7,7 +7,7 @@ use crate::collective::choice::{Machine, part};
 use crate::collective::launches::{KernelCache, is_aligned};
 use crate::collective::text::parsed;
 use crate::device::{DeviceSlice, Readying, Stream};
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::program::execute::{SharedKernel, SharedWorkspace};
 use crate::program::section::MAX_LANE_STEPS;
 use crate::program::{Parameters, Program};
@@ -153,9 +153,8 @@ impl Dispatch {
         // The rest of the workspace is for rows; `Shape` has checked that at least one fits.
         let room = machine.plain_bytes - WORD * (words + floats);
         let room = room / options.dispatched_dtype().size();
-        let mut parameters = Parameters::new().with("T", options.token_dtype());
         let [what, length, upper, factor] = announced(DISPATCH, options, self.max_rows);
-        for (name, value) in [
+        Parameters::from([
             ("tokens", options.max_tokens as i64),
             ("first", from as i64),
             ("most", shape.tokens.min(options.max_tokens - from) as i64),
@@ -175,10 +174,8 @@ impl Dispatch {
             ("length", length),
             ("upper", upper),
             ("factor", factor),
-        ] {
-            parameters.insert(name, value);
-        }
-        parameters
+        ])
+        .with("T", options.token_dtype())
     }
 }
 
@@ -193,14 +190,11 @@ impl Shape {
         };
         // Checked when the layer is created, rather than at a dispatch in the middle of a model.
         if !fits(1, 1) {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                format!(
-                    "rows of {} bytes for {world} ranks and {} experts do not fit in the workspace",
-                    options.row_bytes(),
-                    options.experts
-                ),
-            )
+            return Err(Error::unsupported(format!(
+                "rows of {} bytes for {world} ranks and {} experts do not fit in the workspace",
+                options.row_bytes(),
+                options.experts
+            ))
             .with_help("give the workspace more bytes (CollectiveOptions::workspace_bytes)"));
         }
         let most = (1..=MAX_LANES).take_while(|lanes| fits(*lanes, 1));

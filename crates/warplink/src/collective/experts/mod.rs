@@ -26,7 +26,9 @@ use super::Collectives;
 use super::choice::Machine;
 use super::messages::check_apart;
 use crate::device::{AllocationKind, DeviceSlice, InUse, Stream};
-use crate::error::{Error, ErrorKind, Result};
+#[cfg(doc)]
+use crate::error::ErrorKind;
+use crate::error::{Error, Result};
 use crate::program::execute::SharedWorkspace;
 #[doc(hidden)]
 pub use combine::expert_programs;
@@ -266,11 +268,8 @@ impl Layer {
 }
 
 fn no_direct_path() -> Error {
-    Error::new(
-        ErrorKind::Unsupported,
-        "the vendor's library cannot read counts from device memory",
-    )
-    .with_help("read the counts on the host, and pass them to all_to_all_v")
+    Error::unsupported("the vendor's library cannot read counts from device memory")
+        .with_help("read the counts on the host, and pass them to all_to_all_v")
 }
 
 impl fmt::Debug for Experts {

@@ -353,8 +353,7 @@ impl Described {
         };
         let words = self.words(shape.way).map(|word| i64::from(word as i32));
         let [what, length, upper, factor] = words;
-        let mut parameters = Parameters::new().with("T", self.call.dtype);
-        for (name, value) in [
+        let mut parameters = Parameters::from([
             ("tokens", self.call.tokens as i64),
             ("n", self.call.width as i64),
             ("room", room as i64),
@@ -365,9 +364,8 @@ impl Described {
             ("length", length),
             ("upper", upper),
             ("factor", factor),
-        ] {
-            parameters.insert(name, value);
-        }
+        ])
+        .with("T", self.call.dtype);
         if shape.way == Way::Quantized {
             let lanes = shape.lanes * machine.world;
             let rows = self.call.tokens.div_ceil(lanes);

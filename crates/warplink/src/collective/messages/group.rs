@@ -5,7 +5,9 @@ use super::programs::End;
 use crate::collective::Collectives;
 use crate::device::{CollectiveRequest, DeviceSlice, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Rank, Result};
+#[cfg(doc)]
+use crate::error::ErrorKind;
+use crate::error::{Error, Rank, Result};
 use crate::p2p::Direction;
 
 /// Bytes of messages to self that join the launch in any case: a separate device copy costs another host call.
@@ -248,11 +250,8 @@ fn divide<'a>(
 }
 
 fn not_linked() -> Error {
-    Error::new(
-        ErrorKind::Unsupported,
-        "the direct path sends no messages in a hybrid cube mesh; expected the vendor's library to do it",
-    )
-    .with_help("leave the path open")
+    let message = "the direct path sends no messages in a hybrid cube mesh; expected the vendor's library to do it";
+    Error::unsupported(message).with_help("leave the path open")
 }
 
 /// Fails for more messages than one launch supports.

@@ -4,7 +4,9 @@ use super::programs::{CountedEnd, End};
 use crate::collective::Collectives;
 use crate::device::{DeviceSlice, Stream};
 use crate::dtype::DType;
-use crate::error::{Error, ErrorKind, Rank, Result};
+#[cfg(doc)]
+use crate::error::ErrorKind;
+use crate::error::{Error, Rank, Result};
 use crate::p2p::Direction;
 
 /// Size of a count.
@@ -101,11 +103,9 @@ impl Collectives {
         // Before the unsupported case: after a loss, this error explains more.
         inner.context.fault.check()?;
         let Some(kernel) = &inner.messages else {
-            return Err(Error::new(
-                ErrorKind::Unsupported,
-                "the vendor's library cannot read counts from device memory; expected the direct path between all ranks",
-            )
-            .with_help("send whole parts and the counts by two calls of all_to_all, or read the counts on the host and pass them to all_to_all_v"));
+            let message = "the vendor's library cannot read counts from device memory; expected the direct path between all ranks";
+            let help = "send whole parts and the counts by two calls of all_to_all, or read the counts on the host and pass them to all_to_all_v";
+            return Err(Error::unsupported(message).with_help(help));
         };
         let (rank, world) = (inner.context.rank(), inner.machine.world);
         let end = |peer: Rank, direction, data, count| CountedEnd {

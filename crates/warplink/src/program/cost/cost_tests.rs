@@ -86,9 +86,7 @@ const PUSHED: &str = "
 fn a_few_iterations_take_as_long_as_all() {
     let program = Program::parse_text(PUSHED).unwrap();
     for (chunks, bytes) in [(20, 1 << 20), (500, 1 << 20), (500, 1 << 28)] {
-        let mut parameters = Parameters::new();
-        parameters.insert("n", bytes);
-        parameters.insert("chunks", chunks);
+        let parameters = Parameters::new().with("n", bytes).with("chunks", chunks);
         let rank = |rank| unroll(&program, rank, 3, 1, &parameters).unwrap();
         let ranks: Vec<RankProgram> = (0..3).map(rank).collect();
         let partners = link::partners(&ranks).unwrap();
@@ -111,8 +109,7 @@ fn turns(body: &str, iterations: i64) -> Vec<RankProgram> {
          kernel lane in 0..8 threads 512 {{\n for c in 0..k {{\n{body}\n}}\n}}\n}}\n"
     );
     let program = Program::parse_text(&text).unwrap();
-    let mut parameters = Parameters::new();
-    parameters.insert("k", iterations);
+    let parameters = Parameters::new().with("k", iterations);
     let rank = |rank| unroll(&program, rank, 2, 1, &parameters).unwrap();
     (0..2).map(rank).collect()
 }
@@ -206,8 +203,7 @@ fn one_rank_stands_for_all_that_launch_the_same() {
     for (text, world) in programs.iter().flat_map(|text| [(text, 2), (text, 4)]) {
         let program = Program::parse(text).unwrap();
         for n in [17, 4096, 1 << 22] {
-            let mut parameters = Parameters::new();
-            parameters.insert("n", n);
+            let parameters = Parameters::new().with("n", n);
             let rank = |rank| unroll(&program, rank, world, 1, &parameters).unwrap();
             let ranks: Vec<RankProgram> = (0..world).map(rank).collect();
             let partners = link::partners(&ranks).unwrap();

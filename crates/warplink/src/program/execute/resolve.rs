@@ -9,7 +9,7 @@ use crate::device::{
     Collective, CollectiveEngine, CollectiveRequest, Compute, Device, DeviceSlice, Elementwise,
     Event, MAX_ELEMENTWISE_SOURCES, MatmulSpec, Operand,
 };
-use crate::error::{Error, ErrorKind, Rank, Result};
+use crate::error::{Error, Rank, Result};
 use crate::p2p::{Direction, Transfer};
 use crate::program::area::{Area, simplified};
 use crate::program::rank_program::{
@@ -289,13 +289,11 @@ impl<'a> Resolver<'a> {
             // Stable, so that all others keep their order.
             sources.sort_by_key(|source| !is_target(source));
             if sources.iter().filter(|source| is_target(source)).count() > MAX_ELEMENTWISE_SOURCES {
-                return Err(Error::new(
-                    ErrorKind::Unsupported,
-                    format!(
-                        "an operation reads its target more than {MAX_ELEMENTWISE_SOURCES} times; expected at most as often"
-                    ),
-                )
-                .with_help("copy the target, or use several statements"));
+                let message = format!(
+                    "an operation reads its target more than {MAX_ELEMENTWISE_SOURCES} times; expected at most as often"
+                );
+                let help = "copy the target, or use several statements";
+                return Err(Error::unsupported(message).with_help(help));
             }
         }
         let first = sources.len().min(MAX_ELEMENTWISE_SOURCES);

@@ -447,17 +447,12 @@ fn missing() -> Error {
 mod tests {
     use super::*;
     use crate::dtype::DType;
-    use crate::program::{OperationKind, Parameters, Program, unroll};
+    use crate::program::{Parameters, Program, unroll};
 
     /// A section of the chunked all-reduce program, as calls create it.
     fn section(count: i64, chunks: i64, published: bool) -> SectionInstance {
         let text = include_str!("../../collective/programs/all_reduce_chunks.wlp");
-        let mut parameters = Parameters::new()
-            .with("T", DType::F32)
-            .with("op", crate::device::ReduceOp::Sum)
-            .with("lanes", 5_i64)
-            .with("threads", 512_i64);
-        let given = [
+        let parameters = Parameters::from([
             ("n", count),
             ("chunks", chunks),
             ("room", 1 << 20),
@@ -466,18 +461,17 @@ mod tests {
             ("length", count as i32 as i64),
             ("upper", count >> 32),
             ("factor", 0),
-        ];
-        for (name, value) in given {
-            parameters.insert(name, value);
-        }
+            ("lanes", 5),
+            ("threads", 512),
+        ])
+        .with("T", DType::F32)
+        .with("op", crate::device::ReduceOp::Sum);
         let program = unroll(&Program::parse(text).unwrap(), 1, 2, 1, &parameters).unwrap();
-        let OperationKind::Kernel(section) = &program.operations[0].kind else {
-            unreachable!("a collective is a kernel");
-        };
+        let section = program.sections().next().unwrap();
         SectionInstance {
             sizes_vary: true,
             published,
-            ..(**section).clone()
+            ..section.clone()
         }
     }
 

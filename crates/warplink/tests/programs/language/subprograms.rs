@@ -55,9 +55,7 @@ fn a_call_is_given_whatever_a_program_is() {
         }
         layer(n = n, sizes = sizes, T = f32, twice = 2 - 1, X = X, W = B, extra = C[0], Y = C[2], K = D)
     }";
-    let mut parameters = Parameters::new();
-    parameters.insert("n", 2);
-    parameters.insert("sizes", vec![2, 2]);
+    let parameters = Parameters::new().with("n", 2).with("sizes", vec![2, 2]);
     Run {
         text,
         parameters,
