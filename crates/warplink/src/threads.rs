@@ -1,4 +1,4 @@
-//! Starting threads.
+//! Starting threads, and waiting for their end.
 
 use crate::error::{Error, Result};
 use std::thread::{Builder, JoinHandle};
@@ -15,6 +15,13 @@ pub(crate) fn spawn<T: Send + 'static>(
     }
     let spawned = Builder::new().name(name.into()).spawn(body);
     spawned.map_err(|error| Error::thread(operation, &error))
+}
+
+/// Waits for a thread to end. The thread may be the caller, where it drops its last owner: it cannot join itself.
+pub(crate) fn join(thread: JoinHandle<()>, name: &str) {
+    if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
+        tracing::error!("the {name} thread panicked");
+    }
 }
 
 #[cfg(test)]

@@ -60,10 +60,7 @@ impl Notifier {
             return;
         };
         self.outbox.send(Notice::Stop);
-        // The last owner may be dropped by this thread, which cannot join itself.
-        if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
-            tracing::error!("the notifier thread panicked");
-        }
+        threads::join(thread, "notifier");
     }
 }
 

@@ -104,10 +104,7 @@ impl Service {
             tracing::warn!(%errno, "the service thread could not be stopped");
             return;
         }
-        // The last handle may be dropped by the service's own thread, which cannot join itself.
-        if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
-            tracing::error!("the service thread panicked");
-        }
+        threads::join(thread, "service");
     }
 }
 

@@ -238,10 +238,7 @@ impl Drop for Publication {
             return;
         };
         // The join takes at most as long as a peer may take to answer.
-        // The thread itself may drop the last reference, and cannot join itself.
-        if thread.thread().id() != std::thread::current().id() && thread.join().is_err() {
-            tracing::error!("the thread that publishes memory panicked");
-        }
+        threads::join(thread, "publisher");
     }
 }
 
