@@ -203,15 +203,17 @@ fn insecure_jobs_need_a_switch() {
     assert!(with("yes").is_err());
 }
 
+/// Variables of a rank on this machine.
+const LOCAL: [(&str, &str); 3] = [
+    ("WARPLINK_RANK", "0"),
+    ("WARPLINK_WORLD", "2"),
+    ("WARPLINK_ADDRESS", "127.0.0.1:4000"),
+];
+
 #[test]
 fn the_timeout_holds_for_joining() {
-    let base = [
-        ("WARPLINK_RANK", "0"),
-        ("WARPLINK_WORLD", "2"),
-        ("WARPLINK_ADDRESS", "127.0.0.1:4000"),
-    ];
-    let with = |value| read(&[&base[..], &[("WARPLINK_TIMEOUT", value)]].concat());
-    assert_eq!(read(&base).unwrap().timeout, Duration::from_secs(60));
+    let with = |value| read(&[&LOCAL[..], &[("WARPLINK_TIMEOUT", value)]].concat());
+    assert_eq!(read(&LOCAL).unwrap().timeout, Duration::from_secs(60));
     assert_eq!(with("2").unwrap().timeout, Duration::from_secs(2));
     for text in ["soon", "0", "-1", "2.5"] {
         let error = with(text).unwrap_err();
@@ -224,12 +226,7 @@ fn the_timeout_holds_for_joining() {
 
 #[test]
 fn the_heartbeat_limit_is_named_where_it_is_wrong() {
-    let base = [
-        ("WARPLINK_RANK", "0"),
-        ("WARPLINK_WORLD", "2"),
-        ("WARPLINK_ADDRESS", "127.0.0.1:4000"),
-    ];
-    let with = |value| read(&[&base[..], &[("WARPLINK_HEARTBEAT_LIMIT", value)]].concat());
+    let with = |value| read(&[&LOCAL[..], &[("WARPLINK_HEARTBEAT_LIMIT", value)]].concat());
     let limit = with("0.5").unwrap().heartbeat_limit;
     assert_eq!(limit, Duration::from_millis(500));
     for text in ["0", "soon", "-1", "NaN", "1e300"] {

@@ -36,6 +36,35 @@ pub(in crate::collective) fn machine(world: usize) -> Machine {
     }
 }
 
+/// Fails unless the program is right on `world` ranks.
+pub(in crate::collective) fn check_verified(program: &Program, world: usize, given: &Parameters) {
+    if let Err(found) = verify(program, world, 1, given) {
+        panic!("{world} ranks, {given}: {}\n{program}", found[0]);
+    }
+}
+
+/// Fails unless each of the programs may follow each other in one workspace.
+pub(in crate::collective) fn check_sharing(programs: &[(&Program, &Parameters)], world: usize) {
+    if let Err(found) = verify_sharing(programs, world, 1) {
+        panic!("{world} ranks: {}", found[0]);
+    }
+}
+
+/// Fails unless the text with `wrong` in place of `right` is refused on two ranks, by a finding of a kind.
+pub(in crate::collective) fn check_refused(
+    text: &str,
+    (right, wrong): (&str, &str),
+    given: &Parameters,
+    kind: &str,
+) {
+    assert!(text.contains(right), "{right}:\n{text}");
+    let program = Program::parse(&text.replacen(right, wrong, 1)).unwrap();
+    let Err(found) = verify(&program, 2, 1, given) else {
+        panic!("'{wrong}' instead of '{right}' passes, {given}");
+    };
+    assert_eq!(found[0].kind.name(), kind, "{wrong}: {}", found[0]);
+}
+
 /// The worlds among `worlds` that an algorithm supports.
 fn worlds<'a>(entry: &ProgramEntry, worlds: &'a [usize]) -> impl Iterator<Item = usize> + use<'a> {
     let cube = entry.algorithm == Algorithm::Cube;
@@ -152,9 +181,7 @@ fn every_program_is_verified_for_every_world() {
             let most = if world <= 2 { 4 } else { 3 };
             for (count, lanes, chunks) in shapes.into_iter().take(most) {
                 let given = parameters(entry, world, count, (lanes, chunks));
-                if let Err(found) = verify(program, world, 1, &given) {
-                    panic!("{} × {world}, {given}: {}", program.name, found[0]);
-                }
+                check_verified(program, world, &given);
             }
         }
     }
@@ -168,9 +195,7 @@ fn an_all_to_all_in_pieces_is_verified() {
     let entry = found.unwrap();
     // Two pieces for each lane.
     let given = parameters(entry, 2, 3_000_001, (4, 96));
-    if let Err(found) = verify(entry.program().unwrap(), 2, 1, &given) {
-        panic!("{given}: {}", found[0]);
-    }
+    check_verified(entry.program().unwrap(), 2, &given);
 }
 
 /// Any algorithm may follow any other, with different length and number of lanes.
@@ -197,9 +222,7 @@ fn share_a_workspace(world: usize, shapes: &'static [(usize, usize, usize)]) {
         .iter()
         .map(|(program, given)| (*program, given))
         .collect();
-    if let Err(found) = verify_sharing(&given, world, 1) {
-        panic!("{world} ranks: {}", found[0]);
-    }
+    check_sharing(&given, world);
 }
 
 #[test]
@@ -226,9 +249,7 @@ fn calls_in_a_hybrid_cube_mesh_share_a_workspace() {
     let given = [(100, 1), (333, 2), (7, 4)]
         .map(|(count, lanes)| parameters(entry, CUBE_RANKS, count, (lanes, 1)));
     let all: Vec<_> = given.iter().map(|given| (program, given)).collect();
-    if let Err(found) = verify_sharing(&all, CUBE_RANKS, 1) {
-        panic!("{}", found[0]);
-    }
+    check_sharing(&all, CUBE_RANKS);
 }
 
 #[test]
@@ -282,9 +303,7 @@ fn a_hybrid_cube_mesh_may_have_its_ranks_in_any_order() {
         };
         let call = call(entry, CUBE_RANKS, 50);
         let given = machine.parameters(&call, &choice(entry, 1, 1));
-        if let Err(found) = verify(program, CUBE_RANKS, 1, &given) {
-            panic!("{positions:?}: {}", found[0]);
-        }
+        check_verified(program, CUBE_RANKS, &given);
     }
 }
 

@@ -3,11 +3,11 @@
 use super::super::tests::with_lanes;
 use super::super::{ExpertOptions, Overflow, RowLayout, combine::Combine};
 use super::{Dispatch, text::text};
+use crate::collective::algorithm::tests::{check_refused, check_sharing, check_verified};
 use crate::collective::choice::Machine;
 use crate::collective::fused::Quantization;
 use crate::dtype::DType;
 use crate::program::evaluate::Evaluator;
-use crate::program::verify::{verify, verify_sharing};
 use crate::program::{Parameters, Program, TensorInstance};
 
 /// Options of a layer.
@@ -71,16 +71,10 @@ fn made(options: &ExpertOptions, machine: &Machine, from: usize) -> (Program, Pa
     (dispatch.program().clone(), parameters)
 }
 
-fn check_verified(options: &ExpertOptions, world: usize, lanes: usize) {
-    check_verified_with(options, world, (lanes, 1));
-}
-
-fn check_verified_with(options: &ExpertOptions, world: usize, (lanes, depth): (usize, i64)) {
+fn check_layer(options: &ExpertOptions, world: usize, (lanes, depth): (usize, i64)) {
     let (program, mut given) = made(options, &with_lanes(world, lanes), 0);
     given.insert("depth", depth);
-    if let Err(found) = verify(&program, world, 1, &given) {
-        panic!("{world}, {given}: {}\n{program}", found[0]);
-    }
+    check_verified(&program, world, &given);
 }
 
 #[test]
@@ -92,7 +86,7 @@ fn dispatch_is_verified_for_every_world() {
         (3, 1, (1, 1), 1),
     ] {
         let options = varied(variants()[0], options(world, shape, max_rows));
-        check_verified(&options, world, lanes);
+        check_layer(&options, world, (lanes, 1));
     }
 }
 
@@ -106,11 +100,11 @@ fn every_variant_is_verified() {
         } else {
             3
         };
-        check_verified(&varied(variant, options(1, (2, 2), rows)), 1, 1);
+        check_layer(&varied(variant, options(1, (2, 2), rows)), 1, (1, 1));
         if variant.2.is_none() {
             let drops = variant.1 == Overflow::Drop;
             let max_rows = if drops { 1 } else { 2 };
-            check_verified(&varied(variant, options(2, (2, 1), max_rows)), 2, 1);
+            check_layer(&varied(variant, options(2, (2, 1), max_rows)), 2, (1, 1));
         }
     }
 }
@@ -120,9 +114,9 @@ fn every_variant_is_verified() {
 fn each_layout_is_verified_for_more_ranks_and_rows() {
     for (plain, quantized) in [(0, 2), (4, 6), (8, 11)] {
         let most = varied(variants()[plain], options(4, (1, 1), 1));
-        check_verified(&most, 4, 1);
+        check_layer(&most, 4, (1, 1));
         let deep = varied(variants()[quantized], options(2, (2, 1), 2));
-        check_verified_with(&deep, 2, (1, 2));
+        check_layer(&deep, 2, (1, 2));
     }
 }
 
@@ -172,9 +166,7 @@ fn dispatch_shares_the_workspace_of_others() {
         let combine = Combine::new(&options, &machine, (0, false)).unwrap();
         let of_combine = combine.parameters(&machine, (0, options.max_tokens), true);
         let both = [(&program, &given), (combine.program(true), &of_combine)];
-        if let Err(found) = verify_sharing(&both, 2, 1) {
-            panic!("{variant:?}: {}", found[0]);
-        }
+        check_sharing(&both, 2);
     }
 }
 
@@ -279,11 +271,6 @@ fn faulty_variants_are_refused() {
         };
         let (_, given) = made(&options, &with_lanes(2, 2), 0);
         let text = text(&options, 2);
-        assert!(text.contains(right), "{right}:\n{text}");
-        let program = Program::parse(&text.replacen(right, wrong, 1)).unwrap();
-        let Err(found) = verify(&program, 2, 1, &given) else {
-            panic!("'{wrong}' instead of '{right}' passes");
-        };
-        assert_eq!(found[0].kind.name(), kind, "{wrong}: {}", found[0]);
+        check_refused(&text, (right, wrong), &given, kind);
     }
 }

@@ -3,14 +3,13 @@
 use super::combine::{Combine, text};
 use super::{ExpertOptions, RowLayout};
 use crate::collective::Algorithm;
-use crate::collective::algorithm::tests::machine;
+use crate::collective::algorithm::tests::{check_refused, check_sharing, check_verified, machine};
 use crate::collective::call::{Call, CollectiveKind};
 use crate::collective::choice::Machine;
 use crate::device::ReduceOp;
 use crate::dtype::DType;
 use crate::program::evaluate::Evaluator;
 use crate::program::parameters::Value;
-use crate::program::verify::{verify, verify_sharing};
 use crate::program::{Parameters, Program, TensorInstance};
 
 /// A machine of `world` ranks whose kernels have this many lanes for data.
@@ -86,9 +85,7 @@ fn combine_is_verified_for_every_world() {
         (4, (1, 1, 0), (RowLayout::OncePerRank, false)),
     ] {
         let (program, given) = made(world, shape, kind, 24);
-        if let Err(found) = verify(&program, world, 1, &given) {
-            panic!("{world}, {given}: {}\n{program}", found[0]);
-        }
+        check_verified(&program, world, &given);
     }
 }
 
@@ -153,9 +150,7 @@ fn several_lanes_add_up_a_token() {
     ] {
         let (program, given) = made_for(1, 2, (experts, 2, 0), kind, 16);
         assert_eq!(given.value("parts"), Some(&Value::from(2)), "{given}");
-        if let Err(found) = verify(&program, 2, 1, &given) {
-            panic!("{given}: {}\n{program}", found[0]);
-        }
+        check_verified(&program, 2, &given);
         let places = options(2, experts, kind.0, 16).span(2);
         check_sums((program, given), (2, 2 * places), 1);
     }
@@ -183,9 +178,7 @@ fn combine_shares_the_workspace_of_collectives() {
         (&combine, &of_combine),
         (program, &machine.parameters(&call, &choice)),
     ];
-    if let Err(found) = verify_sharing(&given, 2, 1) {
-        panic!("{}", found[0]);
-    }
+    check_sharing(&given, 2);
 }
 
 /// The program with one fault is rejected for that fault.
@@ -230,11 +223,6 @@ fn faulty_variants_are_refused() {
     let (_, given) = made(2, (2, 2, 0), PLAIN, 24);
     let text = text(&options(2, 2, RowLayout::BySource, 24), 2, true);
     for (right, wrong, kind) in variants {
-        assert!(text.contains(right), "{right}:\n{text}");
-        let program = Program::parse(&text.replacen(right, wrong, 1)).unwrap();
-        let Err(found) = verify(&program, 2, 1, &given) else {
-            panic!("'{wrong}' instead of '{right}' passes");
-        };
-        assert_eq!(found[0].kind.name(), kind, "{wrong}: {}", found[0]);
+        check_refused(&text, (right, wrong), &given, kind);
     }
 }

@@ -5,7 +5,7 @@ use super::samples::calls;
 use super::way::Way;
 use super::{Described, FusedKind, Wire};
 use crate::collective::Algorithm;
-use crate::collective::algorithm::tests::machine;
+use crate::collective::algorithm::tests::{check_refused, check_sharing, check_verified, machine};
 use crate::collective::call::{Call, CollectiveKind};
 use crate::collective::choice::Machine;
 use crate::collective::diagnosis::difference;
@@ -15,7 +15,6 @@ use crate::dtype::{DType, Element};
 use crate::program::cost::find::shipped;
 use crate::program::evaluate::Evaluator;
 use crate::program::section::kernel_text;
-use crate::program::verify::{verify, verify_sharing};
 use crate::program::{Parameters, Program, TensorInstance, unroll};
 use half::bf16;
 
@@ -55,9 +54,7 @@ fn every_fused_program_is_verified_for_every_world() {
                 let owns = call.call.kind != FusedKind::AllReduce;
                 for &world in worlds.iter().filter(|world| !owns || tokens % **world == 0) {
                     let (program, given) = made(&call, way, world, lanes);
-                    if let Err(found) = verify(&program, world, 1, &given) {
-                        panic!("{way:?} × {world}, {given}: {}\n{program}", found[0]);
-                    }
+                    check_verified(&program, world, &given);
                     count += 1;
                 }
             }
@@ -128,9 +125,7 @@ fn fused_programs_share_the_workspace_of_collectives() {
             programs.push((program, machine.parameters(&call, &choice)));
         }
         let given: Vec<(&Program, &Parameters)> = programs.iter().map(|(a, b)| (a, b)).collect();
-        if let Err(found) = verify_sharing(&given, world, 1) {
-            panic!("{world} ranks: {}", found[0]);
-        }
+        check_sharing(&given, world);
     }
 }
 
@@ -191,12 +186,7 @@ fn faulty_variants_are_refused() {
         };
         let (_, given) = made(call, way, 2, 2);
         let text = call.text(way, 2, 2);
-        assert!(text.contains(right), "{right}:\n{text}");
-        let program = Program::parse(&text.replacen(right, wrong, 1)).unwrap();
-        let Err(found) = verify(&program, 2, 1, &given) else {
-            panic!("{way:?}: '{wrong}' instead of '{right}' passes");
-        };
-        assert_eq!(found[0].kind.name(), kind, "{way:?}, {wrong}: {}", found[0]);
+        check_refused(&text, (right, wrong), &given, kind);
     }
 }
 

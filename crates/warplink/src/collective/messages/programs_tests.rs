@@ -1,16 +1,16 @@
 //! Static tests of the programs of messages.
 
 use super::*;
+use crate::collective::algorithm::tests::check_sharing;
 use crate::program::diagnostic::DiagnosticKind;
 use crate::program::section::LaneStepKind;
-use crate::program::verify::{verify, verify_sharing};
+use crate::program::verify::verify;
 use std::collections::BTreeSet;
 
 const TEXT: &str = TEXTS[PLAIN].0;
 
 /// Parameters of messages of at most `most` bytes, with short packets and chunks, and of counts of at most `counts`.
 fn parameters(text: &str, most: i64, counts: (i64, i64), (lines, lanes): (i64, i64)) -> Parameters {
-    let mut parameters = Parameters::new();
     let of_counts = [("largest", counts.0), ("top", counts.1)];
     let of_counts = of_counts.into_iter().filter(|_| text != TEXT);
     let all = [
@@ -22,10 +22,7 @@ fn parameters(text: &str, most: i64, counts: (i64, i64), (lines, lanes): (i64, i
         ("lanes", lanes),
         ("threads", 32),
     ];
-    for (name, value) in all.into_iter().chain(of_counts) {
-        parameters.insert(name, value);
-    }
-    parameters
+    all.into_iter().chain(of_counts).collect()
 }
 
 fn plain(most: i64) -> Parameters {
@@ -75,9 +72,7 @@ fn both_programs_share_a_workspace() {
     for (most, shape) in [(100, (0, 1)), (320, (1, 1))] {
         let given = TEXTS.map(|(text, _)| parameters(text, most, (most / 16, 0), shape));
         let given: Vec<_> = programs.iter().zip(&given).collect();
-        if let Err(found) = verify_sharing(&given, 2, 1) {
-            panic!("{shape:?}: {}", found[0]);
-        }
+        check_sharing(&given, 2);
     }
 }
 
