@@ -22,11 +22,19 @@ pub(crate) fn name() -> impl Strategy<Value = String> {
     })
 }
 
-/// A parameter named like a type would be read as that type.
-fn type_name() -> impl Strategy<Value = String> {
-    name().prop_filter("no type", |name| {
+fn element_type() -> impl Strategy<Value = ElementType> {
+    // A parameter named like a type would be read as that type.
+    let parameter = name().prop_filter("no type", |name| {
         DType::ALL.iter().all(|dtype| dtype.to_string() != *name)
-    })
+    });
+    prop_oneof![
+        prop::sample::select(&DType::ALL[..]).prop_map(ElementType::Fixed),
+        parameter.prop_map(ElementType::Parameter),
+    ]
+}
+
+fn over() -> impl Strategy<Value = Over> {
+    (name(), expr(), expr()).prop_map(|(index, from, to)| Over { index, from, to })
 }
 
 fn expr() -> impl Strategy<Value = Expr> {
@@ -37,19 +45,7 @@ fn expr() -> impl Strategy<Value = Expr> {
         prop_oneof![Just("rank"), Just("world"), Just("streams"), Just("epoch")]
             .prop_map(|n| Expr::Name(n.into())),
     ];
-    let operator = prop_oneof![
-        Just(Operator::Add),
-        Just(Operator::Subtract),
-        Just(Operator::Multiply),
-        Just(Operator::Divide),
-        Just(Operator::Remainder),
-        Just(Operator::ShiftLeft),
-        Just(Operator::ShiftRight),
-        Just(Operator::Xor),
-        Just(Operator::Min),
-        Just(Operator::Max),
-        Just(Operator::Part),
-    ];
+    let operator = prop::sample::select(&Operator::ALL[..]);
     leaf.prop_recursive(4, 16, 2, move |inner| {
         prop_oneof![
             inner.clone().prop_map(|a| Expr::Negative(a.into())),
@@ -86,14 +82,7 @@ pub(crate) fn parameter() -> impl Strategy<Value = Parameter> {
 }
 
 fn condition() -> impl Strategy<Value = Condition> {
-    let comparison = prop_oneof![
-        Just(Comparison::Equal),
-        Just(Comparison::NotEqual),
-        Just(Comparison::Less),
-        Just(Comparison::LessOrEqual),
-        Just(Comparison::Greater),
-        Just(Comparison::GreaterOrEqual),
-    ];
+    let comparison = prop::sample::select(&Comparison::ALL[..]);
     let leaf = prop_oneof![
         (comparison, expr(), expr()).prop_map(|(c, a, b)| Condition::Compare(c, a, b)),
         name().prop_map(Condition::Given),
@@ -155,8 +144,7 @@ fn transfer() -> impl Strategy<Value = TransferRef> {
 fn each<T: Clone + std::fmt::Debug>(
     item: impl Strategy<Value = T>,
 ) -> impl Strategy<Value = Vec<Each<T>>> {
-    let over = (name(), expr(), expr()).prop_map(|(index, from, to)| Over { index, from, to });
-    let each = (item, prop::option::of(over)).prop_map(|(item, over)| Each { item, over });
+    let each = (item, prop::option::of(over())).prop_map(|(item, over)| Each { item, over });
     prop::collection::vec(each, 1..4)
 }
 
@@ -179,15 +167,10 @@ fn order() -> impl Strategy<Value = Order> {
 
 fn declaration() -> impl Strategy<Value = Declaration> {
     let role = prop_oneof![Just(Role::Input), Just(Role::Output), Just(Role::Local)];
-    let dtype = prop_oneof![
-        prop::sample::select(&DType::ALL[..]).prop_map(ElementType::Fixed),
-        type_name().prop_map(ElementType::Parameter),
-    ];
-    let family = (name(), expr(), expr()).prop_map(|(index, from, to)| Over { index, from, to });
     (
         (role, any::<bool>()),
-        (name(), prop::option::of(family)),
-        dtype,
+        (name(), prop::option::of(over())),
+        element_type(),
         prop::collection::vec(expr(), 1..4),
         0..5_usize,
         (order(), any::<bool>()),
@@ -303,13 +286,9 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 }
 
 fn scratch() -> impl Strategy<Value = Vec<Scratch>> {
-    let dtype = prop_oneof![
-        prop::sample::select(&DType::ALL[..]).prop_map(ElementType::Fixed),
-        type_name().prop_map(ElementType::Parameter),
-    ];
     let packing = prop::sample::select(&Packing::ALL[..]);
     let shape = prop::collection::vec(expr(), 1..4);
-    let parts = prop::collection::vec((name(), packing, dtype, shape), 1..4);
+    let parts = prop::collection::vec((name(), packing, element_type(), shape), 1..4);
     (any::<bool>(), parts).prop_map(|(persists, parts)| {
         let several = parts.len() > 1;
         let packed = !several && parts[0].1.is_packets();
@@ -334,20 +313,13 @@ fn section() -> impl Strategy<Value = Section> {
 }
 
 fn collective() -> impl Strategy<Value = Collective<Expr>> {
-    let op = || {
-        prop_oneof![
-            Just(ReduceOp::Sum),
-            Just(ReduceOp::Max),
-            Just(ReduceOp::Min)
-        ]
-    };
     prop_oneof![
         Just(Collective::AllGather),
         Just(Collective::AllToAll),
-        op().prop_map(Collective::AllReduce),
-        op().prop_map(Collective::ReduceScatter),
+        operator().prop_map(Collective::AllReduce),
+        operator().prop_map(Collective::ReduceScatter),
         expr().prop_map(Collective::Broadcast),
-        (op(), expr()).prop_map(|(op, root)| Collective::Reduce(op, root)),
+        (operator(), expr()).prop_map(|(op, root)| Collective::Reduce(op, root)),
     ]
 }
 
@@ -357,10 +329,8 @@ fn blocks<A: Clone + std::fmt::Debug + 'static>(
     let one = leaf.prop_recursive(3, 12, 3, move |inner| {
         let body = prop::collection::vec(inner, 0..3);
         prop_oneof![
-            (name(), expr(), expr(), body.clone()).prop_map(|(index, from, to, body)| {
-                let over = Over { index, from, to };
-                NodeKind::For(Loop { over, body }).into()
-            }),
+            (over(), body.clone())
+                .prop_map(|(over, body)| NodeKind::For(Loop { over, body }).into()),
             (
                 prop::collection::vec((condition(), body.clone()), 1..3),
                 body
@@ -500,15 +470,12 @@ pub(crate) fn statements() -> impl Strategy<Value = Vec<Statement>> {
         scratch().prop_map(StatementKind::Scratch),
         section().prop_map(StatementKind::Kernel),
         each(transfer()).prop_map(StatementKind::Post),
-        (
-            transfer(),
-            product(),
-            prop::option::of((name(), expr(), expr()))
-        )
-            .prop_map(|(send, product, over)| StatementKind::PostMatmul(Each {
+        (transfer(), product(), prop::option::of(over())).prop_map(|(send, product, over)| {
+            StatementKind::PostMatmul(Each {
                 item: PostedMatmul { send, product },
-                over: over.map(|(index, from, to)| Over { index, from, to }),
-            })),
+                over,
+            })
+        }),
         each(transfer()).prop_map(StatementKind::Wait),
         name().prop_map(StatementKind::GetStream),
         stream().prop_map(StatementKind::SetStream),
