@@ -4,17 +4,16 @@
 use crate::program_support::machine::slower;
 use crate::program_support::sample::{Allowed, sample};
 use warplink::ErrorKind;
+use warplink::program::RankProgram;
 use warplink::program::cost::find::all_shipped;
 use warplink::program::cost::{SimulateOptions, Submission, simulate_with};
-use warplink::program::{RankProgram, unroll, verify};
 
 /// The sample of a seed for all ranks, if the verifier accepts it.
 fn accepted(seed: u64) -> Option<Vec<RankProgram>> {
     let sample = sample(seed, Allowed::default()).ok()?;
-    let (world, streams) = (sample.world, sample.streams);
-    verify(&sample.program, world, streams, &sample.parameters).ok()?;
-    let rank = |rank| unroll(&sample.program, rank, world, streams, &sample.parameters).unwrap();
-    Some((0..world).map(rank).collect())
+    sample.verdict().ok()?;
+    let ranks = (0..sample.world).map(|rank| sample.of_rank(rank).unwrap());
+    Some(ranks.collect())
 }
 
 #[test]
@@ -62,15 +61,13 @@ fn what_is_stuck_in_the_simulation_is_refused_by_the_verifier() {
         let Ok(sample) = sample(seed, Allowed::default()) else {
             continue;
         };
-        let (world, streams) = (sample.world, sample.streams);
-        let rank = |rank| unroll(&sample.program, rank, world, streams, &sample.parameters);
-        let Ok(ranks) = (0..world).map(rank).collect::<Result<Vec<_>, _>>() else {
+        let ranks = (0..sample.world).map(|rank| sample.of_rank(rank));
+        let Ok(ranks) = ranks.collect::<Result<Vec<_>, _>>() else {
             continue;
         };
         if let Err(error) = simulate_with(&ranks, model, SimulateOptions::default()) {
             assert_eq!(error.kind(), ErrorKind::Verification);
-            let verdict = verify(&sample.program, world, streams, &sample.parameters);
-            assert!(verdict.is_err(), "seed {seed}\n{}", sample.text);
+            assert!(sample.verdict().is_err(), "seed {seed}\n{}", sample.text);
             stuck += 1;
         }
     }

@@ -14,7 +14,7 @@ use warplink::program::evaluate::Evaluator;
 use warplink::program::ir::Role;
 use warplink::program::{
     Area, Backend, Diagnostic, DiagnosticKind, Direction, OperationKind, Range, RankProgram,
-    TransferId, unroll, verify,
+    TransferId,
 };
 
 /// How many orders of an accepted program are played, of each kind.
@@ -59,23 +59,9 @@ pub(crate) struct Accepted {
 /// # Errors
 /// How the verdict and what happens disagree.
 pub(crate) fn check(sample: &Sample) -> Result<Shown, String> {
-    let verdict = verify(
-        &sample.program,
-        sample.world,
-        sample.streams,
-        &sample.parameters,
-    );
-    let unrolled: Result<Vec<RankProgram>, _> = (0..sample.world)
-        .map(|rank| {
-            unroll(
-                &sample.program,
-                rank,
-                sample.world,
-                sample.streams,
-                &sample.parameters,
-            )
-        })
-        .collect();
+    let verdict = sample.verdict();
+    let unrolled: Result<Vec<RankProgram>, _> =
+        (0..sample.world).map(|rank| sample.of_rank(rank)).collect();
     let ranks = match (unrolled, &verdict) {
         (Ok(ranks), _) => ranks,
         (Err(_), Err(diagnostics)) => {

@@ -13,7 +13,7 @@ use warplink::p2p::Path;
 use warplink::program::ir::Program;
 use warplink::program::ir::Role;
 use warplink::program::{
-    Bindings, DiagnosticKind, OperationKind, Parameters, PrepareOptions, Report, unroll, verify,
+    Bindings, DiagnosticKind, OperationKind, Parameters, PrepareOptions, Report,
 };
 use warplink::{Communicator, Config, DType, Deadline, DeviceKind, Error, ErrorKind, Result};
 
@@ -124,13 +124,8 @@ fn kept<T>(plan: T, ended: Result<()>) -> Result<()> {
 }
 
 fn report(sample: &Sample) -> std::result::Result<Report, DiagnosticKind> {
-    verify(
-        &sample.program,
-        sample.world,
-        sample.streams,
-        &sample.parameters,
-    )
-    .map_err(|diagnostics| diagnostics[0].kind)
+    let verdict = sample.verdict();
+    verdict.map_err(|diagnostics| diagnostics[0].kind)
 }
 
 #[test]
@@ -306,25 +301,12 @@ fn deadlocked_programs_hang() {
         }
         // The executor exchanges all handles before the run, so hosts that would wait for one
         // another in the program's shares do not.
-        let hosts = verify(
-            &sample.program,
-            sample.world,
-            sample.streams,
-            &sample.parameters,
-        )
-        .expect_err("it was refused before");
+        let hosts = sample.verdict().expect_err("it was refused before");
         let at_share = hosts
             .iter()
             .flat_map(|diagnostic| &diagnostic.places)
             .any(|place| {
-                let rank = unroll(
-                    &sample.program,
-                    place.rank,
-                    sample.world,
-                    sample.streams,
-                    &sample.parameters,
-                )
-                .unwrap();
+                let rank = sample.of_rank(place.rank).unwrap();
                 rank.operations.iter().any(|operation| {
                     operation.site == place.site
                         && matches!(operation.kind, OperationKind::Share(_))

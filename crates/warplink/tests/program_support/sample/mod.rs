@@ -11,8 +11,7 @@ pub(crate) use signals::signals;
 
 use super::interpreter::Random;
 use std::fmt::Write as _;
-use warplink::Result;
-use warplink::program::{Parameters, Program};
+use warplink::program::{Diagnostic, Parameters, Program, RankProgram, Report, unroll, verify};
 
 /// Programs that samples call.
 const CALLED: &str = "\
@@ -68,6 +67,19 @@ pub(crate) struct Sample {
     pub(crate) changes: usize,
 }
 
+impl Sample {
+    /// The verifier's word on it.
+    pub(crate) fn verdict(&self) -> Result<Report, Vec<Diagnostic>> {
+        verify(&self.program, self.world, self.streams, &self.parameters)
+    }
+
+    /// The program of a rank.
+    pub(crate) fn of_rank(&self, rank: usize) -> warplink::Result<RankProgram> {
+        let (world, streams) = (self.world, self.streams);
+        unroll(&self.program, rank, world, streams, &self.parameters)
+    }
+}
+
 /// Features that samples may use.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Allowed {
@@ -90,7 +102,7 @@ impl Default for Allowed {
 ///
 /// # Errors
 /// The parser's error, where a mutation makes a text that is no program.
-pub(crate) fn sample(seed: u64, allowed: Allowed) -> Result<Sample> {
+pub(crate) fn sample(seed: u64, allowed: Allowed) -> warplink::Result<Sample> {
     let mut random = Random::new(seed);
     let world = 2 + random.below(3);
     let streams = 1 + random.below(3);
