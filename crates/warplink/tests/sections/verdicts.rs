@@ -8,7 +8,7 @@ use warplink::program::{DiagnosticKind, Parameters, Program, verify};
 const LENGTH: i64 = 1024;
 
 /// What a kernel does, on how many ranks, with how many lanes, and how it is refused, if it is.
-const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 23] = [
+const KERNELS: &[(&str, usize, usize, Option<DiagnosticKind>)] = &[
     // A packet proves nothing of the other threads of the lane that sends it.
     (
         "if lane == 0 {
@@ -252,6 +252,37 @@ const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 23] = [
         1,
         None,
     ),
+    // Two words that come by way of memory that no lane reads.
+    (
+        "I[0..1] = copy(C)
+        K[0..1] = copy(I[0..1])
+        I[0..1] = copy(D)
+        K[1..2] = copy(I[0..1])
+        let k = K[0] at most 9
+        let l = K[1] at most 9
+        if k != l { barrier }",
+        2,
+        1,
+        Some(DiagnosticKind::Deadlock),
+    ),
+    // Rank 1 forwards a word that it does not read.
+    (
+        "let slot = epoch % 2
+        if rank == 0 {
+            put C to G[slot] on 1
+            let m = C[0] at most 4
+            for j in 0..m { put X[2 * j..2 * j + 2] to P[slot][2 * j..2 * j + 2] on 2 }
+        } else if rank == 1 {
+            put G[slot] to H[slot] on 2
+        } else {
+            let m = H[slot][0] at most 4
+            for j in 0..m { Y[2 * j..2 * j + 2] = copy(P[slot][2 * j..2 * j + 2]) }
+        }
+        barrier",
+        3,
+        1,
+        None,
+    ),
     // Nothing, for an hour.
     (
         "for i in 0..32000 { let a = i + epoch % 64 }",
@@ -263,21 +294,25 @@ const KERNELS: [(&str, usize, usize, Option<DiagnosticKind>); 23] = [
 
 #[test]
 fn each_kernel_gets_its_verdict_in_time() {
-    for (body, world, lanes, expected) in KERNELS {
+    for &(body, world, lanes, expected) in KERNELS {
         let text = format!(
             "program test(n) {{
                 input X: f32[n]
                 input W: f32[n]
                 input C: i32[1]
+                input D: i32[1]
                 output Y: f32[n]
                 output Z: f32[2]
                 output S: f32[n]
                 allocate K: i32[4] = 0
+                allocate I: i32[1] = 0
                 scratch P: packets16 f32[2, n]
                 scratch Q: packets16 f32[2, n]
                 scratch A: packets16 i32[2, world, 4]
                 scratch R: f32[2, n]
                 scratch persistent N: i32[1]
+                scratch G: packets16 i32[2, 1]
+                scratch H: packets16 i32[2, 1]
                 function step(x, s) {{ return x * s, s * 2 }}
                 function first(p, x) {{ return x * 2 }}
                 function late(p, x) {{ return x * 2, p * x }}

@@ -10,7 +10,7 @@ use crate::device::{Factor, ReduceOp};
 use crate::dtype::DType;
 use crate::error::{Rank, Result};
 use crate::program::site::Site;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -187,6 +187,11 @@ impl SectionInstance {
     pub(crate) fn read_as_values(&self) -> Vec<usize> {
         let names = FreeNames::of(&self.section).values;
         names.iter().filter_map(|name| self.tensor(name)).collect()
+    }
+
+    /// Tensors that its moves write, each with one from which it may be copied, by name: it may be another rank's.
+    pub(crate) fn copied(&self) -> BTreeSet<(String, String)> {
+        FreeNames::of(&self.section).copied
     }
 
     /// Whether its lanes may note a value that is out of range, or an announcement that differs.

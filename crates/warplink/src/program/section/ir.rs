@@ -436,6 +436,17 @@ pub struct Source {
     pub otherwise: Option<(Condition, Otherwise)>,
 }
 
+impl Source {
+    /// The places from which it may be read.
+    pub(super) fn places(&self) -> impl Iterator<Item = &Place> {
+        let otherwise = self.otherwise.iter().filter_map(|(_, it)| match it {
+            Otherwise::Place(place) => Some(place),
+            Otherwise::Number(_) => None,
+        });
+        std::iter::once(&self.place).chain(otherwise)
+    }
+}
+
 /// Replacement of a source whose condition does not hold.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Otherwise {

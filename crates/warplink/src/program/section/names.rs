@@ -1,6 +1,6 @@
 //! Names that a section uses and binds.
 
-use super::ir::{DeviceValue, Section};
+use super::ir::{DeviceValue, Place, Section, Step, StepKind};
 use super::visit::{ExprUse, NameUse, Visitor};
 use crate::program::construct::{Over, TensorRef};
 use crate::program::expr::Expr;
@@ -26,6 +26,8 @@ pub(crate) struct FreeNames {
     pub(crate) announced: BTreeSet<String>,
     /// Tensors whose words are read as integers.
     pub(crate) values: BTreeSet<String>,
+    /// Tensors that moves write, each with one from which it may be copied.
+    pub(crate) copied: BTreeSet<(String, String)>,
     /// Integers that it reads from memory.
     pub(crate) read: BTreeSet<String>,
     /// Names bound by the section itself.
@@ -53,6 +55,14 @@ impl FreeNames {
                 }
             }
         }
+        let copied = std::mem::take(&mut names.copied);
+        for (target, source) in &copied {
+            for target in names.behind(target) {
+                let pairs = names.behind(source).into_iter();
+                let pairs = pairs.map(|source| (target.clone(), source));
+                names.copied.extend(pairs);
+            }
+        }
         // Only after following the aliases: an alias is bound here, but its tensor is free.
         for bound in &names.bound {
             names.integers.remove(bound);
@@ -65,6 +75,24 @@ impl FreeNames {
             names.integers.remove(known);
         }
         names
+    }
+
+    /// The tensors that a name may stand for: aliases of several scopes may have one name.
+    fn behind(&self, name: &str) -> BTreeSet<String> {
+        let (mut found, mut seen) = (BTreeSet::new(), BTreeSet::new());
+        let mut open = vec![name];
+        while let Some(name) = open.pop() {
+            if !seen.insert(name) {
+                continue;
+            }
+            let aliased = self.aliases.iter().filter(|(alias, _)| alias == name);
+            let before = open.len();
+            open.extend(aliased.map(|(_, tensor)| &**tensor));
+            if open.len() == before {
+                found.insert(name.to_owned());
+            }
+        }
+        found
     }
 }
 
@@ -114,6 +142,20 @@ impl<'s> Visitor<'s> for FreeNames {
         for expression in it.expressions() {
             self.expression(expression, ExprUse::Bound);
         }
+    }
+
+    fn action(&mut self, _: &'s Step, kind: &'s StepKind) {
+        if let StepKind::Move(it) = kind {
+            let sources: Vec<&Place> = it.sources.iter().flat_map(|it| it.item.places()).collect();
+            for target in &it.targets {
+                let target = &target.item.tensor.name;
+                let pairs = sources
+                    .iter()
+                    .map(|it| (target.clone(), it.tensor.name.clone()));
+                self.copied.extend(pairs);
+            }
+        }
+        kind.visit(self);
     }
 
     fn row(&mut self, words: &'s str, index: &'s Expr) {

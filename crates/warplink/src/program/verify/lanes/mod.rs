@@ -32,7 +32,7 @@ mod values;
 mod words;
 
 pub(super) use reach::{Reach, Reaches};
-pub(super) use words::Valuation;
+pub(super) use words::{Valuation, WordUse};
 
 use super::diagnostics::Diagnostics;
 use super::kernel_accesses::{OnRank, either};
@@ -246,9 +246,9 @@ pub(super) fn follow(
     sequence: &[usize],
     diagnostics: &mut Diagnostics<'_>,
 ) -> Result<Vec<Does>, Diagnostic> {
-    let sections = kernels.iter().flat_map(|kernel| &kernel.sections);
+    let uses = WordUse::of(kernels);
     let simulate = |valuation| {
-        let mut run = LaneRun::new(ranks, kernels, sequence, valuation)?;
+        let mut run = LaneRun::new(ranks, kernels, sequence, (valuation, &uses))?;
         let machine = run.go()?;
         match run.failed.take() {
             Some(diagnostic) => Err(diagnostic),
@@ -257,7 +257,7 @@ pub(super) fn follow(
     };
     let mut all: Option<Vec<Does>> = None;
     let (mut agreed, mut differing) = (HashSet::new(), Vec::new());
-    for valuation in Valuation::of(sections.copied()) {
+    for valuation in Valuation::of(&uses) {
         let (run, machine) = simulate(valuation)?;
         // Also from a valuation whose launch fails: an `agree` that holds there is one that can hold.
         agreed.extend(run.agreed());

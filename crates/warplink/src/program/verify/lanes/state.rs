@@ -3,7 +3,7 @@
 use super::announcements::Announcements;
 use super::knowledge::{Knowledge, Stamp};
 use super::memory::{AreaHistory, RankMemory, Wrong};
-use super::words::{ReadWords, Valuation};
+use super::words::{ReadWords, Valuation, WordUse};
 use super::{JointLaunch, MAX_ALL_LANES, MAX_HELD_STEPS, MAX_STEPS, too_large};
 use crate::error::Rank;
 use crate::program::diagnostic::{Diagnostic, DiagnosticKind};
@@ -82,7 +82,7 @@ pub(super) struct LaneRun<'a> {
     /// Accesses of a rank's launch that another launch of the same kernel does not make, though lanes read the same words.
     pub(super) unsteady: Vec<(Rank, usize, Range)>,
     /// Words that lanes read as integers.
-    pub(super) words: ReadWords,
+    pub(super) words: ReadWords<'a>,
     /// Why a lane cannot go on with a value that it has read.
     pub(super) failed: Option<Diagnostic>,
 }
@@ -92,7 +92,7 @@ impl<'a> LaneRun<'a> {
         ranks: &'a [RankProgram],
         kernels: &'a [JointLaunch<'a>],
         sequence: &'a [usize],
-        valuation: Valuation,
+        (valuation, uses): (Valuation, &'a WordUse),
     ) -> Result<Self, Diagnostic> {
         let world = ranks.len();
         let widths = kernels.iter().flat_map(|kernel| &kernel.sections);
@@ -144,10 +144,7 @@ impl<'a> LaneRun<'a> {
             outlived: Vec::new(),
             synchronized: vec![BTreeSet::new(); kernels.len()],
             unsteady: Vec::new(),
-            words: ReadWords::new(
-                valuation,
-                kernels.iter().flat_map(|kernel| &kernel.sections).copied(),
-            ),
+            words: ReadWords::new(valuation, uses),
             failed: None,
         })
     }

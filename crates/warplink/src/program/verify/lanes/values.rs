@@ -72,12 +72,12 @@ impl LaneRun<'_> {
         }
         let words = &self.words;
         let value = || match most {
-            Some(most) if !words.matched.contains(&(symbol.rank, symbol.place)) => {
-                words.valuation.value(&symbol, most, &words.thresholds)
+            Some(most) if !words.uses.matched.contains(&(symbol.rank, symbol.place)) => {
+                words.valuation.value(&symbol, most, &words.uses.thresholds)
             }
             _ => {
                 let section = self.section(launch as usize, word.rank);
-                let edge = words.valuation.among(&symbol, &words.edges);
+                let edge = words.valuation.among(&symbol, &words.uses.edges);
                 match section.tensors[word.tensor].dtype {
                     // A word of u32 cannot hold an edge below 0.
                     DType::U32 => edge.max(0),
@@ -119,12 +119,12 @@ impl LaneRun<'_> {
         }
     }
 
-    /// Notes what a step stores in words that lanes read.
+    /// Notes what a step stores in words that lanes read, or copy to such words.
     pub(super) fn store_words(&mut self, actor: Actor, step: &LaneStepKind) {
         let section = |part: &Part| self.section(actor.launch as usize, part.rank);
         let is_read = |part: &&Part| {
             let memory = section(part).tensors[part.tensor].memory;
-            self.words.read.contains(&(part.rank, memory))
+            self.words.uses.tracked.contains(&(part.rank, memory))
         };
         let copied = match step {
             LaneStepKind::Move(it) => it.only_source(),

@@ -9,6 +9,7 @@
 //! numbers and positions follow from these values, so that they are consistent wherever such a word, or a copy of it, is
 //! looked at. An integer that a lane stores has its value.
 
+use super::JointLaunch;
 use super::memory::RankMemory;
 use crate::error::Rank;
 use crate::program::section::{SectionInstance, SectionMemory};
@@ -68,18 +69,14 @@ impl Valuation {
         Self::Mixed(3),
     ];
 
-    /// Those needed for some sections: a single one if none of them reads words.
-    pub(in crate::program::verify) fn of<'a>(
-        sections: impl Iterator<Item = &'a SectionInstance> + Clone,
-    ) -> Vec<Self> {
-        let reads = |section: &SectionInstance| !section.read_as_values().is_empty();
+    /// Those needed for sections that use words so: a single one if none of them reads any.
+    pub(in crate::program::verify) fn of(uses: &WordUse) -> Vec<Self> {
         // Without such words all valuations are the same run.
-        if !sections.clone().any(reads) {
+        if uses.tracked.is_empty() {
             return vec![Self::ALL[0]];
         }
-        let (_, edges) = matched(sections.clone());
-        let edges = 0..edges.len().min(MAX_EDGES);
-        let thresholds = 0..thresholds(sections).len().min(MAX_THRESHOLDS);
+        let edges = 0..uses.edges.len().min(MAX_EDGES);
+        let thresholds = 0..uses.thresholds.len().min(MAX_THRESHOLDS);
         Self::ALL
             .into_iter()
             .chain(edges.map(Self::Matched))
@@ -169,42 +166,92 @@ impl Symbol {
 /// Lane of a launch: the launch, the rank and the lane.
 pub(super) type LaneOf = (u32, u32, u32);
 
-/// Words that lanes read.
+/// What the sections of several kernels do with words: the same under every valuation.
 #[derive(Debug)]
-pub(super) struct ReadWords {
-    pub(super) valuation: Valuation,
-    /// Memory of each rank whose words any section reads.
-    pub(super) read: HashSet<(Rank, SectionMemory)>,
-    /// Symbols that steps have stored, and the launch of the last of them.
-    pub(super) stored: HashMap<(Rank, RankMemory, usize), (Symbol, u32)>,
+pub(in crate::program::verify) struct WordUse {
+    /// Memory of each rank whose words lanes read, and memory from which words may be copied there.
+    pub(super) tracked: HashSet<(Rank, SectionMemory)>,
     /// Memory of each rank among whose words lanes look for some, and values at the edges of what they look for.
     pub(super) matched: HashSet<(Rank, RankMemory)>,
     pub(super) edges: Vec<i64>,
     pub(super) thresholds: Vec<i64>,
-    /// Value of each symbol that was read.
-    pub(super) chosen: RefCell<HashMap<Symbol, i64>>,
-    /// Values that lanes have read from memory that may change, by the number of the read.
-    pub(super) known: HashMap<LaneOf, BTreeMap<usize, i64>>,
 }
 
-impl ReadWords {
-    pub(super) fn new<'a>(
-        valuation: Valuation,
-        sections: impl Iterator<Item = &'a SectionInstance> + Clone,
-    ) -> Self {
+impl WordUse {
+    pub(super) fn of(kernels: &[JointLaunch<'_>]) -> Self {
+        let sections = kernels.iter().flat_map(|kernel| &kernel.sections).copied();
         let read = sections.clone().flat_map(|section| {
             let tensors = section.read_as_values().into_iter();
             let memory = move |tensor: usize| section.tensors[tensor].memory;
             // A name may mean other tensors on other ranks, which all have sections here.
             tensors.map(move |tensor| (section.rank, memory(tensor)))
         });
+        let tracked = with_sources(read.collect(), kernels);
         let (matched, edges) = matched(sections.clone());
         Self {
-            valuation,
+            tracked,
             matched,
             edges,
             thresholds: thresholds(sections),
-            read: read.collect(),
+        }
+    }
+}
+
+/// Some memory of each rank, and all from which words may come there by copies, through any other.
+fn with_sources(
+    mut memory: HashSet<(Rank, SectionMemory)>,
+    kernels: &[JointLaunch<'_>],
+) -> HashSet<(Rank, SectionMemory)> {
+    if memory.is_empty() {
+        return memory;
+    }
+    // Places of a target, and those of a source: a name may be of any rank.
+    let mut copies = HashSet::new();
+    for kernel in kernels {
+        let named = |name: &str| -> Vec<(Rank, SectionMemory)> {
+            let sections = kernel.sections.iter();
+            let found = sections.filter_map(|section| {
+                let tensor = &section.tensors[section.tensor(name)?];
+                Some((section.rank, tensor.memory))
+            });
+            found.collect()
+        };
+        let names = kernel.sections.iter().flat_map(|section| section.copied());
+        let names: BTreeSet<(String, String)> = names.collect();
+        copies.extend(names.iter().map(|(to, from)| (named(to), named(from))));
+    }
+    // Until nothing is added: memory may be copied from memory that is copied from other memory.
+    loop {
+        let before = memory.len();
+        for (to, from) in &copies {
+            if to.iter().any(|place| memory.contains(place)) {
+                memory.extend(from);
+            }
+        }
+        if memory.len() == before {
+            return memory;
+        }
+    }
+}
+
+/// Words that lanes read in a simulation.
+#[derive(Debug)]
+pub(super) struct ReadWords<'a> {
+    pub(super) valuation: Valuation,
+    pub(super) uses: &'a WordUse,
+    /// Symbols that steps have stored, and the launch of the last of them.
+    pub(super) stored: HashMap<(Rank, RankMemory, usize), (Symbol, u32)>,
+    /// Value of each symbol that was read.
+    pub(super) chosen: RefCell<HashMap<Symbol, i64>>,
+    /// Values that lanes have read from memory that may change, by the number of the read.
+    pub(super) known: HashMap<LaneOf, BTreeMap<usize, i64>>,
+}
+
+impl<'a> ReadWords<'a> {
+    pub(super) fn new(valuation: Valuation, uses: &'a WordUse) -> Self {
+        Self {
+            valuation,
+            uses,
             stored: HashMap::new(),
             chosen: RefCell::default(),
             known: HashMap::new(),
@@ -213,7 +260,7 @@ impl ReadWords {
 
     /// Whether any section reads words.
     pub(super) fn are_read(&self) -> bool {
-        !self.read.is_empty()
+        !self.uses.tracked.is_empty()
     }
 }
 
