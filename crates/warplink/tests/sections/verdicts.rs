@@ -283,6 +283,37 @@ const KERNELS: &[(&str, usize, usize, Option<DiagnosticKind>)] = &[
         1,
         None,
     ),
+    // Ranks go on where they agree on some words, and read another.
+    (
+        "let slot = epoch % 2
+        let a = E[0] at most 1
+        let b = E[1] at most 1
+        let c = E[2] at most 1
+        let d = E[3] at most 1
+        announce a, b, c, d in A[slot]
+        agree a, b, c, d in A[slot]
+        barrier
+        let k = D[0] at most 1
+        if k == 1 { barrier }",
+        2,
+        1,
+        Some(DiagnosticKind::Deadlock),
+    ),
+    // They agree on that one, too.
+    (
+        "let slot = epoch % 2
+        let a = E[0] at most 1
+        let b = E[1] at most 1
+        let c = E[2] at most 1
+        let k = D[0] at most 1
+        announce a, b, c, k in A[slot]
+        agree a, b, c, k in A[slot]
+        barrier
+        if k == 1 { barrier }",
+        2,
+        1,
+        None,
+    ),
     // Nothing, for an hour.
     (
         "for i in 0..32000 { let a = i + epoch % 64 }",
@@ -301,6 +332,7 @@ fn each_kernel_gets_its_verdict_in_time() {
                 input W: f32[n]
                 input C: i32[1]
                 input D: i32[1]
+                input E: i32[4]
                 output Y: f32[n]
                 output Z: f32[2]
                 output S: f32[n]

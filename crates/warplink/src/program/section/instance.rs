@@ -189,6 +189,12 @@ impl SectionInstance {
         names.iter().filter_map(|name| self.tensor(name)).collect()
     }
 
+    /// Indices of the tensors of whose words its lanes compute values that they announce, or agree on.
+    pub(crate) fn compared(&self) -> Vec<usize> {
+        let names = FreeNames::of(&self.section).compared;
+        names.iter().filter_map(|name| self.tensor(name)).collect()
+    }
+
     /// Tensors that its moves write, each with one from which it may be copied, by name: it may be another rank's.
     pub(crate) fn copied(&self) -> BTreeSet<(String, String)> {
         FreeNames::of(&self.section).copied

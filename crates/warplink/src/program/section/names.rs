@@ -30,11 +30,20 @@ pub(crate) struct FreeNames {
     pub(crate) copied: BTreeSet<(String, String)>,
     /// Integers that it reads from memory.
     pub(crate) read: BTreeSet<String>,
+    /// Tensors of whose words the values that it announces, or agrees on, are computed.
+    pub(crate) compared: BTreeSet<String>,
     /// Names bound by the section itself.
     pub(crate) bound: BTreeSet<String>,
     /// Aliases for parts of tensors.
     aliases: Vec<(String, String)>,
+    /// Integers, each with a name in what it is computed from; [`COMPARED`] stands for those that are compared.
+    computed: Vec<(String, String)>,
+    /// The integer whose expressions are visited.
+    defines: Option<String>,
 }
+
+/// No name: a keyword.
+const COMPARED: &str = "agree";
 
 impl FreeNames {
     pub(crate) fn of(section: &Section) -> Self {
@@ -42,19 +51,13 @@ impl FreeNames {
         names.bound.insert(section.lane.clone());
         names.body(&section.body);
         // Resolve aliases to their tensor.
-        for of in [&mut names.remote, &mut names.values] {
-            // Aliases may name aliases, in any order: repeated until nothing is added.
-            loop {
-                let aliased = names.aliases.iter();
-                let aliased = aliased.filter(|(alias, _)| of.contains(alias));
-                let more: Vec<String> = aliased.map(|(_, tensor)| tensor.clone()).collect();
-                let before = of.len();
-                of.extend(more);
-                if of.len() == before {
-                    break;
-                }
-            }
-        }
+        follow(&mut names.remote, &names.aliases);
+        follow(&mut names.values, &names.aliases);
+        let mut compared = BTreeSet::from([COMPARED.to_owned()]);
+        follow(&mut compared, &names.computed);
+        follow(&mut compared, &names.aliases);
+        compared.retain(|name| names.values.contains(name));
+        names.compared = compared;
         let copied = std::mem::take(&mut names.copied);
         for (target, source) in &copied {
             for target in names.behind(target) {
@@ -69,12 +72,20 @@ impl FreeNames {
             names.tensors.remove(bound);
             names.remote.remove(bound);
             names.values.remove(bound);
+            names.compared.remove(bound);
         }
         // Every instance defines these itself.
         for known in ["rank", "world", "epoch"] {
             names.integers.remove(known);
         }
         names
+    }
+
+    /// Visits the expressions that an integer is computed from.
+    fn defining(&mut self, name: &str, visit: impl FnOnce(&mut Self)) {
+        let outer = self.defines.replace(name.to_owned());
+        visit(self);
+        self.defines = outer;
     }
 
     /// The tensors that a name may stand for: aliases of several scopes may have one name.
@@ -96,10 +107,26 @@ impl FreeNames {
     }
 }
 
+/// Adds the names that those of `of` stand for.
+fn follow(of: &mut BTreeSet<String>, names: &[(String, String)]) {
+    // Names may stand for others that do, in any order: repeated until nothing is added.
+    loop {
+        let known = names.iter().filter(|(name, _)| of.contains(name));
+        let more: Vec<String> = known.map(|(_, other)| other.clone()).collect();
+        let before = of.len();
+        of.extend(more);
+        if of.len() == before {
+            break;
+        }
+    }
+}
+
 impl<'s> Visitor<'s> for FreeNames {
     fn expression(&mut self, expression: &'s Expr, _: ExprUse) {
         expression.walk(&mut |part| match part {
             Expr::Name(name) => {
+                let of = self.defines.iter().cloned();
+                self.computed.extend(of.map(|of| (of, name.clone())));
                 self.integers.insert(name.clone());
             }
             Expr::Element(list, _) | Expr::Count(list) => {
@@ -131,17 +158,21 @@ impl<'s> Visitor<'s> for FreeNames {
 
     fn integer(&mut self, name: &'s str, value: &'s Expr) {
         self.bound.insert(name.to_owned());
-        self.expression(value, ExprUse::Value);
+        self.defining(name, |names| names.expression(value, ExprUse::Value));
     }
 
     fn device_value(&mut self, it: &'s DeviceValue) {
         self.bound.insert(it.name.clone());
         self.read.insert(it.name.clone());
-        self.values.insert(it.place.tensor.name.clone());
-        self.place(&it.place);
-        for expression in it.expressions() {
-            self.expression(expression, ExprUse::Bound);
-        }
+        let words = &it.place.tensor.name;
+        self.values.insert(words.clone());
+        self.computed.push((it.name.clone(), words.clone()));
+        self.defining(&it.name, |names| {
+            names.place(&it.place);
+            for expression in it.expressions() {
+                names.expression(expression, ExprUse::Bound);
+            }
+        });
     }
 
     fn action(&mut self, _: &'s Step, kind: &'s StepKind) {
@@ -154,6 +185,13 @@ impl<'s> Visitor<'s> for FreeNames {
                     .map(|it| (target.clone(), it.tensor.name.clone()));
                 self.copied.extend(pairs);
             }
+        }
+        if let StepKind::Announce(it) | StepKind::Agree(it) = kind {
+            self.defining(COMPARED, |names| {
+                for value in &it.values {
+                    names.expression(value, ExprUse::Value);
+                }
+            });
         }
         kind.visit(self);
     }

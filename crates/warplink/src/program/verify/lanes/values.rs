@@ -73,11 +73,11 @@ impl LaneRun<'_> {
         let words = &self.words;
         let value = || match most {
             Some(most) if !words.uses.matched.contains(&(symbol.rank, symbol.place)) => {
-                words.valuation.value(&symbol, most, &words.uses.thresholds)
+                words.valuation.value(&symbol, most, words.uses)
             }
             _ => {
                 let section = self.section(launch as usize, word.rank);
-                let edge = words.valuation.among(&symbol, &words.uses.edges);
+                let edge = words.valuation.among(&symbol, words.uses);
                 match section.tensors[word.tensor].dtype {
                     // A word of u32 cannot hold an edge below 0.
                     DType::U32 => edge.max(0),

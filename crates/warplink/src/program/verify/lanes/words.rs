@@ -33,6 +33,9 @@ pub(in crate::program::verify) enum Valuation {
     Launches,
     /// Any edge for any word.
     Mixed(usize),
+    /// As by ranks or any edges, but for memory with words that ranks compare, values that do not depend on the rank: launches in
+    /// which these differ go no further.
+    Agreed(usize),
     /// The same threshold for all words.
     Threshold(usize),
     /// The greatest values, and for words among which lanes look for some, all the same edge of what they look for.
@@ -45,6 +48,9 @@ const MAX_EDGES: usize = 16;
 
 /// Maximum number of thresholds that are given to all words. Others are in mixtures alone.
 const MAX_THRESHOLDS: usize = 12;
+
+/// Number of valuations of each kind in which words that are compared agree.
+const AGREED: usize = 8;
 
 impl Valuation {
     /// Those under which a section that reads words is simulated.
@@ -76,25 +82,50 @@ impl Valuation {
             return vec![Self::ALL[0]];
         }
         let edges = 0..uses.edges.len().min(MAX_EDGES);
+        let agreed = 0..if uses.compared.is_empty() { 0 } else { AGREED };
         let thresholds = 0..uses.thresholds.len().min(MAX_THRESHOLDS);
         Self::ALL
             .into_iter()
+            .chain(agreed.map(Self::Agreed))
             .chain(edges.map(Self::Matched))
             .chain(thresholds.map(Self::Threshold))
             .collect()
     }
 
-    /// A value of 0 to `most`: one of its edges, its middle, or one of `thresholds`.
-    pub(super) fn value(self, symbol: &Symbol, most: i64, thresholds: &[i64]) -> i64 {
+    /// The valuation of one word, and the symbol for which it gives the value.
+    fn for_word(self, symbol: &Symbol, uses: &WordUse) -> (Self, Symbol) {
+        let Self::Agreed(number) = self else {
+            return (self, *symbol);
+        };
+        // The same word of another rank has the same symbol then.
+        let shared = Symbol {
+            rank: 0,
+            step: None,
+            ..*symbol
+        };
+        let parity = Self::Ranks(number % 2);
+        match (number, uses.compared.contains(&(symbol.rank, symbol.place))) {
+            (0 | 1, true) => (Self::Edge(3), shared),
+            (2 | 3, true) => (Self::Edge(0), shared),
+            (0..4, false) => (parity, *symbol),
+            (_, true) => (Self::Mixed(number), shared),
+            (_, false) => (Self::Mixed(number), *symbol),
+        }
+    }
+
+    /// A value of 0 to `most`: one of its edges, its middle, or one of the thresholds.
+    pub(super) fn value(self, symbol: &Symbol, most: i64, uses: &WordUse) -> i64 {
+        let (valuation, symbol) = self.for_word(symbol, uses);
+        let thresholds = &uses.thresholds;
         let threshold = |number: usize| thresholds.get(number).map_or(most, |it| most.min(*it));
-        if let Self::Threshold(number) = self {
+        if let Self::Threshold(number) = valuation {
             return threshold(number);
         }
-        let choices = match self {
+        let choices = match valuation {
             Self::Mixed(_) => 5 + thresholds.len() as u64,
             _ => 5,
         };
-        self.one_of(symbol, &|number| match number % choices {
+        valuation.one_of(&symbol, &|number| match number % choices {
             0 => 0,
             1 => 1.min(most),
             // A bound may be 0, and negative values are out of range.
@@ -106,9 +137,11 @@ impl Valuation {
     }
 
     /// One of the values at the edges of what lanes look for.
-    pub(super) fn among(self, symbol: &Symbol, values: &[i64]) -> i64 {
+    pub(super) fn among(self, symbol: &Symbol, uses: &WordUse) -> i64 {
+        let (valuation, symbol) = self.for_word(symbol, uses);
+        let values = &uses.edges;
         let last = values.len().saturating_sub(1);
-        let at = |number: u64| match (self, number) {
+        let at = |number: u64| match (valuation, number) {
             (Self::Mixed(_), number) => (number % values.len().max(1) as u64) as usize,
             (Self::Matched(edge), _) => edge,
             (_, number) => match number % 5 {
@@ -119,7 +152,7 @@ impl Valuation {
                 _ => last / 2,
             },
         };
-        self.one_of(symbol, &|number| {
+        valuation.one_of(&symbol, &|number| {
             values.get(at(number)).copied().unwrap_or(0)
         })
     }
@@ -135,7 +168,7 @@ impl Valuation {
             Self::Launches => numbered(hash(&symbol.launch)),
             // Pseudo-random, but the same on every run of the verifier: `DefaultHasher::new` has fixed keys.
             Self::Mixed(_) => numbered(hash(&(self, symbol))),
-            Self::Matched(_) | Self::Threshold(_) => last(true),
+            Self::Matched(_) | Self::Threshold(_) | Self::Agreed(_) => last(true),
         }
     }
 }
@@ -171,6 +204,8 @@ pub(super) type LaneOf = (u32, u32, u32);
 pub(in crate::program::verify) struct WordUse {
     /// Memory of each rank whose words lanes read, and memory from which words may be copied there.
     pub(super) tracked: HashSet<(Rank, SectionMemory)>,
+    /// Memory of each rank with words that lanes compare between ranks, by what they announce.
+    pub(super) compared: HashSet<(Rank, RankMemory)>,
     /// Memory of each rank among whose words lanes look for some, and values at the edges of what they look for.
     pub(super) matched: HashSet<(Rank, RankMemory)>,
     pub(super) edges: Vec<i64>,
@@ -180,16 +215,21 @@ pub(in crate::program::verify) struct WordUse {
 impl WordUse {
     pub(super) fn of(kernels: &[JointLaunch<'_>]) -> Self {
         let sections = kernels.iter().flat_map(|kernel| &kernel.sections).copied();
-        let read = sections.clone().flat_map(|section| {
-            let tensors = section.read_as_values().into_iter();
-            let memory = move |tensor: usize| section.tensors[tensor].memory;
-            // A name may mean other tensors on other ranks, which all have sections here.
-            tensors.map(move |tensor| (section.rank, memory(tensor)))
-        });
-        let tracked = with_sources(read.collect(), kernels);
+        let memory = |of: fn(&SectionInstance) -> Vec<usize>| {
+            let places = sections.clone().flat_map(|section| {
+                let tensors = of(section).into_iter();
+                // A name may mean other tensors on other ranks, which all have sections here.
+                tensors.map(|tensor| (section.rank, section.tensors[tensor].memory))
+            });
+            with_sources(places.collect(), kernels)
+        };
+        let tracked = memory(SectionInstance::read_as_values);
+        let compared = memory(SectionInstance::compared).into_iter();
+        let compared = compared.filter_map(|(rank, memory)| Some((rank, tensor(memory)?)));
         let (matched, edges) = matched(sections.clone());
         Self {
             tracked,
+            compared: compared.collect(),
             matched,
             edges,
             thresholds: thresholds(sections),
@@ -264,6 +304,14 @@ impl<'a> ReadWords<'a> {
     }
 }
 
+/// A tensor; what is in scratch was copied or computed.
+const fn tensor(memory: SectionMemory) -> Option<RankMemory> {
+    match memory {
+        SectionMemory::Tensor(id) => Some(RankMemory::Tensor(id)),
+        SectionMemory::Scratch(_) => None,
+    }
+}
+
 /// Memory among whose words lanes look for some, and the values at the edges of what they look for. The greatest one, which is
 /// mostly outside, comes first, before the least one.
 fn matched<'a>(
@@ -273,12 +321,9 @@ fn matched<'a>(
     for section in sections {
         let (tensors, of_section) = section.matched();
         edges.extend(of_section);
-        memory.extend(tensors.into_iter().filter_map(|tensor| {
-            match section.tensors[tensor].memory {
-                SectionMemory::Tensor(id) => Some((section.rank, RankMemory::Tensor(id))),
-                // What is in scratch was copied or computed.
-                SectionMemory::Scratch(_) => None,
-            }
+        memory.extend(tensors.into_iter().filter_map(|index| {
+            let place = tensor(section.tensors[index].memory)?;
+            Some((section.rank, place))
         }));
     }
     let mut edges: Vec<i64> = edges.into_iter().collect();
