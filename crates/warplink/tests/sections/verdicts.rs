@@ -314,6 +314,63 @@ const KERNELS: &[(&str, usize, usize, Option<DiagnosticKind>)] = &[
         1,
         None,
     ),
+    // Words are looked for with numbers in the middle alone.
+    (
+        "let m = C[0] at most 2
+        let e = E[0] at most 9
+        if m == 1 {
+            let c = count(E in 6..8)
+            if c > 0 { barrier }
+        }",
+        2,
+        1,
+        Some(DiagnosticKind::Deadlock),
+    ),
+    // With two numbers that differ.
+    (
+        "let m = C[0] at most 2
+        let k = D[0] at most 9
+        if m > k {
+            let c = count(E in 1000..1001)
+            if c > 0 { Y = copy(X) }
+        }",
+        1,
+        2,
+        Some(DiagnosticKind::Race),
+    ),
+    // Numbers that follow from those of the text.
+    (
+        "let m = C[0] at most 20
+        if m - 3 == 4 { barrier }",
+        2,
+        1,
+        Some(DiagnosticKind::Deadlock),
+    ),
+    (
+        "let m = C[0] at most 1000000
+        let k = 3 * (m - 70000)
+        if k / 4 == 1500 { barrier }",
+        2,
+        1,
+        Some(DiagnosticKind::Deadlock),
+    ),
+    // Each lane has a number of its own.
+    (
+        "let m = C[0] at most 1000
+        if lane == 0 { Y[0..8] = copy(X[0..8]) }
+        if m == lane * 30 + 31 { Y[8 - lane..9] = copy(X[8 - lane..9]) }",
+        1,
+        8,
+        Some(DiagnosticKind::Race),
+    ),
+    // No number of the text.
+    (
+        "let m = C[0] at most 100
+        if m * m == 1369 { barrier }",
+        2,
+        1,
+        Some(DiagnosticKind::LostSignal),
+    ),
     // Nothing, for an hour.
     (
         "for i in 0..32000 { let a = i + epoch % 64 }",

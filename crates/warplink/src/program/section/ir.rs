@@ -255,14 +255,21 @@ pub struct WordRange {
 }
 
 impl DeviceValue {
+    /// The words that it looks for, if it looks for any.
+    pub(super) const fn range(&self) -> Option<&WordRange> {
+        match &self.gives {
+            WordValue::Word(_) => None,
+            WordValue::Count(range) | WordValue::Position(_, range) => Some(range),
+        }
+    }
+
     /// The expressions that it depends on, apart from those of its place.
     pub(crate) fn expressions(&self) -> impl Iterator<Item = &Expr> {
-        let (first, range) = match &self.gives {
-            WordValue::Word(most) => (Some(most), None),
-            WordValue::Count(range) => (None, Some(range)),
-            WordValue::Position(number, range) => (Some(number), Some(range)),
+        let first = match &self.gives {
+            WordValue::Word(first) | WordValue::Position(first, _) => Some(first),
+            WordValue::Count(_) => None,
         };
-        let range = range.into_iter().flat_map(|it| [&it.from, &it.to]);
+        let range = self.range().into_iter().flat_map(|it| [&it.from, &it.to]);
         first.into_iter().chain(range)
     }
 }

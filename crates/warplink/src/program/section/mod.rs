@@ -55,6 +55,7 @@ pub(crate) use remainders::common_multiple;
 pub use resolve::{ReadValues, ReadWord};
 pub(crate) use resolve::{Resolution, VALUE_TYPES};
 pub(in crate::program) use step_cache::StepCache;
+pub(crate) use thresholds::Thresholds;
 pub(crate) use visit::{ExprUse, Visitor};
 
 /// Maximum number of lanes of a section.

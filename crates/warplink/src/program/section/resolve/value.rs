@@ -11,6 +11,7 @@ use crate::program::section::ir::{
     DeviceValue, IntegerStore, Step, StepKind, WordRange, WordValue,
 };
 use crate::program::section::lane::{LaneStepKind, Matching, Part};
+use crate::program::section::thresholds::Thresholds;
 use crate::program::section::view::View;
 use crate::program::site::with_index;
 use std::cell::RefCell;
@@ -53,6 +54,9 @@ pub(super) fn with_large_values<T>(
     // The first error is returned: the one of a value that the program itself allows.
     with(SHARES[0]).or_else(|wrong| smaller().ok_or(wrong))
 }
+
+/// Limit on the values with which it is tried which ranges lanes look for.
+const MAX_TRIED: usize = 12;
 
 /// Why a lane is not resolved further.
 pub(super) enum Stop {
@@ -305,7 +309,7 @@ impl SectionInstance {
     /// greatest values that they expect; of words that they only look for, the ends of all ranges are among them.
     pub(crate) fn value_bounds(&self) -> BTreeMap<usize, i64> {
         let (mut bounds, mut ends) = (BTreeMap::new(), BTreeMap::new());
-        self.each_read(|word| match word.matching {
+        self.each_read(&[], |word| match word.matching {
             // A search compares words with its range, so that words up to its end make a difference.
             Some(Matching { to, .. }) => {
                 let end = ends.entry(word.part.tensor).or_insert(to);
@@ -322,8 +326,9 @@ impl SectionInstance {
         bounds
     }
 
-    /// Tensors of whose words its lanes look for some, and the values at the edges of the ranges.
-    pub(crate) fn matched(&self) -> (BTreeSet<usize>, BTreeSet<i64>) {
+    /// Tensors of whose words its lanes look for some, and the values at the edges of the ranges: of those to which they come with
+    /// the first of `thresholds`, and of all that its text states.
+    pub(crate) fn matched(&self, thresholds: &Thresholds) -> (BTreeSet<usize>, BTreeSet<i64>) {
         let (mut tensors, mut edges) = (BTreeSet::new(), BTreeSet::new());
         let mut steps = Step::actions(&self.section.body);
         let looks = |(_, kind): (_, &StepKind)| match kind {
@@ -333,11 +338,13 @@ impl SectionInstance {
         if !steps.any(looks) {
             return (tensors, edges);
         }
-        self.each_read(|word| {
+        // On both sides of each end: the smallest set of words that distinguishes the outcomes of the comparison.
+        let ends = thresholds.ends.iter();
+        edges.extend(ends.flat_map(|end| [end.saturating_sub(1), *end]));
+        let values: Vec<i64> = thresholds.fixed.iter().copied().take(MAX_TRIED).collect();
+        self.each_read(&values, |word| {
             if let Some(Matching { from, to, .. }) = word.matching {
                 tensors.insert(word.part.tensor);
-                // On both sides of each end: the smallest set of words that distinguishes the outcomes of the
-                // comparison.
                 edges.extend([from.saturating_sub(1), from, to.saturating_sub(1), to]);
             }
         });
@@ -345,8 +352,8 @@ impl SectionInstance {
     }
 
     /// Passes the words that lanes read in the first launches of a period if they find 0 everywhere, or values that are as
-    /// large as they may be together. Where the text is wrong, which is left to the verifier, those read before it.
-    fn each_read(&self, mut with: impl FnMut(&ReadWord)) {
+    /// large as they may be together, or one of `values` everywhere. Where the text is wrong, which is left to the verifier, those read before it.
+    fn each_read(&self, values: &[i64], mut with: impl FnMut(&ReadWord)) {
         if self.read_as_values().is_empty() {
             return;
         }
@@ -355,11 +362,11 @@ impl SectionInstance {
             epochs.map(move |epoch| (lane, epoch))
         });
         for (lane, epoch) in launches {
-            let mut read = |share: i64| {
+            let mut read = |value: &dyn Fn(i64) -> i64| {
                 let words = RefCell::new(Vec::new());
                 let resolved = self.steps_with(lane, epoch, &|word| {
                     words.borrow_mut().push(*word);
-                    Some(word.most / share)
+                    Some(value(word.most))
                 });
                 words.into_inner().iter().for_each(&mut with);
                 resolved.is_ok()
@@ -367,8 +374,11 @@ impl SectionInstance {
             // Zeros take other branches than large values do; both are read once.
             let [large @ .., zero] = SHARES;
             // Stops at the first share that resolves: smaller ones read the same words.
-            large.into_iter().any(&mut read);
-            read(zero);
+            large.into_iter().any(|share| read(&|most| most / share));
+            read(&|most| most / zero);
+            for value in values {
+                read(&|most| most.min(*value));
+            }
         }
     }
 }

@@ -257,8 +257,19 @@ pub(super) fn follow(
     };
     let mut all: Option<Vec<Does>> = None;
     let (mut agreed, mut differing) = (HashSet::new(), Vec::new());
-    for valuation in Valuation::of(&uses) {
+    let mut valuations = Valuation::of(&uses);
+    let (first, mut taken, mut most) = (valuations.len(), 0, 0);
+    let mut next = 0;
+    loop {
+        if next == first {
+            valuations.extend(Valuation::further(&uses, taken, most));
+        }
+        let Some(valuation) = valuations.get(next).copied() else {
+            break;
+        };
+        next += 1;
         let (run, machine) = simulate(valuation)?;
+        (taken, most) = (taken.max(run.taken), most.max(run.words.most.get()));
         // Also from a valuation whose launch fails: an `agree` that holds there is one that can hold.
         agreed.extend(run.agreed());
         // Announced words differ by the invented values, and the launch fails as intended: no violation of the

@@ -62,7 +62,7 @@ pub(super) struct LaneRun<'a> {
     pub(super) streams: Vec<Stream>,
     pub(super) memory: Vec<BTreeMap<RankMemory, AreaHistory>>,
     /// Number of steps and operands of lanes so far, and of the launches in flight.
-    taken: usize,
+    pub(super) taken: usize,
     held: usize,
     /// Number of statements that were resolved since it was last added to these steps.
     resolved: Cell<usize>,

@@ -73,6 +73,7 @@ impl LaneRun<'_> {
         let words = &self.words;
         let value = || match most {
             Some(most) if !words.uses.matched.contains(&(symbol.rank, symbol.place)) => {
+                words.most.set(most.max(words.most.get()));
                 words.valuation.value(&symbol, most, words.uses)
             }
             _ => {

@@ -12,8 +12,8 @@
 use super::JointLaunch;
 use super::memory::RankMemory;
 use crate::error::Rank;
-use crate::program::section::{SectionInstance, SectionMemory};
-use std::cell::RefCell;
+use crate::program::section::{SectionInstance, SectionMemory, Thresholds};
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -36,8 +36,11 @@ pub(in crate::program::verify) enum Valuation {
     /// As by ranks or any edges, but for memory with words that ranks compare, values that do not depend on the rank: launches in
     /// which these differ go no further.
     Agreed(usize),
-    /// The same threshold for all words.
-    Threshold(usize),
+    /// The same value for all words, as far as their bounds allow.
+    All(i64),
+    /// The same value for words of every other rank, and 0 or the greatest for others, in turns; for words that ranks compare, the
+    /// value.
+    Alternate(i64),
     /// The greatest values, and for words among which lanes look for some, all the same edge of what they look for.
     Matched(usize),
 }
@@ -46,10 +49,18 @@ pub(in crate::program::verify) enum Valuation {
 // Each edge is one more simulation of all launches.
 const MAX_EDGES: usize = 16;
 
-/// Maximum number of thresholds that are given to all words. Others are in mixtures alone.
+/// Maximum number of thresholds that are given to all words whatever a simulation takes.
 const MAX_THRESHOLDS: usize = 12;
 
-/// Number of valuations of each kind in which words that are compared agree.
+/// Limit on the simulations with further values, and on the steps and operands in them: kernels of few steps, which are simulated
+/// in no time, are with more values.
+const MAX_FURTHER: usize = 192;
+const MAX_FURTHER_STEPS: usize = 1 << 15;
+
+/// The values below this are among the further ones, whatever the text compares.
+const SMALL: i64 = 64;
+
+/// Number of valuations in which words that are compared agree.
 const AGREED: usize = 8;
 
 impl Valuation {
@@ -83,19 +94,41 @@ impl Valuation {
         }
         let edges = 0..uses.edges.len().min(MAX_EDGES);
         let agreed = 0..if uses.compared.is_empty() { 0 } else { AGREED };
-        let thresholds = 0..uses.thresholds.len().min(MAX_THRESHOLDS);
+        let thresholds = uses.thresholds.iter().take(MAX_THRESHOLDS);
         Self::ALL
             .into_iter()
             .chain(agreed.map(Self::Agreed))
             .chain(edges.map(Self::Matched))
-            .chain(thresholds.map(Self::Threshold))
+            .chain(thresholds.map(|value| Self::All(*value)))
+            .collect()
+    }
+
+    /// Further ones, where a simulation takes `taken` steps and the greatest bound of a word is `most`: first those with the numbers
+    /// of the text, then those with small values.
+    pub(super) fn further(uses: &WordUse, taken: usize, most: i64) -> Vec<Self> {
+        if uses.tracked.is_empty() {
+            return Vec::new();
+        }
+        let known = uses.thresholds.iter().chain(&uses.varying).copied();
+        let known: Vec<i64> = known.filter(|value| *value <= most).collect();
+        let small = (0..SMALL.min(most.saturating_add(1))).filter(|value| !known.contains(value));
+        let first = uses.thresholds.iter().take(MAX_THRESHOLDS);
+        let first: Vec<Self> = first.map(|value| Self::All(*value)).collect();
+        let values = known.iter().copied().chain(small);
+        values
+            .flat_map(|value| [Self::All(value), Self::Alternate(value)])
+            .filter(|it| !first.contains(it))
+            .take((MAX_FURTHER_STEPS / taken.max(1)).min(MAX_FURTHER))
             .collect()
     }
 
     /// The valuation of one word, and the symbol for which it gives the value.
     fn for_word(self, symbol: &Symbol, uses: &WordUse) -> (Self, Symbol) {
-        let Self::Agreed(number) = self else {
-            return (self, *symbol);
+        let is_compared = uses.compared.contains(&(symbol.rank, symbol.place));
+        let number = match self {
+            Self::Agreed(number) => number,
+            Self::Alternate(value) if is_compared => return (Self::All(value), *symbol),
+            _ => return (self, *symbol),
         };
         // The same word of another rank has the same symbol then.
         let shared = Symbol {
@@ -104,7 +137,7 @@ impl Valuation {
             ..*symbol
         };
         let parity = Self::Ranks(number % 2);
-        match (number, uses.compared.contains(&(symbol.rank, symbol.place))) {
+        match (number, is_compared) {
             (0 | 1, true) => (Self::Edge(3), shared),
             (2 | 3, true) => (Self::Edge(0), shared),
             (0..4, false) => (parity, *symbol),
@@ -118,8 +151,16 @@ impl Valuation {
         let (valuation, symbol) = self.for_word(symbol, uses);
         let thresholds = &uses.thresholds;
         let threshold = |number: usize| thresholds.get(number).map_or(most, |it| most.min(*it));
-        if let Self::Threshold(number) = valuation {
-            return threshold(number);
+        if let Self::All(value) = valuation {
+            return most.min(value);
+        }
+        if let Self::Alternate(value) = valuation {
+            let turn = symbol.launch as usize;
+            return match (symbol.rank + turn).is_multiple_of(2) {
+                true => most.min(value),
+                false if (turn / 2).is_multiple_of(2) => 0,
+                false => most,
+            };
         }
         let choices = match valuation {
             Self::Mixed(_) => 5 + thresholds.len() as u64,
@@ -168,7 +209,7 @@ impl Valuation {
             Self::Launches => numbered(hash(&symbol.launch)),
             // Pseudo-random, but the same on every run of the verifier: `DefaultHasher::new` has fixed keys.
             Self::Mixed(_) => numbered(hash(&(self, symbol))),
-            Self::Matched(_) | Self::Threshold(_) | Self::Agreed(_) => last(true),
+            Self::Matched(_) | Self::All(_) | Self::Alternate(_) | Self::Agreed(_) => last(true),
         }
     }
 }
@@ -200,7 +241,7 @@ impl Symbol {
 pub(super) type LaneOf = (u32, u32, u32);
 
 /// What the sections of several kernels do with words: the same under every valuation.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(in crate::program::verify) struct WordUse {
     /// Memory of each rank whose words lanes read, and memory from which words may be copied there.
     pub(super) tracked: HashSet<(Rank, SectionMemory)>,
@@ -209,7 +250,9 @@ pub(in crate::program::verify) struct WordUse {
     /// Memory of each rank among whose words lanes look for some, and values at the edges of what they look for.
     pub(super) matched: HashSet<(Rank, RankMemory)>,
     pub(super) edges: Vec<i64>,
+    /// Values at which lanes may do something else, and further ones, which follow from lanes or launches.
     pub(super) thresholds: Vec<i64>,
+    pub(super) varying: Vec<i64>,
 }
 
 impl WordUse {
@@ -226,14 +269,24 @@ impl WordUse {
         let tracked = memory(SectionInstance::read_as_values);
         let compared = memory(SectionInstance::compared).into_iter();
         let compared = compared.filter_map(|(rank, memory)| Some((rank, tensor(memory)?)));
-        let (matched, edges) = matched(sections.clone());
-        Self {
+        let mut all = Self {
             tracked,
             compared: compared.collect(),
-            matched,
-            edges,
-            thresholds: thresholds(sections),
+            ..Self::default()
+        };
+        if all.tracked.is_empty() {
+            return all;
         }
+        let found: Vec<Thresholds> = sections.clone().map(SectionInstance::thresholds).collect();
+        (all.matched, all.edges) = matched(sections.zip(&found));
+        let sorted = |of: fn(&Thresholds) -> &BTreeSet<i64>| -> Vec<i64> {
+            let values: BTreeSet<i64> = found.iter().flat_map(of).copied().collect();
+            values.into_iter().collect()
+        };
+        all.thresholds = sorted(|it| &it.fixed);
+        all.varying = sorted(|it| &it.varying);
+        all.varying.retain(|value| !all.thresholds.contains(value));
+        all
     }
 }
 
@@ -283,6 +336,8 @@ pub(super) struct ReadWords<'a> {
     pub(super) stored: HashMap<(Rank, RankMemory, usize), (Symbol, u32)>,
     /// Value of each symbol that was read.
     pub(super) chosen: RefCell<HashMap<Symbol, i64>>,
+    /// The greatest bound of a word that was read.
+    pub(super) most: Cell<i64>,
     /// Values that lanes have read from memory that may change, by the number of the read.
     pub(super) known: HashMap<LaneOf, BTreeMap<usize, i64>>,
 }
@@ -294,6 +349,7 @@ impl<'a> ReadWords<'a> {
             uses,
             stored: HashMap::new(),
             chosen: RefCell::default(),
+            most: Cell::new(0),
             known: HashMap::new(),
         }
     }
@@ -315,11 +371,11 @@ const fn tensor(memory: SectionMemory) -> Option<RankMemory> {
 /// Memory among whose words lanes look for some, and the values at the edges of what they look for. The greatest one, which is
 /// mostly outside, comes first, before the least one.
 fn matched<'a>(
-    sections: impl Iterator<Item = &'a SectionInstance>,
+    sections: impl Iterator<Item = (&'a SectionInstance, &'a Thresholds)>,
 ) -> (HashSet<(Rank, RankMemory)>, Vec<i64>) {
     let (mut memory, mut edges) = (HashSet::new(), BTreeSet::new());
-    for section in sections {
-        let (tensors, of_section) = section.matched();
+    for (section, thresholds) in sections {
+        let (tensors, of_section) = section.matched(thresholds);
         edges.extend(of_section);
         memory.extend(tensors.into_iter().filter_map(|index| {
             let place = tensor(section.tensors[index].memory)?;
@@ -332,12 +388,6 @@ fn matched<'a>(
         edges.rotate_right(1);
     }
     (memory, edges)
-}
-
-/// Values at which lanes may do something else.
-fn thresholds<'a>(sections: impl Iterator<Item = &'a SectionInstance>) -> Vec<i64> {
-    let all: BTreeSet<i64> = sections.flat_map(SectionInstance::thresholds).collect();
-    all.into_iter().collect()
 }
 
 pub(super) fn hash(of: &impl Hash) -> u64 {
