@@ -142,6 +142,22 @@ impl StepKind {
         )
     }
 
+    /// The move, if it is one: it may leave words as they are.
+    pub(super) const fn as_move(&self) -> Option<&Move> {
+        match self {
+            Self::Move(it) => Some(it),
+            _ => None,
+        }
+    }
+
+    /// Values that ranks compare.
+    pub(super) fn compared(&self) -> &[Expr] {
+        match self {
+            Self::Announce(it) | Self::Agree(it) => &it.values,
+            _ => &[],
+        }
+    }
+
     /// How threads divide what it stores.
     pub(super) const fn storing(&self) -> Storing {
         match self {

@@ -176,7 +176,7 @@ impl<'s> Visitor<'s> for FreeNames {
     }
 
     fn action(&mut self, _: &'s Step, kind: &'s StepKind) {
-        if let StepKind::Move(it) = kind {
+        if let Some(it) = kind.as_move() {
             let sources: Vec<&Place> = it.sources.iter().flat_map(|it| it.item.places()).collect();
             for target in &it.targets {
                 let target = &target.item.tensor.name;
@@ -186,13 +186,11 @@ impl<'s> Visitor<'s> for FreeNames {
                 self.copied.extend(pairs);
             }
         }
-        if let StepKind::Announce(it) | StepKind::Agree(it) = kind {
-            self.defining(COMPARED, |names| {
-                for value in &it.values {
-                    names.expression(value, ExprUse::Value);
-                }
-            });
-        }
+        self.defining(COMPARED, |names| {
+            for value in kind.compared() {
+                names.expression(value, ExprUse::Value);
+            }
+        });
         kind.visit(self);
     }
 
