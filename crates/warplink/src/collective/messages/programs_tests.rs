@@ -153,7 +153,7 @@ fn both_ends_are_one_kernel() {
             "constexpr Index rank = 1;",
             "at.v_N[0]",
             "located[0].reachable()",
-            "locate(self, located[0]);",
+            "if (!announced[0]) locate_of_others(self, located[0], rank, at.v_Y[rank]);",
         ] {
             assert!(text.contains(part), "{part}\n{text}");
         }

@@ -158,7 +158,7 @@ impl Emitter<'_> {
         }
     }
 
-    /// Declares whether the lane has announced each tensor since its last agreement.
+    /// Declares whether the lane has announced each tensor in this launch.
     pub(super) fn declare_announced(&self, code: &mut Code) {
         let count = self.announced.len();
         if count > 0 {
@@ -167,7 +167,7 @@ impl Emitter<'_> {
     }
 
     /// Prepares for the locations of tensors that only other ranks announce. Whether this lane has announced one as well may depend on
-    /// branches; an announcement counts for one agreement.
+    /// branches.
     fn locate_of_others(&self, code: &mut Code, it: &Announcement) {
         for (number, name) in it.tensors.iter().filter_map(|name| self.located(name)) {
             let known = if self.instance.published {
@@ -178,7 +178,6 @@ impl Emitter<'_> {
             code.line(format!(
                 "if (!announced[{number}]) locate_of_others(self, located[{number}], {known});"
             ));
-            code.line(format!("announced[{number}] = false;"));
         }
     }
 
