@@ -413,11 +413,12 @@ impl<'a> Stage<'a> {
         })
     }
 
-    /// Whether what a kernel accesses of the program's tensors differs from launch to launch.
+    /// Whether what a kernel accesses of the program's tensors, as far as it was seen, differs from launch to launch.
     pub(super) fn is_unsteady(&self) -> bool {
-        let accesses = |launch: &Vec<Vec<Rc<Steps>>>| {
+        let accesses = |launch: usize| {
             let mut all = Vec::new();
-            for act in launch.iter().flatten().flat_map(|lane| &lane.acts) {
+            let lanes = self.steps_of(launch);
+            for act in lanes.iter().flatten().flat_map(|lane| &lane.acts) {
                 if let Act::Move(it) = act {
                     let operands = it.targets.iter().map(|place| (place, true));
                     let operands = operands.chain(it.sources.iter().map(|place| (place, false)));
@@ -427,10 +428,8 @@ impl<'a> Stage<'a> {
             }
             all
         };
-        let mut later = self.launches.iter().enumerate().skip(self.kernels);
-        later.any(|(number, launch)| {
-            accesses(launch) != accesses(&self.launches[number % self.kernels])
-        })
+        let mut later = self.kernels..self.launches.len();
+        later.any(|launch| accesses(launch) != accesses(launch % self.kernels))
     }
 }
 
