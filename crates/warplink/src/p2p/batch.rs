@@ -13,7 +13,8 @@ use crate::signal::{SignalOp, SignalWord};
 /// Consecutive posts form a group, enqueued in this order: signals to peers that depend on no wait, waits for peers,
 /// copies, completion signals. A group therefore completes regardless of the order of its members here and on other
 /// ranks, as long as each rank posts the other end of every member in a group that this one does not wait for. To
-/// notify peers of each copy as it finishes, post the copies one by one.
+/// notify peers of each copy as it finishes, post the copies one by one. A copy by several blocks signals its own
+/// completion, and packets are written where they are waited for: there, a wait covers its own transfer alone.
 ///
 /// In a graph, a second post of a transfer waits until its first post is done. If a graph waits for all posts of a
 /// batch, a wait for one of them on another stream is ordered after the whole batch.
